@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread each, no network, folders of their own, and the main job as a subprocess."""
+"""Setup shared by all tests: one OpenMP thread, no network, a cache of the session, a corpus, and CLI runs."""
 
 import os
 
@@ -20,19 +20,19 @@ import pytest
 import composed_once
 from support import Run
 
-# Helpers whose assertions should say what they found.
+# Helper modules whose assert statements pytest rewrites, so that failures show the compared values.
 pytest.register_assert_rewrite("runs", "strategy_runs", "ranks", "processes")
 composed_once.install()
 
 
 def pytest_collection_finish() -> None:
-    """What collecting has imported stays: the garbage collector need not walk it again and again."""
+    """Excludes objects created by collection from garbage collection and makes it rarer, to speed up the tests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
-# The folders whose slow tests are begun first where time is bounded: kills, ranks and numbers before options.
+# Folders whose tests run first when time is limited: kills, ranks and numerics before options.
 FIRST = ("resume", "distributed", "parity", "golden", "objectives", "stages", "checkpoints", "data")
 
 
@@ -44,14 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leaves out what has not begun by LMTRAIN_TESTS_END, in seconds since 1970: .ci/run has to end in time."""
+    """Skips tests that have not begun by LMTRAIN_TESTS_END (seconds since 1970), since .ci/run has to end in time."""
     if time.time() > float(os.environ.get("LMTRAIN_TESTS_END", "inf")):
         pytest.skip("no time was left for it")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Prepared data goes to a folder of the session, never to the user's cache."""
+    """Directs prepared data to a folder of the test session, never to the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LMTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
         yield
@@ -59,7 +59,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty small text files with words that repeat, so that a tiny model learns something."""
+    """Returns a folder of twenty small text files with repeated words, so that a tiny model can learn something."""
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(20):
         lines = [
@@ -71,7 +71,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def lmtrain(tmp_path: Path) -> Run:
-    """Runs `python -m lmtrain.VERB ARGS` in an empty folder and returns the finished process."""
+    """Returns a function that runs `python -m lmtrain.VERB ARGS` in an empty folder, returning the finished process."""
 
     def run(
         verb: str, *args: str, env: dict[str, str] | None = None, timeout: float = 600

@@ -1,7 +1,7 @@
-"""How many files of lmtrain change where a part is added to it: in a copy of the tree, run as users run it.
+"""Tests how many files of lmtrain change when a feature is added, in a copy of the tree that is run as users run it.
 
-What changes none of them, since a class of one's own is named in the config, is tested by tests/docs/test_extending.py
-(objective, callback, metric, source of data); what cuts across rooms by tests/run/test_features.py.
+Extensions that change no file, since the config names a user's class, are tested by tests/docs/test_extending.py
+(model, schedule, data source) and tests/config/test_doors.py; features across packages by tests/run/test_features.py.
 """
 
 import os
@@ -50,7 +50,7 @@ class Tree:
         path.write_text(text.replace(before, line + before))
 
     def changed(self) -> list[str]:
-        """Files that differ from lmtrain's own, without those that are new."""
+        """Returns the files of the copy that differ from lmtrain's own, without new files."""
         own = {p.relative_to(REPO) for part in ("src/lmtrain", "conf") for p in (REPO / part).rglob("*.*")}
         return sorted(
             str(p)

@@ -1,4 +1,4 @@
-"""A run that ends for its bad steps looks at the first of them as it was trained."""
+"""A run that stops because of bad steps re-runs the first bad batch in the precision of the run."""
 
 import json
 from pathlib import Path

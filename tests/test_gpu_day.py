@@ -1,4 +1,4 @@
-"""benchmarks/gpu_day.py runs to its end on a CPU, so that it works the day there is a GPU."""
+"""benchmarks/gpu_day.py runs to completion on a CPU, so that it works once a GPU is available."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from support import REPO
 
-# As on a machine without a package index: what need not be brought is not there.
+# Hides optional packages, as on a machine without a package index.
 ABSENT = """
 import sys
 ABSENT = ("pyarrow", "datasets", "pandas", "tensorboard", "trl")

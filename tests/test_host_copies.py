@@ -1,4 +1,4 @@
-"""What async_save writes from: copies in host memory that training can't change."""
+"""The copies in host memory that async_save writes from, which training cannot change."""
 
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def test_ranks_that_write_together_copy_into_memory_that_is_kept(tmp_path: Path)
                       "callbacks": {"average": average}, "fingerprint": {}}  # fmt: skip
         expected = [tensor.clone() for tensor in (weight, momentum, average)]
         job = sharded.prepare(checkpoint, tmp_path / store.name_of(step), take)
-        for tensor in (weight, momentum, average):  # training goes on while it is written
+        for tensor in (weight, momentum, average):  # training continues while the checkpoint is written
             tensor.add_(1)
         assert job is not None
         assert job()
@@ -80,18 +80,18 @@ def test_ranks_that_write_together_copy_into_memory_that_is_kept(tmp_path: Path)
             read["callbacks"]["average"],
         )
         assert all(map(torch.equal, found, expected))
-    assert len(places[0]) == 5  # with the two files' headers
+    assert len(places[0]) == 5  # three tensors, and the headers of the two files
     assert places[0] == places[1]
 
 
 def test_large_models_are_written_by_all_ranks_unless_told_otherwise() -> None:
     options = check(compose([])).trainer.fsdp
     with torch.device("meta"):
-        small, large = nn.Linear(1024, 1024), nn.Linear(2**15, 2**15 + 1)  # 4 MiB, 4 GiB and 128 KiB
+        small, large = nn.Linear(1024, 1024), nn.Linear(2**15, 2**15 + 1)  # 4 MiB; 4 GiB + 128 KiB
     assert [writes_together(options, model) for model in (small, large)] == [False, True]
     options.sharded_checkpoint = True
     assert writes_together(options, small)
     options.sharded_checkpoint = False
     assert not writes_together(options, large)
     options.sharded_checkpoint = None
-    assert not writes_together(options, large.requires_grad_(False))  # an adapter's checkpoint holds what is trained
+    assert not writes_together(options, large.requires_grad_(False))  # an adapter checkpoint has only trained weights

@@ -1,4 +1,4 @@
-"""The commands that people copy first, with a hub that answers: datasets and tokenizers come by their own names."""
+"""The most commonly copied commands run against a loopback hub that serves datasets and tokenizers by their names."""
 
 import json
 import subprocess
@@ -44,7 +44,7 @@ def test_gpt_small_on_wikitext_unmodified(tmp_path: Path) -> None:
     (val,) = [row["val/loss"] for row in logged if "val/loss" in row]
     assert val < losses[0]
     model = AutoModelForCausalLM.from_pretrained(run_dir / "export")
-    assert model.num_parameters() == 124_439_808 + (50304 - 50257) * 768  # the vocabulary is rounded up to 64
+    assert model.num_parameters() == 124_439_808 + (50304 - 50257) * 768  # the vocabulary is padded to a multiple of 64
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "export")
     assert len(tokenizer) == 50257
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What is imported when: nothing heavy for help and refusals, no extra unless it is used. The wheel brings conf/."""
+"""What is imported when: nothing heavy for help and refusals, extras only when used; and the wheel contains conf/."""
 
 import json
 import os
@@ -12,14 +12,14 @@ import pytest
 from lmtrain import cli
 from support import REPO
 
-# pyarrow and datasets: 200 MB that only columnar files and the hub need; benchmarks/gpu_day.py goes without.
+# pyarrow and datasets (200 MB) are needed only for columnar files and the hub; benchmarks/gpu_day.py runs without them.
 EXTRAS = ("pyarrow", "torchao", "datasets", "deepspeed", "bitsandbytes", "lm_eval", "matplotlib", "optuna", "submitit",
           "hydra_plugins")  # fmt: skip
 HEAVY = ("torch", "lightning", "transformers", "datasets", "wandb", "tensorboard", "pandas")
 
 
 def python(code: str, *argv: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """The last line that `code` prints in a fresh process."""
+    """Returns the last line that `code` prints in a fresh process."""
     done = subprocess.run(
         [sys.executable, "-c", code, *argv],
         capture_output=True,
@@ -125,7 +125,7 @@ def test_every_verb_is_a_module_with_help(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the working tree, as pip would for a release."""
+    """Returns a wheel built from the working tree, as pip would build it for a release."""
     pytest.importorskip("hatchling", reason="building the wheel needs hatchling")
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(

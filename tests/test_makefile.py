@@ -1,4 +1,4 @@
-"""`make env`: pip is seen at work, and where it fails its own message is the last thing said."""
+"""`make env` shows pip's output, and when pip fails its own error message comes last, before make's."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`python -m lmtrain.new`: what it writes works as it stands, outside the tree."""
+"""The files that `python -m lmtrain.new` writes work without changes, outside the source tree."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
-"""Six people's roads from nothing to a result, each at most four commands as they would be typed, run one by one.
+"""Six user workflows, each from raw input to a result in at most four commands, run one by one as a user types them.
 
-Besides what a person types there is only what makes a run small; where a name of the hub would stand, a folder does.
+Only the settings that make a run small are added, and a local folder replaces the name of a hub model.
 """
 
 import json
@@ -29,7 +29,7 @@ TINY = [
 SHAPE = ["tokenizer=bytes", "model.num_hidden_layers=2", "model.num_attention_heads=2", "model.hidden_size=32",
          "model.max_position_embeddings=64"]  # fmt: skip
 CHAT = ["data.chat_template=zephyr", "data.seq_len=256"]
-MINE = "objective=custom objective._target_=mine.Mine run.allow_target=[mine]"  # as the skeleton's first lines say
+MINE = "objective=custom objective._target_=mine.Mine run.allow_target=[mine]"  # as the first lines of the skeleton say
 FACTS = [(f"How much is {n} and {n}?", f"It is {2 * n}.", f"It is {n}.") for n in range(1, 61)]
 
 
@@ -57,7 +57,7 @@ def pairs(folder: Path) -> None:
 
 
 def answers(said: list[str], folder: Path) -> None:
-    """The chat has continued what was typed."""
+    """Checks that the chat has continued the typed text."""
     assert "it continues each text" in said[1]
     assert len(said[1].strip().splitlines()) > 3
 
@@ -71,7 +71,7 @@ def transformers_reads_it(said: list[str], folder: Path) -> None:
 
 
 def adapter_is_in_the_weights(said: list[str], folder: Path) -> None:
-    """Base plus what LoRA has learned: scale x B A on each layer it was on, added up here from the adapter's file."""
+    """Checks that merged weights are the base plus the LoRA update, scale x B A, computed from the adapter's file."""
     from safetensors.torch import load_file
 
     assert "learned" in said[0]

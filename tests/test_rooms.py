@@ -1,6 +1,6 @@
-"""The house rules of docs/architecture.md: imports go down only, no circles, small files, short functions.
+"""The rules of docs/architecture.md: imports go down only and have no cycles, files are small, functions short.
 
-The graph is drawn from every import statement of src/lmtrain, those inside functions and under TYPE_CHECKING included.
+The graph includes every import statement of src/lmtrain, also those inside functions and under TYPE_CHECKING.
 """
 
 import ast
@@ -16,7 +16,7 @@ from support import REPO
 
 SOURCE = REPO / "src" / "lmtrain"
 
-# From the ground up. A room is a folder or a file of the package; each may import itself and what stands before it.
+# From the lowest layer up. A room is a folder or a file of the package; it may import itself and the rooms before it.
 ROOMS = [
     "terminal", "secrets", "errors", "files", "losses", "config", "distributed",
     "data.hub", "data.order", "data.mixing", "data.byte_bpe", "data.tokenizers", "data.store", "data.sources",
@@ -47,18 +47,18 @@ VERBS = [
     "__main__",
 ]  # above all rooms
 
-# Sizes are smells: a file that is cut in two just below a limit has no seam there.
-MAX_LINES, MAX_FUNCTION, MAX_MEDIAN, MAX_FILES = 450, 60, 10, 26  # a room and its __init__
+# Size limits point to design problems: a file split only to stay below a limit is not split at a natural boundary.
+MAX_LINES, MAX_FUNCTION, MAX_MEDIAN, MAX_FILES = 450, 60, 10, 26  # files are counted per room, with __init__.py
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name below lmtrain, and its file."""
+    """Returns {dotted name below lmtrain: file} of all modules that are not empty."""
     files = {p.relative_to(SOURCE).with_suffix(""): p for p in SOURCE.rglob("*.py")}
     return {".".join(name.parts).removesuffix(".__init__"): path for name, path in files.items() if path.stat().st_size}
 
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of lmtrain that a file imports, anywhere in it."""
+    """Yields the modules of lmtrain that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lmtrain":
             base = (node.module or "").removeprefix("lmtrain").lstrip(".")
@@ -76,7 +76,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """The longest name of ROOMS that a module begins with, or the verb it is."""
+    """Returns the room (the longest matching name in ROOMS) or the verb that a module belongs to."""
     fits = [room for room in [*ROOMS, *VERBS] if module == room or module.startswith(f"{room}.")]
     assert fits, f"{module} is in no room: add it to ROOMS, where its imports allow it"
     return max(fits, key=len)
@@ -93,7 +93,7 @@ def test_imports_go_down_only(graph: dict[str, set[str]]) -> None:
 
 
 def test_only_doors_take_from_the_package_itself() -> None:
-    """`lmtrain/__init__.py` hands out what the rooms hold, so it stands above them."""
+    """Only cli and the verbs import from `lmtrain/__init__.py`, which re-exports from the rooms and is above them."""
     known = modules()
     takers = {name for name, path in known.items() if "" in imports(path, known)}
     assert takers <= {"cli", *VERBS}
@@ -107,7 +107,7 @@ def test_no_file_imports_itself_by_way_of_others(graph: dict[str, set[str]]) -> 
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
-    """Name and lines of each function, docstring included."""
+    """Yields the name and number of lines of each function, docstring included."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{path.relative_to(SOURCE)}:{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1

@@ -1,6 +1,6 @@
-"""The shortest walk through everything, for `make smoke`: imports, pretraining, resume, SFT, DPO, export.
+"""The shortest end-to-end check, for `make smoke`: imports, pretraining, resuming, SFT, DPO and export.
 
-It says that nothing is broken outright; what is right to the last bit, the rest of the suite says.
+It detects gross breakage; the rest of the suite checks exact results.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""OpenMP's threads are told not to spin for long before torch is loaded, in every process of a run."""
+"""The OpenMP spin limit is set before torch is loaded, in every process of a run."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from lmtrain.distributed import ranks
 from support import TINY, Run
 
-# Written into every Python process by PYTHONPATH: notes the environment at the moment torch is looked for.
+# Loaded by every Python process through PYTHONPATH; records the environment when torch is about to be imported.
 NOTES = """
 import json, os, sys
 
@@ -40,7 +40,7 @@ def test_it_is_set_before_torch_is_loaded_and_on_ranks(
 ) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    # The ranks find that there is no such file: far enough for torch to be there.
+    # The ranks fail because the file is missing, which is late enough for torch to have been loaded.
     done = lmtrain("train", *TINY, "data=text", "data.path=missing.txt", "trainer.devices=2", "trainer.accelerator=cpu",
                    "data.global_batch_size=4", env=notes)  # fmt: skip
     assert done.returncode == 2, done.stderr

@@ -1,4 +1,4 @@
-"""Adapters learn what a plain peft loop learns, on every kind of layer, and say no to what can't be right."""
+"""Adapters get the gradients of a plain peft loop on every kind of layer, and invalid settings are refused."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ from tiny_pretrained import SHORT, load_pretrained, save_pretrained
 
 VOCAB = 257
 BATCH = {"input_ids": torch.arange(60).reshape(3, 20) + 7, "labels": (torch.arange(60) * 5 % VOCAB).reshape(3, 20)}
-NEW = [255, 256]  # tokens whose rows are trained
+NEW = [255, 256]  # tokens whose embedding rows are trained
 LORA: dict[str, Any] = {
     "method": "lora",
     "r": 4,
@@ -106,7 +106,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_equal_a_plain_peft_loop(kind: str, bases: dict[str, Path]) -> None:
-    """peft by its own documentation, transformers' logits, torch's cross-entropy."""
+    """The reference is peft used as documented, with transformers' logits and torch's cross-entropy."""
     assert_gradients_equal(bases["untied"], [], KINDS[kind])
 
 
@@ -120,7 +120,7 @@ def test_gradients_of_added_tokens_equal_a_plain_peft_loop(
 
 def assert_gradients_equal(base: Path, new_tokens: list[int], changes: dict[str, Any]) -> None:
     ours = adapted(base, new_tokens, **changes)
-    with torch.no_grad():  # where B is zero, A has no gradient
+    with torch.no_grad():  # perturbs the adapter, since A has no gradient while B is zero
         for name, p in ours.named_parameters():
             if p.requires_grad:
                 p += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
@@ -145,7 +145,7 @@ def assert_gradients_equal(base: Path, new_tokens: list[int], changes: dict[str,
 
 
 def test_dropout_on_the_output_layer_is_pefts(bases: dict[str, Path]) -> None:
-    """The loss never calls the layer, so its dropout is drawn by our own code: same seed, same loss."""
+    """The loss never calls the layer, so our own code draws its dropout; the same seed must give peft's loss."""
     ours = adapted(bases["untied"], target_modules=["lm_head"], dropout=0.5)
     ours.get_output_embeddings().lora_B["default"].weight.data.normal_()
     torch.manual_seed(1)
@@ -171,7 +171,7 @@ def test_every_b_moves_and_the_base_does_not(base: str, kind: str, bases: dict[s
 
 
 def test_activation_checkpointing_changes_no_gradient(bases: dict[str, Path]) -> None:
-    """With frozen embeddings no input of a block needs a gradient, which the reentrant kind can't do."""
+    """With frozen embeddings no input of a block requires a gradient, which reentrant checkpointing can't handle."""
     found = []
     for checkpointing in (False, True):
         model = adapted(bases["untied"], dropout=0.1)
@@ -206,7 +206,7 @@ def test_what_is_moved_from_the_base_is_accounted_for(kind: str, bases: dict[str
 
 
 def test_a_decomposition_that_differs_is_put_back(bases: dict[str, Path]) -> None:
-    """Another machine's SVD may turn A and B: the base must be the one that the checkpoint's were taken out of."""
+    """Another machine's SVD may give other A and B: the base must be what remained without the checkpoint's A and B."""
     first, second = (adapted(bases["untied"], init_weights="pissa") for _ in range(2))
     ours, theirs = adapter_of(first), adapter_of(second)
     assert ours is not None
@@ -298,7 +298,7 @@ def test_a_tokenizer_of_another_model_is_no_reason_to_grow(bases: dict[str, Path
 
 
 def test_groups_by_adapter_names(bases: dict[str, Path]) -> None:
-    """LoRA+ (arXiv:2402.12354): B learns faster than A; rows of new tokens by themselves."""
+    """LoRA+ (arXiv:2402.12354): B gets a higher learning rate than A, and rows of new tokens get their own rate."""
     model = adapted(bases["untied"], NEW)
     rules = [{"pattern": "lora_B", "lr": 0.016}, {"pattern": "lora_A"}, {"pattern": "trainable_tokens", "lr": 5e-4}]
     cfg = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.0, groups=rules)
@@ -332,7 +332,7 @@ def test_a_large_base_is_read_once_until_it_changes(bases: dict[str, Path], tmp_
     digest = hashlib.sha256(hashlib.sha256(b"a" * REMEMBER_FROM).digest()).hexdigest()[:16]
     assert base_identity(model, str(base), Facts(tmp_path)) == digest
     facts = json.loads(known.read_text())
-    facts[str(weights)]["sha256"] = "ab" * 32  # nothing but the memory has it
+    facts[str(weights)]["sha256"] = "ab" * 32  # a hash that only the remembered facts contain
     known.write_text(json.dumps(facts))
     assert base_identity(model, str(base), Facts(tmp_path)) == hashlib.sha256(b"\xab" * 32).hexdigest()[:16]
     weights.write_bytes(b"a" * REMEMBER_FROM)
@@ -340,7 +340,7 @@ def test_a_large_base_is_read_once_until_it_changes(bases: dict[str, Path], tmp_
 
 
 def test_flops_of_a_frozen_base(bases: dict[str, Path]) -> None:
-    """A frozen weight costs 2 forward and 2 for its input's gradient; a trained one 2 more."""
+    """Per token, a frozen weight costs 2 FLOPs forward and 2 for its input's gradient, a trained one 2 more."""
     plain, model = pretrained(bases["untied"]), adapted(bases["untied"])
     total, trained, tables = flops.parameter_counts(model)
     assert trained == sum(p.numel() for p in trained_state(model).values())

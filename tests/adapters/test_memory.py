@@ -1,4 +1,4 @@
-"""A memory is the base at first, reads what dense attention reads, and its gradients are right."""
+"""A new memory leaves the base unchanged, computes what dense attention computes, and has correct gradients."""
 
 import copy
 from typing import Any
@@ -38,7 +38,7 @@ def settings(**changes: Any) -> MemorySettings:
 
 
 def with_memory(family: str = "llama", **changes: Any) -> Any:
-    """A tiny model with a memory that is no longer at its beginning."""
+    """Builds a tiny model with a memory whose gates are open, so that it changes the output."""
     model = tiny(family)
     attach_memory(model, settings(**changes))
     open_gates(model)
@@ -51,7 +51,7 @@ def open_gates(model: Any) -> None:
 
 
 def dense(block: MemoryBlock, x: Tensor) -> Tensor:
-    """The formula of the module, chapter by chapter, without routing."""
+    """Computes the block's formula chapter by chapter over all chapters, without routing."""
     s, bank = block.settings, block.bank
     h = x / (x.square().mean(-1, keepdim=True) + s.norm_eps).sqrt() * block.norm.weight
     p = torch.softmax(h @ block.router.weight.T, -1)
@@ -75,7 +75,7 @@ def test_all_chapters_are_dense_attention(router: str) -> None:
 
 
 def test_a_token_reads_its_own_chapters() -> None:
-    """Sorting, tiles and the way back: against one token and one chapter at a time."""
+    """Sorting into tiles and back gives each token the results of its own chapters, checked one pair at a time."""
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(7, 2, 5, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     queries = torch.randn(200, 2, 4, generator=generator, dtype=torch.float64)
@@ -116,7 +116,7 @@ def test_gradients_of_every_part_are_those_of_finite_differences(share_bank: boo
 
 
 def test_straight_through_has_the_gradient_of_the_probabilities() -> None:
-    """The forward is that of top_k; with one chapter, whose weight is 1, the router learns all the same."""
+    """Weights equal top_k's, but their gradient is the probabilities': even a single chapter trains the router."""
     torch.manual_seed(0)
     block = MemoryBlock(3, settings(router="straight_through"), None)
     logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
@@ -151,7 +151,7 @@ def test_a_shared_bank_stands_once_and_others_once_a_layer() -> None:
 
 
 def test_documents_stay_apart() -> None:
-    """Changing a token of one document moves no hidden state of another."""
+    """Changing a token of one document changes no hidden state of another document."""
     model = LanguageModel(with_memory(), objective()).eval()
     batch = packed()
     changed = {**batch, "input_ids": batch["input_ids"].clone()}
@@ -193,7 +193,7 @@ def test_other_ways_to_compute_change_no_gradient(how: str) -> None:
 
 
 def test_groups_by_component() -> None:
-    """Each needs only its name; the three take every parameter once."""
+    """Groups named base and memory need no pattern, and together they take every parameter once."""
     rules = [{"name": "base", "lr": 1e-5}, {"name": "memory", "lr": 1e-3, "weight_decay": 0.0}]
     cfg = OptimizerConfig(name="adamw", lr=1e-4, weight_decay=0.1, groups=rules)
     model = with_memory()

@@ -1,4 +1,4 @@
-"""Runs with a memory: what they train, keep, continue, export, generate and refuse."""
+"""Runs with a memory: what they train, save, resume, export, generate and refuse."""
 
 import importlib.util
 import json
@@ -124,7 +124,7 @@ def test_the_modeling_file_needs_no_lmtrain(bases: dict[str, Path], chats: Path,
     live, tokenizer, _ = trained.from_run(RunDir(tmp_path / "run"), "last", {})
     logits(live, torch.tensor([tokenizer("abc")["input_ids"]]))
     for layer, block in enumerate(memory_blocks(live)):
-        first = block.last_router_logits[-1].topk(2).indices.tolist()  # of the last token
+        first = block.last_router_logits[-1].topk(2).indices.tolist()  # chapters of the last token
         assert f"after layer {layer}" in shown.out
         assert f"c[{first[0]},{first[1]}]" in shown.out
         assert f"chapters {first[0]}, {first[1]}" in written
@@ -173,7 +173,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_one_message_says_what_is_wrong(wrong: str) -> None:
-    """Said by the config, or when the model is there, before anything is trained."""
+    """A wrong setting is refused with one message by the config check or by `attach`, before anything is trained."""
     shape = SHAPE if "peft=none" not in wrong else []
     overrides = ["model=pretrained", "model.name_or_path=x", "data.seq_len=8", "peft=memory", *shape, *wrong.split()]
     with pytest.raises(UserError) as refused:
@@ -194,7 +194,7 @@ def test_a_checkpoint_on_another_base_is_refused(bases: dict[str, Path], chats: 
 
 
 def test_an_exported_memory_is_trained_further(bases: dict[str, Path], chats: Path, tmp_path: Path) -> None:
-    """As the base of a new run: it begins where the export stands, whether its base is frozen or trained too."""
+    """A run on an exported memory starts from the export's function, whether the base is frozen or trained too."""
     steady = ["trainer.max_steps=2", "schedule=constant", "optimizer.lr=0.02"]
     ended = train(chats, bases["llama"], tmp_path / "first", "peft=memory", *steady)
     assert ended.code == 0, ended.err
@@ -224,7 +224,7 @@ GROUPS = "[{name: memory, lr: 1.0e-2, weight_decay: 0}, {name: adapter, lr: 1.0e
 
 
 def test_memory_adapter_and_base_have_rates_of_their_own(bases: dict[str, Path], chats: Path, tmp_path: Path) -> None:
-    """The example of docs/memory.md: all three are trained, each at its rate, kept, and exported as trained."""
+    """The example of docs/memory.md: memory, adapter and base train at their own rates, and are saved and exported."""
     three = ["peft=memory_lora", "peft.r=4", f"optimizer.groups={GROUPS}", "schedule=constant", "optimizer=lion"]
     folder = RunDir(tmp_path / "run")
     for steps in (1, 2):
@@ -235,12 +235,12 @@ def test_memory_adapter_and_base_have_rates_of_their_own(bases: dict[str, Path],
     model, _, _ = trained.from_run(folder, "last", {})
     fresh = AutoModelForCausalLM.from_pretrained(bases["llama"])
     moved = {n.replace(".base_layer", ""): p for n, p in model.named_parameters() if "lora_" not in n}
-    norm = "model.norm.weight"  # Lion moves each coordinate by exactly its rate
+    norm = "model.norm.weight"  # Lion moves each coordinate by exactly its learning rate per step
     steps_moved = ((moved[norm] - fresh.get_parameter(norm)) / 1e-4).detach()
     torch.testing.assert_close(steps_moved.abs().round(), steps_moved.abs(), rtol=0, atol=1e-2)
     assert steps_moved.abs().max() == pytest.approx(2, abs=1e-2)
     assert all(not torch.equal(moved[name], p) for name, p in fresh.named_parameters())
-    assert (folder.export / "modeling_memory.py").exists()  # compared with the live model before it was kept
+    assert (folder.export / "modeling_memory.py").exists()  # it was compared with the live model before it was kept
 
 
 @pytest.mark.parametrize(

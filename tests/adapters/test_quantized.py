@@ -1,4 +1,4 @@
-"""LoRA on a base of 4 or 8 bits: it learns before and after a validation, and merges to what it was."""
+"""LoRA on a base of 4 or 8 bits learns before and after a validation, and merges into a model with equal outputs."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ BATCH = {"input_ids": torch.arange(60).reshape(3, 20) + 7, "labels": torch.arang
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Widths that divide by 64 take every path of bitsandbytes, the repacked one of CPUs with AVX512-BF16 included.
+    # Widths divisible by 64 use every path of bitsandbytes, including the repacked one of CPUs with AVX512-BF16.
     return save_pretrained(tmp_path_factory.mktemp("base") / "q", hidden_size=64, intermediate_size=128)
 
 
@@ -98,18 +98,18 @@ def test_learns_after_a_validation_and_merges(quantization: str, changes: dict[s
         found = plain(BATCH["input_ids"]).logits
     assert getattr(plain.config, "quantization_config", None) is None
     assert {p.dtype for p in plain.parameters()} == {torch.float32}
-    allowed = 0.1 if quantization == "int8" else 1e-5  # the live int8 model also rounds what goes into a layer
+    allowed = 0.1 if quantization == "int8" else 1e-5  # the live int8 model also rounds the inputs of its layers
     assert (found - live).abs().max() < allowed * live.abs().max()
 
 
 def test_counts_of_a_quantised_model(base: Path) -> None:
-    """Parameters as if they were not packed; the memory estimate counts the bytes they take."""
+    """Parameters are counted as if they were not packed; the memory estimate counts the bytes they take."""
     total, trained, _ = flops.parameter_counts(quantised(base, "nf4"))
     whole, _, _ = flops.parameter_counts(build_whole(base))
     assert total - trained == whole
-    blocks = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)  # q, k and v, o, and the three of the MLP
+    blocks = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)  # q, k and v, o, and the three matrices of the MLP
     others = 4 * (whole - blocks) + 4 * trained
-    scales = blocks // 64  # one a block of weights, in 32 bits; or in 8, with one in 32 to up to 256 of them
+    scales = blocks // 64  # one fp32 scale per 64 weights; double quantisation: 8 bits and an fp32 scale per up to 256
     assert flops._weights_bytes(quantised(base, "nf4"), 4) == others + blocks // 2 + 4 * scales
     double = flops._weights_bytes(quantised(base, "nf4", double_quant=True), 4)
     assert double == others + blocks // 2 + scales + 4 * 2 * 7
@@ -117,7 +117,7 @@ def test_counts_of_a_quantised_model(base: Path) -> None:
 
 @pytest.mark.parametrize(("quantization", "double_quant"), [("nf4", True), ("fp4", False)])
 def test_layers_taken_apart_are_the_same_functions(quantization: str, double_quant: bool, base: Path) -> None:
-    """To the bit, forward and backward; and what another rank builds without weights has just such parts."""
+    """Taken-apart layers are bit-identical in both directions, and a model built without weights has the same parts."""
     whole = quantised(base, quantization, double_quant=double_quant)
     apart = quantised(base, quantization, double_quant=double_quant)
     stored = packed.format_of(apart)
@@ -156,7 +156,7 @@ def facts(model: Any) -> dict[str, Any]:
 
 
 def test_weights_quantised_elsewhere_come_back(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU would do for weights that go to host memory, with the CPU in its place."""
+    """Quantising on a GPU for host memory gives the same weights as on the CPU, which stands in for the GPU here."""
     peft = settings("nf4", double_quant=True)
     asked = []
     monkeypatch.setattr(quantized, "_device", lambda accelerator: asked.append(accelerator) or "cpu:0")

@@ -1,4 +1,4 @@
-"""Router losses of whole steps, and what a run says of its routers: chapters chosen over time, a collapse."""
+"""Router losses over whole steps, and what a run reports about its routers: use of chapters over time, collapse."""
 
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ def trained(corpus: Path, folder: Path, *extra: str) -> list[dict[str, Any]]:
 
 
 def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """The first step to rounding. AdamW then steps by the sign of gradients near 0, where two orders of summation may
-    differ, and a token between two chapters may then choose the other."""
+    """Asserts equality up to rounding for the first step and a looser one afterwards: AdamW steps by the sign of
+    gradients near 0, which the order of summation may change, and a token between two chapters may switch."""
     assert len(found) == len(expected) == 3
     for a, b in zip(found, expected, strict=True):
         first = a["step"] == 1
@@ -43,7 +43,7 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 
 def test_losses_of_a_step_do_not_depend_on_its_micro_batches(corpus: Path, tmp_path: Path) -> None:
-    """Losses, gradients and trajectory of 1 x 8 and 4 x 2 rows are equal; computed by micro-batch they are not."""
+    """With router.scope=step, 1 x 8 and 4 x 2 rows give equal losses and gradients in all steps; else they differ."""
     whole = trained(corpus, tmp_path / "whole", *LARGE, "data.micro_batch_size=8", "router.scope=step")
     split = trained(corpus, tmp_path / "split", *LARGE, "data.micro_batch_size=2", "router.scope=step")
     assert_equal(split, whole)
@@ -85,7 +85,7 @@ def test_losses_of_a_step_want_no_filled_up_rows() -> None:
 def test_a_collapsed_router_is_told_once_and_seen_in_the_report(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two routers is forced: its logits are the same for every token."""
+    """A collapse is reported once and shown in the report; one of two routers gets equal logits for every token."""
     plain, blocks = memory.MemoryBlock.forward, list[Any]()
 
     def forced(self: Any, hidden: torch.Tensor) -> torch.Tensor:

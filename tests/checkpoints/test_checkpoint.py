@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, damage seen, retention by scanning."""
+"""Checkpoints are complete or absent, damage is detected, and retention works by scanning the folder."""
 
 import errno
 import os
@@ -140,7 +140,7 @@ assert signal.getsignal(signal.SIGCHLD) is tell
 
 
 def test_children_that_die_in_a_save_are_told_of_after_it(tmp_path: Path) -> None:
-    """It was an abort: torch's writer ended its archive, in a file that was closed by then, as it was collected."""
+    """Raised within the save, the error would make torch abort: its writer, when collected, writes to a closed file."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, tmp_path], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "goes on: DataLoader worker (pid 1) is killed\n"
@@ -163,7 +163,7 @@ def test_best_is_the_earliest_of_equals() -> None:
 
 def test_removal_cut_short_leaves_nothing_that_looks_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 1)
-    monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)  # killed before a byte was removed
+    monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)  # as if killed before a byte was removed
     FolderCheckpointIO().remove_checkpoint(path)
     assert store.scan(tmp_path) == []
 

@@ -1,4 +1,4 @@
-"""A checkpoint is read by all ranks to be checked, each its share, and every rank learns what is wrong with it."""
+"""All ranks share the work of verifying a checkpoint, and every rank learns what is wrong with it."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ def flip(file: Path) -> None:
 
 
 def rank_of_two(rank: int, folder: Path, unread: str) -> None:
-    """Writes what this rank found, was told, raised, and which files it read."""
+    """Writes what this rank found, the notes and errors it got, and which files it read."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     read, original = list[str](), checksums.sha256
 
@@ -55,11 +55,11 @@ def on_two_ranks(folder: Path, unread: str = "nothing") -> list[dict]:
 @pytest.mark.slow
 def test_ranks_share_the_reading_and_agree(tmp_path: Path) -> None:
     paths = [write(tmp_path, step) for step in (1, 2, 3)]
-    flip(paths[2] / "trainer.pt")  # the second of its files, which rank 1 reads
+    flip(paths[2] / "trainer.pt")  # the second of the checkpoint's files, which rank 1 reads
     first, second = on_two_ranks(tmp_path)
     assert first["found"] == second["found"] == str(paths[1])
     assert "step_00000003 is damaged (trainer.pt does not match its checksum)" in " ".join(first["told"])
-    assert first["read"] == ["step_00000002/model.pt", "step_00000003/model.pt"]  # each file is read once, by one
+    assert first["read"] == ["step_00000002/model.pt", "step_00000003/model.pt"]  # each file is read once, by one rank
     assert second["read"] == ["step_00000002/trainer.pt", "step_00000003/trainer.pt"]
 
 

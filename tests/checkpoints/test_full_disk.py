@@ -1,6 +1,6 @@
-"""A disk that fills up: exit code 1, one message, and all that was complete before is still complete.
+"""A full disk ends a run with exit code 1 and one message, and everything complete before stays complete.
 
-Each test fills a real, small file system at another moment of the run.
+Each test fills a real, small file system at a different moment of the run.
 """
 
 import resource
@@ -22,7 +22,7 @@ Disk = Callable[[int], Path]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """disk(kib): an empty file system of that size."""
+    """Yields disk(kib), a function that mounts an empty file system of that size and returns its folder."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -58,7 +58,7 @@ def assert_full(ended: Ended, *said: str) -> None:
 
 
 def test_before_training_begins(disk: Disk, corpus: Path) -> None:
-    """Not even the run's config and tokenizer fit: nothing stays behind."""
+    """If not even the run's config and tokenizer fit, nothing is left behind."""
     folder = disk(8)
     assert_full(train_tiny(corpus, f"run.dir={folder}/run"), f"{folder}/run", "run.dir")
     assert list(folder.iterdir()) == []
@@ -71,7 +71,7 @@ def test_in_the_first_row_of_metrics(disk: Disk, corpus: Path) -> None:
 
 @pytest.mark.parametrize(("extra_kib", "save"), [(8, "sync"), (150, "sync"), (400, "sync"), (150, "async")])
 def test_in_a_checkpoint(extra_kib: int, save: str, disk: Disk, corpus: Path) -> None:
-    """The checkpoint before it stays whole, half a checkpoint does not; with room again the run goes on."""
+    """The previous checkpoint stays whole, no partial one remains, and the run resumes once there is room."""
     folder = disk(4096)
     settings = [f"run.dir={folder}/run", "run.resume=auto", "export.enabled=false", *EVERY_STEP]
     settings.append(f"checkpoint.async_save={save == 'async'}")
@@ -93,7 +93,7 @@ def test_in_a_checkpoint(extra_kib: int, save: str, disk: Disk, corpus: Path) ->
 
 
 def test_in_the_export(disk: Disk, corpus: Path) -> None:
-    """The trained checkpoint stays, and the command that the message names writes the export once there is room."""
+    """The trained checkpoint stays, and the command in the message writes the export once there is room."""
     folder = disk(4096)
     settings = [f"run.dir={folder}/run", "run.resume=auto"]
     assert train_tiny(corpus, *settings, "export.enabled=false").code == 0
@@ -111,7 +111,7 @@ def test_in_the_export(disk: Disk, corpus: Path) -> None:
 
 @pytest.mark.parametrize("kib", [4, 40])
 def test_while_preparing(kib: int, disk: Disk, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the tokenizer or in the bins: no half of them is left, and no run folder."""
+    """If the disk fills while the tokenizer or the bins are written, no partial file and no run folder is left."""
     folder = disk(kib)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -127,8 +127,8 @@ def limit_files_to_100_kb() -> None:
 
 @pytest.mark.slow
 def test_a_process_whose_files_may_not_grow(corpus: Path, tmp_path: Path) -> None:
-    """`ulimit -f`, as clusters set it: the same message (EFBIG), from a process of its own, without mounting."""
-    assert run("prepare", *TINY, "data=text", f"data.path={corpus}").code == 0  # without the limit
+    """A file size limit (`ulimit -f`, as clusters set it; EFBIG) gives the same message; this needs no mount."""
+    assert run("prepare", *TINY, "data=text", f"data.path={corpus}").code == 0  # before the limit is set
     argv = [*TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", "run.dir=run"]
     done = subprocess.run(
         [sys.executable, "-m", "lmtrain.train", *argv],

@@ -1,4 +1,4 @@
-"""The safetensors file that ranks write together is one that anybody reads."""
+"""The safetensors file that ranks write together can be read by any safetensors reader."""
 
 from pathlib import Path
 

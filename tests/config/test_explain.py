@@ -61,7 +61,7 @@ def test_where_a_value_comes_from(tmp_path: Path) -> None:
 
 
 def test_a_bare_path_brings_the_values_of_the_data_it_chooses(tmp_path: Path) -> None:
-    """What a line is said to say stands in it, also of groups that the default data would have brought."""
+    """The line that explain names for a value has that value, also in groups that depend on the chosen data."""
     (tmp_path / "my.txt").write_text("hello")
     path = f"data.path={tmp_path / 'my.txt'}"
     for key in ("data.global_batch_size", "optimizer.name", "data.source"):
@@ -136,7 +136,7 @@ TEXTS = ["bücher.txt", "日本", "a\\b.txt", "end\\", "a\\'b", 'it\'s "x"', "a 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_written_values_are_read_back(text: str) -> None:
-    """By Hydra's grammar, as they were: the name of a file, alone, in a list and in a mapping."""
+    """Hydra's grammar reads written values back unchanged: a file name alone, in a list and in a mapping."""
 
     def read(words: str) -> Any:
         found = OverridesParser.create().parse_override(f"key={words}").value()

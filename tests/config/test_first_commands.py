@@ -1,6 +1,6 @@
-"""First commands of people who come from transformers, TRL, nanoGPT, Lightning, axolotl, or with a file in hand.
+"""First commands of users of transformers, TRL, nanoGPT, Lightning or axolotl, or of users who just have a file.
 
-Each composes what was meant, or is answered with the command that does; none trains something else. Nothing is trained.
+Each composes what was meant or is answered with the right command; none composes something else. Nothing is trained.
 """
 
 import contextlib
@@ -111,7 +111,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working folder with files of many kinds, a run and a model."""
+    """Returns a working folder with files of many kinds, a run and a model."""
     made = tmp_path_factory.mktemp("desk")
     for name, text in FILES.items():
         (made / name).parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ Said = Callable[[str], tuple[Any, Ended]]
 
 @pytest.fixture
 def typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Said:
-    """Types a command; the config that its verb would work with (None where it is refused), and what was printed."""
+    """Returns a function that runs a command and returns its verb's config (None if it is refused) and its output."""
     monkeypatch.chdir(folder)
     seen: list[Any] = []
     run = cli.run
@@ -145,7 +145,7 @@ def typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Said:
 
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 COMPOSED: dict[str, dict[str, Any]] = {
-    # a file of data
+    # a data file
     "train my_book.txt": {"data.path": "my_book.txt", "objective.name": "causal_lm", "trainer.max_epochs": 20},
     "train data.path=my_book.txt": {"data.format": "text", "trainer.max_epochs": 20, "trainer.max_steps": 1000},
     "train my_book.txt trainer.max_steps=90": {"trainer.max_epochs": None, "trainer.max_steps": 90},
@@ -179,7 +179,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "prepare my_book.txt": {"data.path": "my_book.txt"},
     "inspect chats.jsonl": {"objective.name": "sft", "data.path": "chats.jsonl"},
     "estimate my_book.txt": {"data.path": "my_book.txt"},
-    # a config
+    # a config file
     "train my.yaml": {"model.name": "llama_nano", "data.path": "my_book.txt", "optimizer.lr": 1e-3,
                       "trainer.max_steps": 7},
     "train --config my.yaml trainer.max_steps=9": {"trainer.max_steps": 9, "data.seq_len": 128},
@@ -228,14 +228,14 @@ ANSWERED: dict[str, tuple[str, ...]] = {
     "train --trainer.max_epochs 3 --optimizer.lr 0.001": ("trainer.max_epochs=3 optimizer.lr=0.001",),
     "test": ("lmtrain evaluate",),
     "validate outputs/first": ("lmtrain evaluate outputs/first",),
-    # axolotl, LLaMA-Factory and TRL by their files
+    # config files of axolotl, LLaMA-Factory and TRL
     "train axolotl.yml": ("model=HuggingFaceTB/SmolLM2-135M", "data.seq_len=2048", "trainer.max_epochs=3",
                           "data.micro_batch_size=2", "optimizer.lr=0.0002", "peft.r=16", "data.val_fraction=0.05"),
     "train llama_factory.yaml": ("model=Qwen/Qwen3-0.6B", "objective", "peft", "data.chat_template",
                                  "data.seq_len=2048", "data.num_samples=1000", "trainer.precision=bf16-mixed",
                                  "LLaMA-Factory"),
     "train --config sft.yaml": ("model=Qwen/Qwen3-0.6B", "data.name=trl-lib/Capybara", "trainer.max_epochs=1"),
-    # words that are neither
+    # words that are none of these
     "my_book.txt": ("lmtrain train my_book.txt",),
     "trian my_book.txt": ("lmtrain train my_book.txt",),
     "train gpt_small": ("python -m lmtrain.train model=gpt_small",),
@@ -266,7 +266,7 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, list | tuple) else value
 
 
-# These walk the same way as others.
+# Commands that take the same path as others.
 ALIKE = ("notes.rst", "docs/", "alpaca.json", "completions.jsonl", "questions.csv", "data.text_column=title",
          "optimizer=adamw", "experiment=sft_smollm2", "export.dtype=bfloat16",
          "model=llama_nano trainer.max_steps=5")  # fmt: skip

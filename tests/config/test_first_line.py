@@ -1,4 +1,4 @@
-"""The screen speaks at once: before anything slow is imported, on a terminal only, and leaves nothing behind."""
+"""The first status line is shown before anything slow is imported, on a terminal only, and is erased afterwards."""
 
 import json
 import os
@@ -23,11 +23,11 @@ lmtrain.terminal.Status._draw = seen
 import lmtrain.train
 lmtrain.train.main()
 """
-MODULES = 130  # it is 114, of which bare Python has 32
+MODULES = 130  # 114 at present, of which 32 are loaded by Python itself
 
 
 def test_little_is_imported_before_the_first_line() -> None:
-    """Import time is what a user waits for, and on a busy machine modules are what can be counted."""
+    """Few modules are imported before the first line; they are counted, since import time varies on a busy machine."""
     done = subprocess.run([sys.executable, "-c", AT_THE_FIRST_LINE], capture_output=True, text=True, check=True)
     text, modules = json.loads(done.stdout)
     assert text == "reading the config"
@@ -37,7 +37,7 @@ def test_little_is_imported_before_the_first_line() -> None:
 
 
 def on_a_terminal(*argv: str, cwd: Path) -> str:
-    """All that `python -m lmtrain.train` writes to a terminal."""
+    """Returns everything that `python -m lmtrain.train` writes to a terminal."""
     ours, its = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "lmtrain.train", *argv],

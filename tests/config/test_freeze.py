@@ -1,4 +1,4 @@
-"""A resolved config can't be changed any more, and is the same config in every other way."""
+"""A frozen config can't be changed, and is the same config in every other way."""
 
 import copy
 import dataclasses

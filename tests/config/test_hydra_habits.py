@@ -1,4 +1,4 @@
-"""What people know from Hydra: flags, +key, ~key, folders of their own, Tab in three shells; else what to type."""
+"""What users know from Hydra: flags, +key, ~key, their own folders, completion in three shells; and hints otherwise."""
 
 import os
 import shlex
@@ -28,7 +28,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A folder of configs: a recipe, an option of a group, a root of its own."""
+    """Returns a folder of configs: an experiment, an option of a group, and a root config."""
     folder = tmp_path / "my_conf"
     (folder / "experiment").mkdir(parents=True)
     (folder / "model").mkdir()
@@ -62,7 +62,7 @@ def test_a_root_of_ones_own(flag: str, mine: Path) -> None:
 
 
 def test_a_recipe_sets_keys_of_no_group(tmp_path: Path) -> None:
-    """`seed` stands in config.yaml itself: a recipe's counts over its default, and a typed one over the recipe's."""
+    """An experiment's `seed`, a key of config.yaml itself, replaces the default, and a typed value replaces both."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "seeded.yaml").write_text("# @package _global_\nseed: 7\n")
     assert compose(["experiment=seeded"], str(tmp_path)).seed == 7
@@ -78,7 +78,7 @@ def test_what_a_run_would_refuse_is_shown_and_refused() -> None:
 
 
 def test_an_optimizer_yaml_of_a_class_and_its_arguments(tmp_path: Path) -> None:
-    """The rest is what every optimizer has: the rate of the model, decay, no groups."""
+    """An optimizer yaml of a class and its arguments has the usual other values: learning rate, decay, no groups."""
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "mine.yaml").write_text("_target_: torch.optim.RAdam\nbetas: [0.8, 0.9]\n")
     config = check(compose(["optimizer=mine"], str(tmp_path)))
@@ -183,7 +183,7 @@ def test_tab_in_a_shell(shell: str) -> None:
 
 
 def test_hydras_own_account(mine: Path) -> None:
-    """In a process: Hydra's printing sets up logging."""
+    """`--info searchpath` prints Hydra's report; it runs in a subprocess, since Hydra then sets up logging."""
     words = ["--info", "searchpath", "-cd", str(mine), "model=narrow"]
     done = subprocess.run([sys.executable, "-m", "lmtrain.train", *words], capture_output=True, text=True,
                           env={**os.environ, "COLUMNS": "200"}, timeout=300)  # fmt: skip

@@ -1,4 +1,4 @@
-"""`${...}` is resolved once, by few resolvers; a key that stands twice is refused. Messages name file and key."""
+"""`${...}` is resolved once, by few resolvers; a duplicate key is refused. Messages name file and key."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every key of the schema, changed, does what its class promises: the walk, and that nothing can be left out of it."""
+"""Every key of the schema, when changed, has the effect that its class promises, and no key is without a class."""
 
 import copy
 import dataclasses
@@ -33,7 +33,7 @@ CONTENTS = {
     "peft.adapter": "4d",
 }
 EARLIER = {"tokenizer": "2b-plain", "model": "3d-hash"}
-# Which content tells on resume that a key names something else now; a folder has no revision, a name of the hub has.
+# Keys whose change shows in the content of another key on resume: a folder has no revision, a name of the hub has.
 TOLD_BY = {"model.revision": "model.name_or_path"}
 
 
@@ -41,7 +41,7 @@ def a_config(*overrides: str) -> Config:
     return rules.check(rules.compose([*TINY, *overrides]))
 
 
-# Between them they set every key that isn't null by default.
+# Together they set every key that isn't null by default.
 CONFIGS = {
     "text": ["data=text", "data.path=x"],
     "sft": ["objective=sft", "data=chat_jsonl", "data.path=x", "optimizer=adamw_8bit", "schedule=inverse_sqrt"],
@@ -79,7 +79,7 @@ def with_value(config: Config, name: str, value: Any) -> Config:
 
 
 def another(value: Any) -> Any:
-    """Some other value of a kind."""
+    """Returns a different value of the same kind."""
     if value is None:
         return "something"
     if isinstance(value, bool):
@@ -92,21 +92,21 @@ def another(value: Any) -> Any:
 
 
 def set_in(configs: dict[str, Config], key: Key) -> Config:
-    """A config that has a value for the key, if one has."""
+    """Returns a config that has the key, with a value if one has."""
     having = [c for c in configs.values() if key.name in {k.name for k in keys_in(c)}]
     return next((c for c in having if value_of(c, key.name) is not None), having[0])
 
 
-WRITTEN: dict[int, str] = {}  # config.yaml of each config
+WRITTEN: dict[int, str] = {}  # text of config.yaml by the id of the config
 
 
 def told(
     tmp_path: Path, before: Config, after: Config, now: dict[str, Any] | None = None, allow: str | None = None
 ) -> list[str]:
-    """What is said when `after` resumes a run of `before`, through the run's folder and its config.yaml."""
+    """Returns what is printed when `after` resumes a run of `before`, through the run's folder and its config.yaml."""
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
     checkpoint.mkdir(parents=True, exist_ok=True)
-    if id(before) not in WRITTEN:  # the fixture's: they stay
+    if id(before) not in WRITTEN:  # ids stay valid, since the fixture keeps its configs
         WRITTEN[id(before)] = rules.dump(before)
     (tmp_path / "run" / "config.yaml").write_text(WRITTEN[id(before)])
     theirs, ours = fingerprint(before, CONTENTS, EARLIER), fingerprint(after, now or CONTENTS, EARLIER)
@@ -164,7 +164,7 @@ def test_what_may_change_is_said_with_both_values(key: Key, configs: dict[str, C
 def test_what_is_shown_or_in_the_tokens_themselves_is_no_matter(
     key: Key, configs: dict[str, Config], tmp_path: Path
 ) -> None:
-    """Keys that shape the tokens are compared by the tokens: moved data is the same data."""
+    """Keys that shape the tokens are compared by the tokens, so moved data counts as the same data."""
     config = set_in(configs, key)
     changed = with_value(config, key.name, another(value_of(config, key.name)))
     assert fingerprint(config, CONTENTS, EARLIER) == fingerprint(changed, CONTENTS, EARLIER)
@@ -250,7 +250,7 @@ def text_folder(config: Config) -> str:
 
 @pytest.mark.slow
 def test_files_are_told_apart_by_what_they_hold(corpus: Path, tmp_path: Path) -> None:
-    """The keys whose content counts: another file is another folder of tokens, the same file elsewhere is not."""
+    """For keys whose content counts, another file gives another folder of tokens; the same file elsewhere does not."""
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     copied, other = tmp_path / "copied.txt", tmp_path / "other.txt"
     first = sorted(corpus.iterdir())[0]

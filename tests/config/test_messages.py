@@ -1,4 +1,4 @@
-"""Mistakes whose messages named the wrong thing, or waited for a hub."""
+"""Mistakes whose messages used to name the wrong thing or to wait for a hub."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def test_the_message_names_what_is_wrong(typed: str) -> None:
 
 
 def test_a_models_name_is_its_own() -> None:
-    """Said as it is, it changes nothing; of a class of your own it is free."""
+    """A model.name that repeats the chosen model changes nothing; with a class of the user's own it is free."""
     assert compose(["model=llama_nano", "model.name=llama_nano"]).model.name == "llama_nano"
     own = compose(["model=custom", "model._target_=a.B", "run.allow_target=[a]", "model.name=mine", "data.seq_len=8"])
     assert own.model.name == "mine"
@@ -70,7 +70,7 @@ def test_a_mistyped_run_folder_asks_no_hub(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("words", [["train", "--cfg"], ["explain"]])
 def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
-    """As in `... --cfg | head -1`."""
+    """A closed pipe, as in `... --cfg | head -1`, is no error."""
     command = [sys.executable, "-m", f"lmtrain.{words[0]}", *words[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
     assert process.stdout is not None

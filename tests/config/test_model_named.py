@@ -1,4 +1,4 @@
-"""`model=` takes what people call a model: a folder, a run, a hub name; options of conf/model stay what they are."""
+"""`model=` takes a folder, a run or a hub name; the options of conf/model keep their meaning."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ POSITIONS = 64
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, in which a model called base lies, and a run with an export."""
+    """Changes to a working folder with a model named base and a run with an export, and returns it."""
     monkeypatch.chdir(tmp_path)
     save_pretrained(tmp_path / "base", "gpt2", n_positions=POSITIONS)
     save_pretrained(tmp_path / "outputs" / "first" / "export", "gpt2", n_positions=POSITIONS)

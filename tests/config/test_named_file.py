@@ -1,4 +1,4 @@
-"""A yaml that is named on the command line: what it composes to, and what it may not do."""
+"""A yaml named on the command line: what it composes to, and what it may not do."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Words of Lightning, transformers, TRL, nanoGPT, litgpt and axolotl: each gets the key that is meant here."""
+"""Settings of Lightning, transformers, TRL, nanoGPT, litgpt and axolotl are answered with lmtrain's matching key."""
 
 import dataclasses
 import inspect
@@ -336,7 +336,7 @@ PAIRS = [tuple(line.split(" -> ")) for line in WORDS.splitlines() if " -> " in l
 
 @pytest.fixture(scope="module")
 def valid() -> list[str]:
-    """The keys of a plain run, as `compose` knows them where it refuses one."""
+    """Returns the keys of a plain run, which are those `compose` knows when it refuses a key."""
     return list(explain.flatten(config.compose([])))  # type: ignore[arg-type]
 
 
@@ -354,7 +354,7 @@ def test_there_are_enough_words_and_none_is_untested() -> None:
 
 def test_every_argument_of_lightnings_trainer_is_answered(valid: list[str]) -> None:
     for name in inspect.signature(pl.Trainer).parameters:
-        if name in ("callbacks", "logger"):  # groups here too
+        if name in ("callbacks", "logger"):  # config groups of lmtrain
             continue
         if f"trainer.{name}" in valid:
             continue
@@ -370,7 +370,7 @@ def test_the_arguments_of_transformers_that_people_set_are_answered(valid: list[
     assert len(answered) >= 60
 
 
-TYPED = {  # through the command line
+TYPED = {  # on the command line
     "data.block_size=128": "here it is data.seq_len",
     "trainer.max_time=1": "here it is run.time_limit",
     "lora_r=8": "here it is peft.r=8 (with peft=lora)",

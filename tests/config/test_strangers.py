@@ -1,4 +1,4 @@
-"""A stranger's folder of configs, before Hydra reads it: aliases that stand for billions, packages to import."""
+"""Checks of a foreign config folder before Hydra reads it: aliases that expand to billions, packages to import."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_numbers_of_thousands_of_digits(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("entry", ["pkg://antigravity", "PKG://a", "structured://", "http://127.0.0.1/"])
 def test_hydra_looks_in_folders_only(entry: str, tmp_path: Path) -> None:
-    """pkg:// imports the package, so runs its code."""
+    """Entries of the search path other than folders are refused: pkg:// imports the package, and so runs its code."""
     (tmp_path / "config.yaml").write_text(f"hydra: {{searchpath: ['file:///tmp', '{entry}']}}\n")
     with pytest.raises(UserError, match=r"config\.yaml: hydra\.searchpath has .*, which Hydra would import"):
         check_folder(tmp_path, "config")

@@ -1,4 +1,4 @@
-"""What `_target_` may build: classes of the kind a key is for. Each attack proves that nothing was run."""
+"""What `_target_` may build: classes of the kind that a key expects. Each attack test checks that nothing was run."""
 
 import ast
 import contextlib
@@ -29,7 +29,7 @@ from started import STARTED
 from support import REPO
 
 TIMER = "lightning.pytorch.callbacks.Timer"
-RAN: list[str] = []  # what was executed, by those below
+RAN: list[str] = []  # names of what the classes below executed
 
 
 class Mine(pl.Callback):
@@ -58,7 +58,7 @@ def build(entry: dict[str, Any], *allow: str, kind: type = pl.Callback) -> Any:
     return build_target(entry, "callbacks.extra", kind, allow)
 
 
-# A pickle that, loaded, would write a file; torch.load is what it is fed to.
+# A pickle that would write a file when loaded; the attacks pass it to torch.load.
 class Writes:
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -109,7 +109,7 @@ def test_an_attack_runs_nothing(how: str, what: str, tmp_path: Path, marker: Pat
 
 
 def test_the_same_attacks_run_where_nothing_is_checked(tmp_path: Path, marker: Path) -> None:
-    """They are attacks, not typing mistakes: what Hydra alone does with them."""
+    """Hydra alone executes the same entries, so they are attacks and not typing mistakes."""
     from hydra.utils import instantiate
 
     for name in ("load", "hub", "run"):
@@ -137,7 +137,7 @@ def test_a_class_of_ones_own_with_its_arguments() -> None:
     assert type(made.part) is dict
     with pytest.raises(
         UserError, match=r"which test_targets only imports"
-    ):  # re-exported here, but not of this package
+    ):  # imported here, but from outside this package
         build({"_target_": "test_targets.Mine", "number": 3, "part": {"_target_": "test_targets.Path"}}, "test_targets")
 
 
@@ -182,7 +182,7 @@ def test_an_attack_on_the_command_line(corpus: Path, tmp_path: Path) -> None:
             assert not (tmp_path / "run").exists()
 
 
-# Attributes of known modules that are other modules, or names that those have only imported.
+# Attributes of known modules that are other modules, or names that those modules only import.
 ALIASES = [
     "torch.utils.cpp_extension.subprocess.Popen",
     "torch.nn.modules.module.functools.partial",
@@ -241,7 +241,7 @@ def test_the_known_classes_are_found_by_all_their_names() -> None:
 
 
 def test_a_text_with_an_interpolation_is_handed_over_as_it_is() -> None:
-    """Nothing resolves it: by the time a class is built, the config has been resolved."""
+    """An interpolation in an argument stays text, since the config was resolved before a class is built."""
     for text in ("${oc.env:HOME}", r"\${oc.env:HOME}", "${", "${oc.create:'{_target_: os.system, command: ls}'}"):
         made = build({"_target_": "test_targets.Mine", "number": 1, "part": [text, {"a": text}]}, "test_targets")
         assert made.part == [text, {"a": text}]
@@ -311,14 +311,14 @@ class Members:
         RAN.append("Members")
 
 
-# Every name of the known packages that is there to be named, modules' own and imported ones, and what they hold.
+# The test below draws any name in the known packages: the modules' own, imported ones, and attributes of both.
 def _holders() -> list[str]:
     known = tuple(f"{name}." for name in targets.KNOWN)
     return sorted(name for name in sys.modules if f"{name}.".startswith(known))
 
 
 def _unloaded() -> list[str]:
-    """Modules of the known packages by their files, most of which are never imported here."""
+    """Returns the modules of the known packages by their files; most of them are never imported here."""
     found = []
     for package in targets.KNOWN:
         root = Path(next(iter(sys.modules[package].__path__)))
@@ -345,7 +345,7 @@ KINDS = [pl.Callback, Metric, torch.optim.Optimizer, LRSchedule, Objective, PreT
 def test_no_name_of_the_known_packages_is_called_that_is_not_of_the_kind(
     names: tuple[list[str], list[str]], data: st.DataObject
 ) -> None:
-    """`import_module` is allowed what is loaded: what else it is asked for is noted, and must lie in a place."""
+    """Nothing of another kind is called, and only modules in targets.PLACES are imported on the way."""
     loaded, files = names
     module = data.draw(st.sampled_from(loaded) if data.draw(st.booleans()) else st.sampled_from(files))
     target, at = module, vars(sys.modules[module]) if module in sys.modules else {}
@@ -369,7 +369,7 @@ def test_no_name_of_the_known_packages_is_called_that_is_not_of_the_kind(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(targets.importlib, "import_module", importing)
-        patch.setattr(targets, "_made", making)  # it is what calls a class, and the only thing that does
+        patch.setattr(targets, "_made", making)  # the only function that calls a class
         for entry in ({"_target_": target}, {"_target_": TIMER, "duration": [{"_target_": target}]}):
             with contextlib.suppress(UserError):
                 build_target(entry, "callbacks.extra", kind)
@@ -378,7 +378,7 @@ def test_no_name_of_the_known_packages_is_called_that_is_not_of_the_kind(
         assert f"{cls.__module__}.".startswith(tuple(f"{place}." for place in targets.PLACES))
 
 
-# Where a class or a module is got by a name that is not written in the source itself.
+# Functions that get a class or a module by a name that is not written in the source itself.
 BY_NAME = {"import_module", "__import__", "instantiate", "get_class", "get_object", "get_method",
            "import_string", "resolve_name", "run_module", "run_path", "exec_module", "eval", "exec"}  # fmt: skip
 ELSEWHERE = {

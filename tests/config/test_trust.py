@@ -1,4 +1,4 @@
-"""What opens a config to foreign code counts where it is typed, and in no file: each attack proves nothing was run."""
+"""Settings that open a config to foreign code count only when typed; each attack test checks that nothing was run."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def nothing_started() -> Iterator[None]:
 
 
 def experiment(folder: Path, tree: dict[str, Any], name: str = "theirs") -> list[str]:
-    """The override that chooses a yaml of a --config-dir."""
+    """Writes an experiment for a --config-dir and returns the override that chooses it."""
     (folder / "experiment").mkdir(exist_ok=True)
     text = "# @package _global_\n" + yaml.safe_dump(tree)
     (folder / "experiment" / f"{name}.yaml").write_text(text)
@@ -86,7 +86,7 @@ def test_a_source_that_an_experiment_opens_for_itself_is_not_called(tmp_path: Pa
 
 
 def saved(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A run's config.yaml, changed by somebody."""
+    """Writes a run's config.yaml with changes that someone else made, and returns it."""
     tree = rules.to_plain(rules.check(rules.compose(SMALL)))
     for name, values in sections.items():
         tree[name] |= values
@@ -99,7 +99,7 @@ def test_a_runs_own_config_opens_nothing(tmp_path: Path) -> None:
     for grants in ({}, {"run.allow_target": ["mine"]}, {"model.trust_remote_code": True}):
         with pytest.raises(UserError, match=r"config.yaml sets run.allow_target=\[subprocess\]"):
             rules.load(file, grants)
-    with pytest.raises(UserError, match=r"sets run.allow_target=\[subprocess\]"):  # inspect --config-dir=run
+    with pytest.raises(UserError, match=r"sets run.allow_target=\[subprocess\]"):  # as with inspect --config-dir=run
         rules.compose([], str(tmp_path))
     assert rules.load(file, {"run.allow_target": ["subprocess"]}).run.allow_target == ["subprocess"]
     file = saved(tmp_path, model={"trust_remote_code": True}, tokenizer={"trust_remote_code": True})
@@ -141,11 +141,11 @@ def test_a_file_named_with_trust_opens(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             cli.parse("train", ["--trust", str(content)])
     mine.write_text("data: {path: y}\n")
-    assert cli.parse("train", ["--trust", str(mine)]).overrides == []  # it may read the environment: environment.py
+    assert cli.parse("train", ["--trust", str(mine)]).overrides == []  # it may read the environment, see environment.py
 
 
 def test_what_was_typed_reaches_a_rank_by_its_command_line(tmp_path: Path) -> None:
-    """As run/launch.py starts it; without the word the file that the parent wrote opens nothing."""
+    """Ranks get typed permissions on their command line, as run/launch.py starts them; the file alone opens nothing."""
     config = rules.check(rules.compose([*SMALL, "run.allow_target=[mine]", "model.trust_remote_code=true"]))
     (tmp_path / "config.yaml").write_text(rules.dump(config))
     word = trust.as_word(trust.granted(config))
@@ -221,7 +221,7 @@ def test_hydras_own_keys_count_only_where_typed(key: str, tmp_path: Path) -> Non
 
 
 def test_a_trial_process_of_a_tuning_is_told_what_was_typed(tmp_path: Path) -> None:
-    """planning/trial.py reads a written config in a process of its own."""
+    """planning/trial.py, which reads a written config in its own process, opens only what its command line allows."""
     config = rules.check(rules.compose([*SMALL, "run.allow_target=[mine]", "data.path=missing.txt"]))
     (tmp_path / "config.yaml").write_text(rules.dump(config))
     line = [sys.executable, "-m", "lmtrain.planning.trial", str(tmp_path / "config.yaml"), "{}"]
@@ -233,7 +233,7 @@ def test_a_trial_process_of_a_tuning_is_told_what_was_typed(tmp_path: Path) -> N
 
 
 def test_trust_ends_with_the_command_that_names_the_file(tmp_path: Path) -> None:
-    """Several commands may run in one process, a notebook's or a test's."""
+    """Trust in a file ends with the command that names it, since a process may run several, as a notebook does."""
     (tmp_path / "mine.yaml").write_text("run: {allow_target: [mine]}\n")
     assert run("train", "--trust", str(tmp_path / "mine.yaml"), "--cfg").code == 0
     assert environment.flags() == ["--trust", str(tmp_path / "mine.yaml")]

@@ -1,8 +1,8 @@
-"""What inductor makes of the loss and of decoder blocks for an H200 that isn't there: `python emitted.py LIBRARY`.
+"""What inductor generates for the loss and decoder blocks on an H200 that isn't there: `python emitted.py LIBRARY`.
 
-Run by the Python of `make env-triton`; prints {name: what was seen}. Tensors are fake: they have a shape, a dtype and a
-device, and no values. Inductor lowers, fuses and writes its kernels as for a GPU of compute capability 9.0, Triton
-compiles them to machine code. In a kernel's place the operations it was made of run, for their shapes.
+Run by the Python of `make env-triton`; prints JSON of {name: what was measured}. Tensors are fake: they have a shape, a
+dtype and a device, but no values. Inductor lowers, fuses and writes its kernels as for a GPU of compute capability 9.0,
+and Triton compiles them to machine code. In place of a compiled graph, its original operations run, for their shapes.
 """
 
 import json
@@ -46,7 +46,7 @@ aten = torch.ops.aten
 ROWS, VOCABULARY = 4096, 50304
 TERMS = {"plain": losses.Terms(0.0, 0.0, None), "all_terms": losses.Terms(1e-4, 0.1, 30.0)}
 SEQ_LEN = 1024
-# Two numbers of rows: their difference is what tokens cost, without what is done to the weights.
+# Two batch sizes: their difference is the cost of the tokens, without that of processing the weights.
 BATCHES = (8, 16)
 BLOCKS = {"gpt2": "gpt_small", "llama": "llama_1b", "llama_packed": "llama_1b", "qwen3": "qwen3_small"}
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str", re.DOTALL)
@@ -55,7 +55,7 @@ ALLOCATED = re.compile(r"empty_strided_cuda\(\((.*?)\), \(.*?\), torch\.(\w+)\)"
 
 
 class Driver:
-    """Triton's, which would ask the GPU."""
+    """Replaces Triton's driver, which would ask the GPU."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -65,7 +65,7 @@ class Driver:
 
 
 def constant_on_host(self: Any, node: Any) -> Any:
-    """Uniform tensors are looked at before compiling, as one element on the device: here on the host."""
+    """Evaluates uniform tensors on the host; before compiling, inductor would evaluate one element on the device."""
     if node.target is aten.full.default and isinstance(node.args[1], bool | int | float):
         return aten.full.default([1], node.args[1], **{**node.kwargs, "device": "cpu"})
     return _deduce_value(self, node)
@@ -75,20 +75,20 @@ _deduce_value = joint_graph.UniformValueConstantFolder._deduce_value
 
 
 def answer_without_device() -> None:
-    """For what inductor would do on a device: make tensors, time kernels, load Triton's driver."""
+    """Replaces what inductor would do on a device: create tensors, time kernels and load Triton's driver."""
     nothing = lambda *_, **__: None  # noqa: E731
     for name in ("_lazy_init", "set_rng_state", "synchronize"):
         setattr(torch.cuda, name, nothing)
     torch.cuda._exchange_device = lambda device: 0
     torch.cuda._maybe_exchange_device = lambda device: 0
     torch.cuda.get_rng_state = lambda device="cuda": torch.zeros(16, dtype=torch.uint8)
-    # Patterns of attention written out, traced on the device, and of products that padding might make faster.
+    # Skips patterns of unfused attention, which are traced on the device, and of products that padding might speed up.
     fuse_attention._sfdp_init = pad_mm._pad_mm_init = nothing
     joint_graph.UniformValueConstantFolder._deduce_value = constant_on_host
     triton_helpers.set_driver_to_gpu = nothing
     driver.set_active(Driver())
     FakeTensorMode.avoid_device_init = True
-    # Fake parameters are moved by swapping them, which refuses tensors that someone refers to weakly.
+    # Fake parameters are moved by swapping, which torch refuses for tensors that have weak references.
     torch.utils.weakref.getweakrefs = lambda tensor: []
     torch.nn.functional.scaled_dot_product_attention = fused_attention
     config.force_disable_caches, config.use_static_triton_launcher = True, False
@@ -96,7 +96,7 @@ def answer_without_device() -> None:
 
 @contextmanager
 def emitted() -> Iterator[list[dict[str, Any]]]:
-    """What is compiled within: one entry per graph, forward and backward."""
+    """Yields a list that gets one entry per graph compiled within the block, forward and backward."""
     torch._dynamo.reset()
     seen: list[dict[str, Any]] = []
 
@@ -110,7 +110,7 @@ def emitted() -> Iterator[list[dict[str, Any]]]:
 
 
 def described(lowered: graph.GraphLowering, code: str) -> dict[str, Any]:
-    """Of a graph, matrix products and attention left out; bytes as inductor counts them: what a kernel uses, once."""
+    """Describes a graph without matrix products and attention; inductor counts each buffer that a kernel uses once."""
     with V.set_graph_handler(lowered):
         nodes = [n for n in lowered.scheduler.nodes if not isinstance(n, scheduler.ExternKernelSchedulerNode)]
         moved = sum(node.get_read_write_buffers_sizes() for node in nodes)
@@ -123,7 +123,7 @@ def described(lowered: graph.GraphLowering, code: str) -> dict[str, Any]:
 
 
 def machine_code(kernels: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Every configuration of kernels that a GPU would try, compiled: for which GPU, with how much of its memory."""
+    """Compiles all kernel configurations that a GPU would try; returns target, registers and spilled bytes of each."""
     found = []
     for name, source in kernels:
         kernel = getattr(codecache.PyCodeCache.load(source), name)
@@ -142,7 +142,7 @@ def machine_code(kernels: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 def loss(terms: losses.Terms, gradient: bool) -> list[dict[str, Any]]:
-    """Of a chunk's logits in bf16."""
+    """Compiles the loss of a chunk of bf16 logits and returns its graphs."""
     with emitted() as graphs, FakeTensorMode():
         logits = torch.empty(ROWS, VOCABULARY, dtype=torch.bfloat16, device="cuda")
         losses._compiled_block(logits, torch.zeros(ROWS, dtype=torch.int64, device="cuda"), terms, gradient)
@@ -150,7 +150,7 @@ def loss(terms: losses.Terms, gradient: bool) -> list[dict[str, Any]]:
 
 
 def block(preset: str, rows: int, packed: bool) -> list[dict[str, Any]]:
-    """Of one decoder block under bf16 autocast, forward and backward; packed rows hold five documents each."""
+    """Compiles a decoder block under bf16 autocast, forward and backward; packed rows hold five documents each."""
     overrides = [f"model={preset}", "model.num_hidden_layers=1", "model.vocab_multiple_of=1"]
     cfg = check(compose([*overrides, "data=bins", "data.path=none"])).model
     with emitted() as graphs, FakeTensorMode(allow_non_fake_inputs=True):

@@ -1,8 +1,8 @@
 """Runs of lmtrain on a CUDA device that isn't there: `python fake_runs.py LIBRARY FOLDER < CASES > RESULTS`.
 
-CASES is a JSON object {name: overrides}, RESULTS one of {name: what was seen}. The runs are built by lmtrain's own
-build.py and trained by its Trainer with all its callbacks; only tensors are fake: they have a shape, a dtype and a
-device, and no values.
+CASES is a JSON object {name: overrides}, RESULTS one of {name: what was observed}. lmtrain's own build.py builds the
+runs and its Trainer trains them with all callbacks; only tensors are fake: they have a shape, a dtype and a device, but
+no values.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ if __name__ == "__main__":
 
 import torch
 
-# Before a device seems to be there: its kernels would be looked for. It has functions compiled that nobody calls
-# here, for which torch would load all of inductor.
+# Imported before a device seems to be there, since it would look for its CUDA kernels. It decorates functions that
+# are not called here with torch.compile, for which torch would load all of inductor.
 with mock.patch.object(torch, "compile", lambda function=None, **_: function or (lambda found: found)):
     import bitsandbytes as bnb
 import lightning.pytorch as pl
@@ -57,7 +57,7 @@ from lmtrain.run import build
 from lmtrain.run_folder.folder import RunDir
 
 aten = torch.ops.aten
-STEPS = 3  # rows are logged at steps 1 and 3: nothing may wait in step 2
+STEPS = 3  # rows are logged at steps 1 and 3, so nothing may wait for the device in step 2
 FIXED = [
     "trainer.accelerator=cuda", "trainer.devices=1", "trainer.compile=false", f"trainer.max_steps={STEPS}",
     "trainer.log_every_n_steps=100", "trainer.val_check_interval=null", "trainer.limit_val_batches=1",
@@ -66,7 +66,7 @@ FIXED = [
 
 
 def without_values(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
-    """The model with fake tensors for what was read from files; tied ones stay tied, 4-bit ones lie on the device."""
+    """Replaces tensors read from files with fake ones; tied ones stay tied, 4-bit scales lie on the device."""
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
@@ -86,12 +86,12 @@ def without_values(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Mod
 
 @functools.cache
 def parsed(text: str) -> Any:
-    """YAML, which takes a quarter of a run here and is the same for most."""
+    """Parses YAML once per text: it takes a quarter of a run here, and most runs parse the same texts."""
     return OmegaConf.create(text)
 
 
 def _fake_state(state: Any, fake: FakeTensorMode) -> None:
-    """The scales of a 4-bit weight, which it keeps in 8 bits with scales of their own."""
+    """Replaces the scales of a 4-bit weight with fake tensors, and with double quantisation the scales of those."""
     for name in ("absmax", "code", "offset"):
         tensor = getattr(state, name)
         if tensor is not None:
@@ -101,12 +101,12 @@ def _fake_state(state: Any, fake: FakeTensorMode) -> None:
 
 
 def keep_state(module: Any) -> None:
-    """In bitsandbytes' place, which looks for the class of weight that a fake tensor can't be of."""
+    """Replaces bitsandbytes' function, which checks for a class of weight that a fake tensor can't have."""
     module.weight.quant_state = module.quant_state
 
 
 class EndOfTraining(pl.Callback):
-    """Looks at the model when training ends, before Lightning takes it off the device."""
+    """A callback that checks where tensors lie when training ends, before Lightning takes the model off the device."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch, self.off_device = watch, list[str]()
@@ -125,12 +125,12 @@ def no_reference(self: Precomputed, model: Any, splits: dict[str, Any], numbers:
 
 
 def trained(module: Any) -> list[torch.Tensor]:
-    """The optimizer's parameters."""
+    """Returns the optimizer's parameters."""
     return [p for group in module._optimizer.param_groups for p in group["params"]]
 
 
 class Batches:
-    """A loader's items, read while tensors are real, as fake tensors on the host."""
+    """A data loader whose items are read while tensors are real, and yielded as fake tensors on the host."""
 
     def __init__(self, dataset: Any, indices: list[int], fake: FakeTensorMode, watch: Watch, train: bool) -> None:
         self.dataset, self.watch, self.train = dataset, watch, train
@@ -149,7 +149,7 @@ class Batches:
 
 
 def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
-    """Trains STEPS steps, validates, saves; says what the device saw."""
+    """Trains STEPS steps, validates and saves; returns what was observed of the device."""
     fake, watch = FakeTensorMode(allow_non_fake_inputs=True), Watch()
     loading_options = quantized.loading_options
     config = check(compose([*FIXED, *overrides, f"run.dir={folder / name}"]))
@@ -163,7 +163,7 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
     def model(*args: Any) -> Any:
         if config.peft.quantization is None:
             return without_values(real_model(*args), fake)
-        with _disable_current_modes():  # quantising looks at values
+        with _disable_current_modes():  # quantising needs real values
             whole = real_model(*args)
         return without_values(whole, fake)
 
@@ -184,18 +184,18 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
         ),
         mock.patch.object(bnb.nn.modules, "fix_4bit_weight_quant_state_from_module", keep_state),
         *ranks_of(config.trainer),
-        # What looks at values, before training.
+        # These look at values before training.
         mock.patch.object(with_reference, "first_values_hash", return_value=""),
         mock.patch.object(Precomputed, "find", no_reference),
         mock.patch.object(LanguageModel, "_compare_logits"),
         mock.patch.object(memory_adapter, "check_start"),
-        # Lightning copies what is logged deep, storage and all.
+        # Lightning deep-copies what is logged, including the storage.
         mock.patch.object(pl.LightningModule, "log_dict"),
-        # torch.tensor(.., device="cuda") is then made on the host and copied.
+        # With this, torch.tensor(.., device="cuda") is made on the host and copied.
         mock.patch.object(FakeTensorMode, "avoid_device_init", True),
-        # Without kernels torch would compute it out of its parts.
+        # Without kernels torch would decompose it into its parts.
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention),
-        # Fake parameters are moved by swapping them, which refuses tensors that someone refers to weakly.
+        # Fake parameters are moved by swapping, which torch refuses for tensors that have weak references.
         mock.patch.object(torch.utils.weakref, "getweakrefs", return_value=[]),
     ]
     with contextlib.ExitStack() as stack:
@@ -218,7 +218,7 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
 
 
 class _Stream:
-    """Streams and events of a device that is always idle."""
+    """A stand-in for streams and events of a device that is always idle."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def record(self, *_: Any) -> "_Stream":
@@ -238,7 +238,7 @@ def end_group() -> None:
 
 
 def ranks_of(trainer: Any) -> list[Any]:
-    """What shards need beside a device: streams, and a group of which this is the first rank; it sends nothing."""
+    """Returns patches that sharding needs besides a device: streams, and rank 0 of a group that sends nothing."""
     if trainer.strategy != "fsdp":
         return []
     number = int(trainer.devices)
@@ -253,8 +253,8 @@ def ranks_of(trainer: Any) -> list[Any]:
 
     return [
         *([mock.patch.dict(os.environ, {**rank, **address})] if number > 1 else []),
-        mock.patch.object(process_group, "size", return_value=1),  # what ranks tell each other before they train
-        mock.patch.object(Preemption, "_end"),  # a made-up sum says that a rank was asked to stop
+        mock.patch.object(process_group, "size", return_value=1),  # skips what ranks exchange before training
+        mock.patch.object(Preemption, "_end"),  # a made-up sum would say that a rank was asked to stop
         mock.patch.object(torch.cuda, "Stream", _Stream),
         mock.patch.object(torch.cuda, "Event", _Stream),
         mock.patch.object(torch.cuda, "current_stream", return_value=_Stream()),
@@ -266,9 +266,9 @@ def ranks_of(trainer: Any) -> list[Any]:
 
 def main() -> None:
     for supported in (sys.modules["torch.optim.optimizer"], _foreach_utils):
-        supported._foreach_supported_types.append(FakeTensor)  # as it is for CUDA's
+        supported._foreach_supported_types.append(FakeTensor)  # as for tensors on CUDA
     cases, folder = json.load(sys.stdin), Path(sys.argv[2])
-    gc.disable()  # nothing here has values to keep; collecting takes a tenth of the time
+    gc.disable()  # fake tensors hold no memory; collecting takes a tenth of the time
     results: dict[str, Any] = {}
     load = mock.patch.object(OmegaConf, "load", lambda file: copy.deepcopy(parsed(file.read())))
     with pretend(), load, contextlib.redirect_stdout(io.StringIO()):

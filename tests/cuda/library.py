@@ -1,4 +1,4 @@
-"""The library with a CUDA device that does nothing: compiled here, loaded before torch."""
+"""Compiles and loads the library with a CUDA device that does nothing; it is loaded before torch."""
 
 import ctypes
 import hashlib
@@ -12,7 +12,7 @@ SOURCE = Path(__file__).with_name("one_device.cpp")
 
 
 def compiled(folder: Path) -> Path | str:
-    """The library in `folder`, compiled if it is not there for this source and torch; or why it can't be."""
+    """Returns the library in `folder`, compiled if missing for this source and torch, or the reason why it can't be."""
     import torch
     from torch.utils import cpp_extension
 
@@ -33,7 +33,7 @@ def compiled(folder: Path) -> Path | str:
 
 
 def load(library: str) -> None:
-    """Must come before torch is imported: torch asks for the device's hooks once."""
+    """Loads the library. torch must not be imported yet: it asks for the device's hooks only once."""
     assert "torch" not in sys.modules
     spec = importlib.util.find_spec("torch")
     assert spec is not None

@@ -1,4 +1,4 @@
-"""A mistake that the guard must see."""
+"""A callback with a mistake that test_fake_device.py must detect: it waits for the device in every step."""
 
 from typing import Any
 

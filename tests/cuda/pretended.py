@@ -1,4 +1,4 @@
-"""A CUDA device that isn't there: what torch.cuda says of it, and which attention kernel it takes."""
+"""A CUDA device that isn't there: torch.cuda's answers about it, and the attention kernels CUDA would use."""
 
 import contextlib
 from typing import Any
@@ -14,7 +14,7 @@ class _Generator:
 
 
 class _Properties:
-    """Of an H100 or an H200, but for their memory."""
+    """The properties of an H100 or H200, except for their memory."""
 
     name, total_memory, gcnArchName = "no device", 80 * 2**30, ""
     major, minor, warp_size, multi_processor_count = 9, 0, 32, 132
@@ -23,7 +23,7 @@ class _Properties:
 
 
 def pretend(capability: tuple[int, int] = (9, 0)) -> contextlib.ExitStack:
-    """torch.cuda's answers to what lmtrain, Lightning and torch ask about the device."""
+    """Patches torch.cuda's answers to what lmtrain, Lightning and torch ask about the device."""
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 2,
@@ -47,7 +47,7 @@ def fused_attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: Any = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """The kernel CUDA takes: flash attention for half precision without a mask, else the memory-efficient one."""
+    """Calls the kernel that CUDA takes: flash attention for half precision without a mask, else memory-efficient."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     assert query.dtype == key.dtype == value.dtype
     if half and attn_mask is None:

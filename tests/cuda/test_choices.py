@@ -1,4 +1,4 @@
-"""What is decided for a GPU, on a machine without one."""
+"""Decisions that depend on a GPU, tested on a machine without one."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ from lmtrain.run_folder import trained
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes torch say there is one GPU, of a compute capability."""
+    """Returns a function that makes torch report one GPU of the given compute capability."""
 
     def pretend(major: int = 9, minor: int = 0) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -68,7 +68,7 @@ def test_blocks_are_compiled_where_they_can_be(gpu: Any, monkeypatch: pytest.Mon
 
 
 def test_an_old_driver_is_named(monkeypatch: pytest.MonkeyPatch, corpus: Any, tmp_path: Any) -> None:
-    """torch then says that there is no GPU, and the run would go on for days on the CPU."""
+    """With an old driver torch only says that there is no GPU, and a run would train on the CPU for days."""
     from support import TINY
 
     def init() -> None:
@@ -185,10 +185,10 @@ def test_what_a_gpu_does_not_tell_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_nvml_can_not_read_is_left_out_and_said_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As under MIG, where utilisation is NotSupported and power is not."""
+    """Under MIG, for example, utilisation is NotSupported but power is readable."""
 
     def not_supported(device: Any) -> int:
-        raise RuntimeError("Not Supported")  # as NVMLError_NotSupported says it
+        raise RuntimeError("Not Supported")  # the text of NVMLError_NotSupported
 
     monkeypatch.setattr(step_numbers, "_unread", set())
     monkeypatch.setattr(step_numbers, "has_nvml", lambda: True)

@@ -1,6 +1,6 @@
-"""What torch.compile makes of the decoder blocks: no break, and a fixed number of graphs however lengths change.
+"""torch.compile makes a fixed number of graphs of the decoder blocks, without breaks, however lengths change.
 
-Graphs are made, not compiled to kernels (backend eager): breaks and further variants come before that.
+Graphs are traced but not compiled to kernels (backend eager): breaks and recompilations happen before that.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from lmtrain.models.blocks import compile_model, evaluating
 from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LanguageModel
 
-# Rows of documents: lengths, their number and the number of documents all change.
+# Packed rows: the length of rows, the lengths of documents and the number of documents all change.
 MICRO_BATCHES = [[[5, 9, 2, 1, 3], [7, 7, 6]], [[8, 4, 3], [10, 5]], [[8, 4, 3, 5, 5], [10, 15]], [[6, 9], [5, 10]]]
 GEMMA3: dict[str, Any] = {
     "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48,
@@ -36,7 +36,7 @@ def varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *, scale: Any,
     window_size: tuple[int, int], enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """In the place of torch's varlen_attn, which runs on CUDA only: its shapes, and the dtypes it asks for."""
+    """Replaces torch's varlen_attn, which runs on CUDA only: gives its shapes and checks the dtypes it requires."""
     assert {t.dtype for t in (q, k, v)} <= {torch.bfloat16, torch.float16}
     assert cu_q.dtype == cu_k.dtype == torch.int32
     return q + (k.mean() + v.mean() + cu_q.sum() + cu_k.sum())
@@ -56,14 +56,14 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def compiled(family: str, changing_lengths: bool = True, **changes: Any) -> LanguageModel:
-    # Chunks of 10 tokens: the loss's graphs must not depend on how many are left for the last.
+    # The loss has chunks of 10 tokens: its graphs must not depend on how many are left for the last chunk.
     model = LanguageModel(tiny(family, **changes), objective(z_loss=1e-4))
     compile_model(model.model, changing_lengths, backend="eager")
     return model
 
 
 def graphs() -> int:
-    """How many were made so far, after making sure that none was broken."""
+    """Returns the number of graphs made so far, after checking that no graph was broken."""
     assert dict(counters["graph_break"]) == {}
     return counters["stats"]["unique_graphs"]
 
@@ -74,12 +74,12 @@ def test_pretraining(family: str) -> None:
     for length in (20, 20, 20):
         batch = packed([[length]] * 3)
         model(input_ids=batch["input_ids"], labels=batch["labels"]).loss_sum.backward()
-    assert graphs() == 2  # blocks, loss
+    assert graphs() == 2  # one for the blocks, one for the loss
 
 
 @pytest.mark.parametrize(("family", "changes", "variants"), [("llama", {}, 1), ("gemma3_text", GEMMA3, 2)])
 def test_packed_rows(family: str, changes: dict[str, Any], variants: int) -> None:
-    """Variants: sliding layers and the others."""
+    """Each variant of layer (sliding or not) needs one graph, and so does the loss; validation needs as many again."""
     model = compiled(family, **changes)
     for lengths in MICRO_BATCHES:
         model(**packed(lengths)).loss_sum.backward()
@@ -112,7 +112,7 @@ def test_packed_rows_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_preferences() -> None:
-    """The policy with gradients and dropout, the reference without."""
+    """The policy runs with gradients and dropout, the reference without."""
     model = compiled("llama")
     for number, lengths in enumerate(MICRO_BATCHES):
         batch = packed(lengths)
@@ -124,7 +124,7 @@ def test_preferences() -> None:
 
 
 def test_preferences_of_an_adapter() -> None:
-    """The policy with its adapter, the reference without; then validation, where the policy has no gradients either."""
+    """The policy runs with its adapter, the reference without; in validation the policy has no gradients either."""
     model = LanguageModel(tiny("llama"), objective())
     overrides = ["model=pretrained", "model.name_or_path=base", "data.seq_len=32", "peft=lora", "peft.dropout=0.1"]
     attach(model.model, check(compose(overrides)).peft, "base", None, (), seed=0)
@@ -140,8 +140,8 @@ def test_preferences_of_an_adapter() -> None:
                 policy = log_probs(model, batch, prefixes)
             if trains:
                 policy.sum().backward()
-            # Loss: with and without gradients. Blocks: without the adapter; with it the first one, into which no
-            # gradient goes back, and the others; validated.
+            # Loss: with and without gradients. Blocks: without the adapter; with it the first block, whose input needs
+            # no gradient, and the others; and in validation.
             assert graphs() == expected
 
 
@@ -152,7 +152,7 @@ def log_probs(model: LanguageModel, batch: dict[str, Tensor], prefixes: Prefixes
 
 
 def shared_prompts(starts: Tensor, tokens: int) -> Prefixes:
-    """Every second document goes on from the first tokens of the one before."""
+    """Makes every second document continue from the first `tokens` tokens of the one before it."""
     lengths = torch.zeros(len(starts) - 1, dtype=torch.int32)
     lengths[1::2] = tokens
     index, ends = list[int](), [0]
@@ -178,7 +178,7 @@ TERMS = [losses.Terms(0.0, 0.0, None), losses.Terms(1e-2, 0.1, None), losses.Ter
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("gradient", [True, False])
 def test_the_compiled_loss_is_the_loss(terms: losses.Terms, gradient: bool) -> None:
-    """It is written in another way, so that it is fused; the reference is the same in fp64 by autograd."""
+    """The compiled loss is written so that it can be fused; the reference is the same loss in fp64 with autograd."""
     generator = torch.Generator().manual_seed(0)
     logits = 20 * torch.randn(7, 50, generator=generator)
     labels = torch.randint(0, 50, (7,), generator=generator)
@@ -198,7 +198,7 @@ def test_the_compiled_loss_is_the_loss(terms: losses.Terms, gradient: bool) -> N
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_around_the_compiled_loss_logits_are_there_once(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, a chunk of them: nothing of [c, V] is made beside, in fp32 or otherwise."""
+    """A chunk of bf16 logits is the only tensor of [c, V] that is allocated, in fp32 or otherwise."""
     rows, width, vocabulary, chunk = 2048, 16, 3000, 1024
     made: list[torch.dtype] = []
 
@@ -226,10 +226,10 @@ def test_around_the_compiled_loss_logits_are_there_once(bias: bool, monkeypatch:
 
 @pytest.mark.slow
 def test_the_compiled_loss_moves_six_bytes_a_logit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16 logits are read twice and their gradient is written: nothing of [c, V] in fp32 is ever stored."""
+    """bf16 logits are read twice and their gradient is written once; nothing of [c, V] is ever stored in fp32."""
     from torch._inductor import compile_fx, config, metrics
 
-    monkeypatch.setattr(compile_fx.inductor_metrics_log, "isEnabledFor", lambda level: True)  # then it counts
+    monkeypatch.setattr(compile_fx.inductor_metrics_log, "isEnabledFor", lambda level: True)  # else it counts no bytes
     rows, vocabulary = 64, 50304
     logits = torch.randn(rows, vocabulary).to(torch.bfloat16)
     metrics.reset()

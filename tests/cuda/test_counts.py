@@ -1,4 +1,4 @@
-"""What ranks tell each other each step, on hosts: a collective on the device would be waited for."""
+"""What ranks exchange in each step stays on the hosts, since the host would wait for a collective on the device."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ def trainer_of(ranks: int, copies: int = 1) -> Any:
 def test_counts_and_a_request_to_stop(
     copies: int, counts: list[int], asked: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two ranks that count alike, reading rows of their own or the same ones."""
+    """Counts of two ranks are summed if they read rows of their own, and count once if both read the same rows."""
 
     def all_reduce(summed: Tensor) -> None:
         assert summed.device.type == "cpu"

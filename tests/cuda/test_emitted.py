@@ -1,6 +1,6 @@
 """Inductor's code for an H200, made without one: what the loss and a decoder block move, and that the code compiles.
 
-See emitted.py for how. What it can't see: numbers, and how long anything takes.
+See emitted.py for the method. It can't see numerical results or how long anything takes.
 """
 
 import json
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 VOCABULARY = "50304"
-# What was counted last: bytes per token that the kernels between the products move, and how many are launched.
+# The last counts: bytes per token moved by the kernels between matrix products, and the number of kernel launches.
 BLOCKS = {"gpt2": (110_884, 30), "llama": (327_712, 27), "llama_packed": (329_760, 27), "qwen3": (118_064, 30)}
 
 
@@ -35,7 +35,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("terms", ["plain", "all_terms"])
 def test_the_loss_reads_logits_twice_and_writes_their_gradient(seen: Any, terms: str) -> None:
-    """In bf16, 6 bytes a logit: nothing of [chunk, V] is allocated, in fp32 or otherwise."""
+    """In bf16 that is 6 bytes per logit; nothing of [chunk, V] is allocated, in fp32 or otherwise."""
     loss = seen["losses"][terms]
     assert 6.0 <= loss["bytes_per_logit"] < 6.01
     assert loss["launches"] == 2
@@ -58,7 +58,7 @@ def test_a_block_moves_no_more_than_it_did(seen: Any, family: str) -> None:
 
 
 def test_triton_compiles_every_kernel(seen: Any) -> None:
-    """For Hopper, without spilling registers to memory."""
+    """All kernels compile for Hopper without spilling registers to memory."""
     emitted = [*seen["losses"].values(), seen["validation"], *seen["blocks"].values()]
     kernels = [kernel for found in emitted for kernel in found["machine_code"]]
     assert {kernel["target"] for kernel in kernels} == {"sm_90a"}

@@ -1,6 +1,6 @@
-"""Real runs on a CUDA device that isn't there: where tensors lie, what dtype they are multiplied in, who waits.
+"""Real runs on a CUDA device that isn't there: where tensors lie, the dtype of products, what waits for the device.
 
-See fake_runs.py for how. What it can't see: numbers, races, and dtype checks inside kernels.
+See fake_runs.py for the method. It can't detect wrong numbers, races, or dtype checks inside kernels.
 """
 
 import json
@@ -17,14 +17,14 @@ from chats import write_rows
 from tiny_pretrained import save_pretrained
 
 HERE = Path(__file__).parent
-# More than 4,096 rows of 512 logits, or the loss would take its path for small ones.
+# More than 4,096 rows of 512 logits, since the loss has another path for small inputs.
 COMMON = ["model.vocab_size=512", "model.num_hidden_layers=1", "model.max_position_embeddings=1024"]
 TEXT = ["data=text", "tokenizer=bytes", *COMMON, "data.global_batch_size=8", "data.micro_batch_size=8"]
 LLAMA = ["model=llama_nano", "model.num_key_value_heads=2"]
 SMALL = ["tokenizer=bytes", "model.hidden_size=256", "model.num_attention_heads=4", "model.num_key_value_heads=2"]
 QWEN3 = ["model=qwen3_small", *SMALL, "model.intermediate_size=256"]
 MOE = ["model=moe_small", *SMALL, "model.moe_intermediate_size=128"]
-# Gemma 3's kind: sliding layers between full ones.
+# Like Gemma 3: sliding-window layers between full-attention ones.
 SLIDING = [
     *LLAMA, "model.num_hidden_layers=2", "model.family=gemma3_text",
     "model.hidden_act=null", "model.head_dim=64", "+model.extra.sliding_window=64",
@@ -35,7 +35,7 @@ STEPS = 3
 PACKED = ["data.isolate_documents=true"]
 PLANTED = ["callbacks.extra=[{_target_: planted.ReadsEachStep}]", "run.allow_target=[planted]"]
 
-PRETRAINING = {  # without a name the optimizer is Muon
+PRETRAINING = {  # the optimizer is Muon unless one is named
     "gpt2": ["model.num_hidden_layers=2", "data.global_batch_size=16", "objective.loss_chunk_tokens=4096"],
     "packed_adamw_8bit": [*LLAMA, *PACKED, "optimizer=adamw_8bit"],
     "packed_dropout_lion_planted": [*PACKED, "model.dropout=0.1", "optimizer=lion", *PLANTED],
@@ -62,7 +62,7 @@ FINE_TUNING = [
 LORA = ["peft=lora", "peft.r=4", "peft.dropout=0.1", "optimizer.lr=1e-3"]
 SFT = {
     "packed": [],
-    "fp8_lora_padded_noise": [  # a micro-batch of 1,000 tokens, no multiple of 16
+    "fp8_lora_padded_noise": [  # a micro-batch of 1,000 tokens, not a multiple of 16
         *LORA,
         "data.packing=off",
         "data.seq_len=250",
@@ -82,26 +82,26 @@ DPO = {
         "trainer.precision=32-true",
     ],
 }
-# Layers of 8 bits times their products: three in each step, with LoRA; with fsdp in each of two micro-batches the
-# forward's twice and one more, since weights' gradients are in bf16; and in one batch of validation.
+# fp8 layers times products. LoRA: three per step. fsdp: in each of two micro-batches the forward product twice and one
+# more, since the weights' gradients are in bf16. Both: one more in the single batch of validation.
 FP8_PRODUCTS = {"fp8_lora_padded_noise": 2 * (3 * STEPS + 1), "fp8_fsdp_two_ranks": 2 * (2 * 3 * STEPS + 1)}
-# Who may wait for the device: whoever writes a row, a score or a checkpoint, and the start of the run.
+# What may wait for the device: writing a row, a score or a checkpoint, and the start of the run.
 MAY_WAIT = {
     "callbacks/metrics.py": {"_log_step", "log_validation", "on_train_start", "state_dict"},
     "callbacks/routing.py": {"use", "warn", "state_dict"},
     "objectives/guard.py": {"counts", "to", "state_dict"},
     "objectives/base.py": {"validation_means"},
     "callbacks/checkpoints.py": {"save"},
-    "callbacks/stopping.py": {"after_batch"},  # of a validation, about once a second
+    "callbacks/stopping.py": {"after_batch"},  # in a validation, about once a second
     "distributed/dtensor.py": {"gather"},  # of shards, for a checkpoint
     "objectives/start_check.py": {"check_agreement", "check_start", "over", "wrong"},  # before and after the first step
-    "losses/cross_entropy.py": {"adds_in_fp32"},  # the first time: it is tried on numbers
-    "objectives/reference.py": {"_swap"},  # the first time: the first values come from the host
+    "losses/cross_entropy.py": {"adds_in_fp32"},  # once only: the kernel is tried on numbers
+    "objectives/reference.py": {"_swap"},  # once only: the initial values come from the host
 }
 
 
 def seen(cases: dict[str, list[str]], library: Path, folder: Path) -> dict[str, Any]:
-    """What the device saw of each run."""
+    """Runs the cases in a subprocess and returns what was observed of each."""
     done = subprocess.run(
         [sys.executable, str(HERE / "fake_runs.py"), str(library), str(folder)],
         input=json.dumps(cases),
@@ -151,7 +151,7 @@ def cases(text: Path, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "sft": (sft, SFT),
         "dpo": (dpo, DPO),
     }
-    without = "" if find_spec("torchao") else "fp8"  # tests/models/test_fp8.py is skipped with the reason
+    without = "" if find_spec("torchao") else "fp8"  # tests/models/test_fp8.py reports that it is skipped
     return {
         group: {name: [*fixed, *extra] for name, extra in named.items() if not (without and name.startswith(without))}
         for group, (fixed, named) in groups.items()
@@ -173,7 +173,7 @@ def check(result: dict[str, Any], dtype: str, fp8_products: int = 0) -> None:
 
 
 def test_runs(device: Path, cases: dict[str, dict[str, list[str]]], tmp_path: Path) -> None:
-    """All in one process: it takes longer to start than a run does."""
+    """All runs share one process, since starting a process takes longer than a run."""
     flat = {f"{group}_{name}": overrides for group, named in cases.items() for name, overrides in named.items()}
     results = seen(flat, device, tmp_path)
     grouped = {group: {name: results[f"{group}_{name}"] for name in named} for group, named in cases.items()}
@@ -186,15 +186,15 @@ def test_runs(device: Path, cases: dict[str, dict[str, list[str]]], tmp_path: Pa
 
 def check_pretraining(results: dict[str, Any]) -> None:
     for name, result in results.items():
-        if name == "16-mixed":  # torch's gradient scaler asks each step whether a gradient was infinite
+        if name == "16-mixed":  # torch's gradient scaler checks in each step for infinite gradients
             result["waits"] = [w for w in result["waits"] if w[2] != "objectives/base.py training_step"]
-        if name == "gpt2":  # the first chunk's gradient of the output embedding begins the sum of each micro-batch
+        if name == "gpt2":  # the output embedding's gradient is summed over the chunks of each micro-batch in fp32
             assert result["fp32_sums"] > STEPS
         if name.endswith("planted"):
             planted = [w for w in result["waits"] if Path(w[2].split()[0]).name == "planted.py"]
             assert [(step, what) for step, what, _ in planted if step == 2] == [(2, "item")]
             result["waits"] = [w for w in result["waits"] if w not in planted]
-        if name.endswith("adamw_8bit"):  # the plan says so: it can't leave out a bad update by itself
+        if name.endswith("adamw_8bit"):  # as the plan notes: it can't skip a bad update by itself
             waits = [w for w in result["waits"] if w[2] == "objectives/base.py on_before_optimizer_step"]
             assert [step for step, *_ in waits] == [1, 2, 3]
             result["waits"] = [w for w in result["waits"] if w not in waits]

@@ -1,4 +1,4 @@
-"""What a run does to its device, seen from below: every wait of the host, every matrix product, every operation."""
+"""Records what a run does on its device: every wait of the host, every matrix product, every operation."""
 
 import sys
 from collections import Counter
@@ -23,28 +23,28 @@ PRODUCTS = {
 
 
 class Wait(NamedTuple):
-    """The host waits for the device."""
+    """One wait of the host for the device."""
 
-    step: int  # the optimizer step that runs, counted from 1; 0 before the first batch
+    step: int  # the current optimizer step, counted from 1; 0 before the first batch
     what: str
-    where: str  # the innermost function of lmtrain: "callbacks/metrics.py _log_step"
+    where: str  # the innermost function of lmtrain, such as "callbacks/metrics.py _log_step"
 
 
 class Watch(TorchDispatchMode):
-    """To be entered after FakeTensorMode. What would wait for the device is noted and given a made-up value."""
+    """Notes each operation that would wait for the device and makes up its value. Entered after FakeTensorMode."""
 
     def __init__(self) -> None:
         super().__init__()
         self.step = 0
         self.waits: list[Wait] = []
         self.products: Counter[str] = Counter()  # matrix products by the dtype they are computed in
-        self.operations: Counter[int] = Counter()  # by step; views are none
-        self.fp32_sums = 0  # half-precision products added to fp32 by one kernel
+        self.operations: Counter[int] = Counter()  # by step, without views
+        self.fp32_sums = 0  # half-precision products that one kernel adds to fp32
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) or kind.__name__ == "Float8TrainingTensor" for kind in types):
-            return NotImplemented  # their parts come by on their own
+            return NotImplemented  # their inner tensors are dispatched separately
         if func is aten._local_scalar_dense.default:
             return self._made_up(args[0])
         if func.overloadpacket in (aten._to_copy, aten.copy_):
@@ -59,7 +59,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _made_up(self, tensor: torch.Tensor) -> Any:
-        """A value where there is none: 0 or True of the device's, 1 (a count of steps) or False of the host's."""
+        """Returns a made-up value: 0 or True for a tensor on the device, 1 (a step count) or False on the host."""
         on_device = tensor.device.type == "cuda"
         if on_device:
             self._wait("item")
@@ -91,12 +91,12 @@ class Watch(TorchDispatchMode):
 
 
 def _operand(args: Any) -> torch.Tensor:
-    """The second tensor of a product: addmm's first is what is added."""
+    """Returns the second tensor of a product, since addmm's first is the one that is added to."""
     return [a for a in args if isinstance(a, torch.Tensor)][1]
 
 
 def where() -> str:
-    """The innermost function of lmtrain that is running, or else the innermost outside of torch."""
+    """Returns the innermost running function of lmtrain, or else the innermost one outside of torch."""
     frame: Any = sys._getframe(2)
     innermost = ""
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Configs for the data tests: the real defaults from conf/, with what a test sets."""
+"""Configs for the data tests: the real defaults from conf/ with the values that a test sets."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +22,7 @@ def _load(group: str, option: str) -> dict:
 
 
 def data_of(values: dict) -> DataConfig:
-    """Data of plain values, those of its sections too."""
+    """Returns a DataConfig made of plain values, those of its sections included."""
     made = {f.name: f.default_factory for f in dataclasses.fields(DataConfig)}
     sections = {name: made[name] for name in values if dataclasses.is_dataclass(made[name])}
     return DataConfig(**values | {name: section(**values[name]) for name, section in sections.items()})
@@ -30,7 +30,7 @@ def data_of(values: dict) -> DataConfig:
 
 @pytest.fixture
 def data_config(tmp_path):
-    """data_config("wikitext", min_length=5): that option of conf/data, cached in the test's own folder."""
+    """Returns a factory: data_config("wikitext", min_length=5) is that option of conf/data with a cache in tmp_path."""
 
     def make(option: str = "text", **settings) -> DataConfig:
         values = {**_load("data", option), "seq_len": 64, "cache_dir": str(tmp_path / "cache"), **settings}
@@ -43,7 +43,7 @@ def data_config(tmp_path):
 
 @pytest.fixture
 def tokenizer_config():
-    """tokenizer_config("bpe", vocab_size=300): that option of conf/tokenizer."""
+    """Returns a factory: tokenizer_config("bpe", vocab_size=300) is that option of conf/tokenizer."""
 
     def make(option: str = "bytes", **settings) -> TokenizerConfig:
         return TokenizerConfig(**{**_load("tokenizer", option), **settings})

@@ -1,4 +1,4 @@
-"""A callback that writes how much the process grew between its second step and its last."""
+"""A callback that writes the process's resident memory after its second step and the growth from there to the peak."""
 
 import json
 import os

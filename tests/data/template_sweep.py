@@ -1,4 +1,4 @@
-"""Chat templates as models ship them, from packages that are installed, and conversations of every kind to try them."""
+"""Chat templates that models ship, from installed packages, and conversations of every kind to try them with."""
 
 import functools
 import os
@@ -18,7 +18,7 @@ from loopback_hub import HUB
 from support import REPO
 
 Turns = list[dict[str, Any]]
-# What stands between such marks is a token of its own in the tokenizers of these models.
+# Strings that are a single special token in the tokenizers of these models.
 _SPECIAL = re.compile(
     r"<[|｜][^<>{}'\s]*>|<[^<>{}'\s|/]*\|>|<[A-Z_]+_TOKEN>|</?s>|<(?:start|end)_of_turn>|<end_of_utterance>|<sop>"
     r"|\[/?(?:INST|gMASK|TOOL_CALLS|AVAILABLE_TOOLS|TOOL_RESULTS)\]"
@@ -60,7 +60,7 @@ CHATS: dict[str, Conversation] = {
 
 @functools.cache
 def trl_templates() -> dict[str, str]:
-    """The templates that TRL ships, models' own and those it marks for training; {} where it isn't installed."""
+    """Returns the templates that TRL ships, models' own and its training variants; {} if TRL is not installed."""
     python = Path(os.environ.get("LMTRAIN_TRL_PYTHON", REPO / ".venv-trl" / "bin" / "python"))
     if not python.exists():
         return {}
@@ -77,7 +77,7 @@ def trl_template(name: str) -> str:
 
 
 def every_template() -> dict[str, str]:
-    """TRL's, ours, and those of the hub's models."""
+    """Returns the templates of TRL, of lmtrain and of the hub's models by name."""
     ours = Path(jinja_rendering.__file__).parent / "jinja"
     found = {**trl_templates(), **{f"ours_{n}": (ours / f"{n}.jinja").read_text(encoding="utf-8") for n in NAMED}}
     for file in sorted((HUB / "models").glob("*/*/tokenizer.json")):
@@ -87,7 +87,7 @@ def every_template() -> dict[str, str]:
 
 
 def tokenizer_for(text: str, make: Any) -> PreTrainedTokenizerFast:
-    """A byte is its own id; what the template writes as special tokens are tokens."""
+    """Returns a tokenizer of bytes (each byte is its own id) and of the special tokens that the template writes."""
     tokenizer = load_or_train(make("bytes"), lambda _: iter(()))
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(_SPECIAL.findall(text)))})
     tokenizer.chat_template = text

@@ -1,4 +1,4 @@
-"""Data at addresses that fsspec opens: the same files, rows and tokens as of the same files here."""
+"""Data at addresses that fsspec opens gives the same files, rows and tokens as local copies of the files."""
 
 import gzip
 import http.server
@@ -36,13 +36,13 @@ ROWS = [f"row {n}: " + "ä" * (n % 50) for n in range(1500)]
 
 @dataclass
 class Server:
-    """Files of a folder over HTTP; `ranges` as object stores have them, or as Python's own server, which has none."""
+    """A folder served over HTTP, with `ranges` as object stores do, or without them as Python's own server does."""
 
     folder: Path
     ranges: bool = True
-    tagged: bool = True  # whether it says of which version of a file the bytes are
+    tagged: bool = True  # whether responses have an ETag, which names the version of a file
     asked: list[tuple[str, str]] = field(default_factory=list)  # method and path of each request
-    breaks_at: int | None = None  # the next answer ends after so many bytes
+    breaks_at: int | None = None  # the next response is cut off after this number of bytes
     base: str = ""
 
     def handler(self) -> type[http.server.SimpleHTTPRequestHandler]:
@@ -86,7 +86,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     made.folder.mkdir()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), made.handler()) as running:
         running.daemon_threads = True
-        running.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that has read enough
+        running.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that closes early
         made.base = f"http://127.0.0.1:{running.server_port}"
         threading.Thread(target=running.serve_forever, daemon=True).start()
         yield made
@@ -180,7 +180,7 @@ def test_pairs_and_conversations_of_a_store_are_those_of_the_files_here(
         cfg = data_config("chat_jsonl", path=path, chat_template="vicuna", max_length=256)
         found.append(prepare_examples(cfg, tokenizer_config("bytes"), ChatRows, progress=False))
     assert len({one.fingerprint for one in found}) == 1
-    assert found[0].folder == found[1].folder != found[2].folder  # file:// is the file itself
+    assert found[0].folder == found[1].folder != found[2].folder  # a file:// address is the local file
 
 
 def test_what_changed_is_prepared_again_and_nothing_is_read_to_tell(
@@ -191,7 +191,7 @@ def test_what_changed_is_prepared_again_and_nothing_is_read_to_tell(
     before = open_source(cfg).resolved
     assert open_source(cfg).resolved == before
     assert {method for method, _ in server.asked} == {"HEAD"}
-    (server.folder / "a.jsonl").write_text('{"text": "two"}\n')  # as long, at another time
+    (server.folder / "a.jsonl").write_text('{"text": "two"}\n')  # same length, other modification time
     os.utime(server.folder / "a.jsonl", (1_000_000_000, 1_000_000_000))
     assert open_source(cfg).resolved != before
 
@@ -249,7 +249,7 @@ def test_a_transfer_that_breaks_off_is_an_error_that_is_tried_again(
 
 def test_files_longer_than_a_block_are_read_whole(server: Server) -> None:
     server.ranges = False
-    text = "".join(f"{n}\n" for n in range(1_200_000))  # 8 MB, and fsspec asks for 5 at first
+    text = "".join(f"{n}\n" for n in range(1_200_000))  # 8 MB; fsspec requests 5 MB at first
     (server.folder / "a.txt").write_text(text)
     [(file, _)], _ = files.find_files(f"{server.base}/a.txt", "auto")
     assert "".join(lines.text_blocks(file, 1 << 20)) == text
@@ -264,7 +264,7 @@ def test_row_groups_before_the_first_row_are_not_read(server: Server) -> None:
     server.asked.clear()
     number, row = next(tables.parquet_from(file, ["text"], 39_500))
     assert (number, row["text"][:8]) == (39_500, "00039500")
-    assert len(server.asked) <= 3  # the end, which says where all is, and one block
+    assert len(server.asked) <= 3  # the footer, which locates the row groups, and one block
 
 
 REFUSED = {

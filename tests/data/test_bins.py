@@ -1,4 +1,4 @@
-"""The bin format: what is written is read back, at every border; files that are wrong are refused."""
+"""The bin format: written data is read back, at every boundary, and corrupt files are refused."""
 
 import os
 import pickle
@@ -12,7 +12,7 @@ from lmtrain.errors import RunError, UserError
 
 
 def write(folder, documents, dtype="uint16", shard_tokens=10, piece=3):
-    """Documents (lists of ids) written in pieces, with meta.json."""
+    """Writes documents (lists of ids) in pieces, with meta.json, and opens the split."""
     writer = BinWriter(folder, "train", dtype, shard_tokens)
     for document in documents:
         parts = [document[i : i + piece] for i in range(0, len(document), piece)] or [[]]
@@ -32,7 +32,7 @@ def write(folder, documents, dtype="uint16", shard_tokens=10, piece=3):
 
 
 def documents_of(split):
-    """Read back shard by shard, from tokens and document ends alone; a document cut by a shard's end goes on."""
+    """Reads documents back shard by shard, from tokens and document ends alone, joining those cut by a shard's end."""
     found, open_document = [], []
     for shard in split.shards:
         start = 0

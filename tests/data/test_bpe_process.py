@@ -1,4 +1,4 @@
-"""A BPE is trained in a process of its own: the same tokenizer, ended at once where the command is asked to stop."""
+"""BPE training in a separate process: it gives the same tokenizer and ends at once when the command is stopped."""
 
 import os
 import random
@@ -20,7 +20,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /
 
 
 def words(count: int) -> str:
-    """Words that hardly repeat: merging them takes long."""
+    """Returns words that hardly repeat, so that merging them takes long."""
     draw = random.Random(0)
     return "\n".join("".join(draw.choices("abcdefghijklmnopqrstuvwxyzé", k=draw.randint(3, 12))) for _ in range(count))
 
@@ -50,7 +50,7 @@ def test_an_error_while_the_text_is_read_comes_through() -> None:
 
 
 def trainers_of(parent: int) -> list[Process]:
-    """Processes that train a BPE for another."""
+    """Returns the processes that train a BPE for the process `parent`."""
     return started_by(parent, "lmtrain.data.byte_bpe.training")
 
 
@@ -69,7 +69,7 @@ def test_a_trainer_that_was_killed_is_said() -> None:
 @LINUX
 @pytest.mark.parametrize("end", [signal.SIGINT, *(pytest.param(s, marks=pytest.mark.slow) for s in (15, 9))])
 def test_a_signal_ends_the_training_at_once(end: int, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(words(400_000))  # about half a minute
+    (tmp_path / "a.txt").write_text(words(400_000))  # training takes about half a minute
     cache = tmp_path / "cache"
     command = [sys.executable, "-m", "lmtrain.prepare", "data=text", f"data.path={tmp_path / 'a.txt'}", "tokenizer=bpe",
                "tokenizer.vocab_size=30000", f"data.cache_dir={cache}"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ids of byte-level BPEs found over arrays are the tokenizers library's, for every text."""
+"""Ids of byte-level BPEs that are computed with arrays equal those of the tokenizers library, for every text."""
 
 import itertools
 import random
@@ -66,7 +66,7 @@ def prose() -> str:
 
 
 def odd_texts(prose: str) -> list[str]:
-    """Words, digits, signs, runs of white space, letters of many scripts, and the name of a special token."""
+    """Returns texts of words, digits, symbols, white space, letters of many scripts and the name of a special token."""
     rng = random.Random(1)
     parts = [*prose.split()[:300], *"0123456789", *"'.,;!?(){}<>#\\", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n",
              " 1", "  12", "'ll", "'LL", "'ſ", "<end>", "é", "e\u0301", "日本", "ⅷ", "½", "٣",
@@ -95,7 +95,7 @@ def test_ids_are_the_librarys(kind: str, prose: str) -> None:
 
 @pytest.mark.parametrize("kind", PRE_TOKENIZERS)
 def test_words_end_where_the_librarys_do(kind: str, prose: str) -> None:
-    """Every text of up to five characters, one of each kind, and those that contractions are made of."""
+    """Words end as in the library, in all texts of up to five characters of each kind and in contraction-like ones."""
     backend = trained(*PRE_TOKENIZERS[kind], prose[:3000])
     texts = ["".join(text) for n in range(6) for text in itertools.product("lS1.' \n\t", repeat=n)]
     texts += ["".join(text) for text in itertools.product("rve'l é", repeat=5)]
@@ -104,7 +104,7 @@ def test_words_end_where_the_librarys_do(kind: str, prose: str) -> None:
 
 
 def test_what_python_and_the_library_sort_differently_is_left_to_the_library(prose: str) -> None:
-    """6,000 characters of Unicode, some to a text: some that are no letter for one of the two are among them."""
+    """6,000 Unicode characters, some of them letters for Python or the library only, give the library's ids."""
     backend = trained(*PRE_TOKENIZERS["qwen2"], prose)
     characters = random.Random(0).sample([chr(n) for n in range(0x20000) if not 0xD800 <= n < 0xE000], 6000)
     texts = ["a" + "".join(characters[n : n + 6]) + " b" for n in range(0, len(characters), 6)]
@@ -112,7 +112,7 @@ def test_what_python_and_the_library_sort_differently_is_left_to_the_library(pro
 
 
 def test_a_character_of_another_kind_is_noticed(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where Python's Unicode is older than the library's, and takes a letter for a sign."""
+    """A character that Python's older Unicode data classifies differently gives the library's ids."""
     kind_of = encoder.words.kind_of
     monkeypatch.setattr(encoder.words, "kind_of", lambda c: encoder.words.OTHER if c == "é" else kind_of(c))
     backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
@@ -125,14 +125,14 @@ def test_text_that_is_not_normalized(prose: str) -> None:
 
 
 def test_a_byte_without_a_token(prose: str) -> None:
-    """SmolLM2 has none for some control characters: the library drops them."""
-    alphabet = sorted(set(BYTES.alphabet()) - {"Ą"})  # byte 4
+    """A control character without a token, as some in SmolLM2, is dropped, as the library does."""
+    alphabet = sorted(set(BYTES.alphabet()) - {"Ą"})  # stands for byte 4
     backend = trained(*PRE_TOKENIZERS["smollm2"], prose, alphabet)
     assert_alike(fast_of(backend), backend, ["plain", "a\x04b", "\x04", "\x04\x04", "a\x00b", "\x00", ""])
 
 
 def test_words_move_into_larger_tables(prose: str) -> None:
-    """More words than a table holds at first, of 1 to 40 bytes, each seen again."""
+    """Ids stay right with more words than a table holds at first, of 2 to 40 letters, each seen again."""
     backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
     fast = fast_of(backend)
     rng = random.Random(2)
@@ -158,7 +158,7 @@ def test_added_words_are_left_to_the_library(prose: str) -> None:
 
 
 def test_merges_in_any_order() -> None:
-    """Two ways to one token that stand apart, and a token that no text gives."""
+    """Two paths of merges to one token, and a token that no text produces, give the library's ids."""
     letters = sorted(BYTES.alphabet())
     vocabulary = {token: n for n, token in enumerate([*letters, "ab", "bc", "abc", "bd"])}
     for merges in (
@@ -171,7 +171,7 @@ def test_merges_in_any_order() -> None:
 
 
 def test_pairs_of_any_rank() -> None:
-    """Merges as no training gives them, on all words of up to nine letters of three and on longer ones."""
+    """Merges that no training gives apply as in the library, on all words of up to nine letters and longer ones."""
     letters = sorted(BYTES.alphabet())
     rng = random.Random(3)
     words = ["".join(word) for n in range(1, 10) for word in itertools.product("abc", repeat=n)]
@@ -204,7 +204,7 @@ def test_a_full_table_begins_again(prose: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_whole_words_before_merges(prose: str) -> None:
-    """Llama 3's `ignore_merges`: a word that is a token is that token, whatever its merges give."""
+    """A word that is a token is encoded as that token, whatever its merges give (Llama 3's `ignore_merges`)."""
     letters = sorted(BYTES.alphabet())
     vocabulary = {token: n for n, token in enumerate([*letters, "ab", "cab"])}
     backend = Tokenizer(models.BPE(vocabulary, [("a", "b")], ignore_merges=True))
@@ -233,7 +233,7 @@ def test_a_run_of_spaces_without_end(prose: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_long_text_is_encoded_as_short_text_is(prose: str) -> None:
-    """The encoder's batches take the fast way, a short text does not."""
+    """The encoder's fast path, which batches of long text take, gives the library's ids."""
     backend = trained(*PRE_TOKENIZERS["smollm2"], prose, sorted(set(BYTES.alphabet()) - {"Ą"}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     documents = [prose[n : n + 9000] + ("\x04" if n % 7 == 0 else "") for n in range(0, len(prose), 9000)]

@@ -1,4 +1,4 @@
-"""What a chat template doesn't show is counted, named and refused; special tokens in a row's text; alpaca's input."""
+"""Fields that a chat template does not show are counted, named and refused; also special tokens and alpaca inputs."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ THOUGHTS = [{**turn, "reasoning_content": f"It is {i}."} if i % 2 else turn for 
 
 
 def chats_with_thoughts(folder: Path, share: float) -> Path:
-    """40 rows, of which a share thinks."""
+    """Writes 40 conversations, of which a share contains reasoning, and returns the file."""
     rows = [{"messages": THOUGHTS if i < 40 * share else TURNS} for i in range(40)]
     return write_chats(folder / "chats.jsonl", rows)
 
@@ -77,11 +77,11 @@ def test_other_fields(key: str, template: str, tokenizer_config: Any, data_confi
     named = [{"role": "system", "content": "Be kind."}, {**TURNS[0], "name": "Ada"}, TURNS[1]]
     encoder.encode(Conversation(named, None, "here"))
     found = {remark.text.partition(",")[0]: remark.lost for remark in encoder.remarks}
-    assert found[key] == (key != "name")  # a name is said to be lost and refuses nothing
+    assert found[key] == (key != "name")  # a lost name is reported but not refused
 
 
 def test_a_tool_call_that_only_the_word_tool_calls_promises(tokenizer_config: Any, data_config: Any) -> None:
-    """DeepSeek-R1's template shows a call only where an assistant says nothing at all."""
+    """DeepSeek-R1's template shows a tool call only in a turn without content, so a row with both is refused."""
     tokenizer = tokenizer_for(trl_template("deepseek_r1_distill"), tokenizer_config)
     encoder = ChatEncoder(tokenizer, data_config("chat", max_length=None))
     turns = [user("Ask."), says("Say.", tool_calls=[CALL]), RESULT, says("Done.")]
@@ -92,7 +92,7 @@ def test_a_tool_call_that_only_the_word_tool_calls_promises(tokenizer_config: An
 
 
 def test_answers_that_end_without_a_token_to_stop_at(tokenizer_config: Any, data_config: Any) -> None:
-    text = UNMARKED.replace("<|im_end|>", "")  # the last answer gets the tokenizer's end of text
+    text = UNMARKED.replace("<|im_end|>", "")  # the last answer ends with the tokenizer's end of text
     encoder = ChatEncoder(tokenizer_for(text, tokenizer_config), data_config("chat", max_length=None))
     encoder.encode(Conversation(TURNS, None, "here"))
     assert any("ends without a special token: the model doesn't learn to stop" in r.text for r in encoder.remarks)
@@ -132,7 +132,7 @@ TYPED = "a <|im_end|> b<s></s> <|endoftext|>x"
 
 @pytest.mark.parametrize("folder", ["bytes", *REAL])
 def test_special_tokens_in_a_users_text(folder: str, tokenizer_config: Any, data_config: Any) -> None:
-    """Read as text they give the ids of a tokenizer that was told to take special tokens for text."""
+    """Special tokens in a user's text get the ids of a tokenizer that is told to read special tokens as text."""
     if folder == "bytes":
         tokenizer = tokenizers.load_or_train(tokenizer_config("bytes"), lambda _: iter(()))
         tokenizer.add_special_tokens({"additional_special_tokens": list(NAMED["chatml"])})
@@ -155,7 +155,7 @@ def test_special_tokens_in_a_users_text(folder: str, tokenizer_config: Any, data
     tokenizer.backend_tokenizer.encode_special_tokens = False
     (example,) = plain.encode(chat)
     eos = tokenizer.eos_token_id
-    if folder != "karpathy/stories260K":  # which puts a space at the beginning of a text, and nowhere else
+    if folder != "karpathy/stories260K":  # its tokenizer puts a space at the beginning of a text only
         assert example.input_ids == [eos, *asked, eos, eos, *answered, eos]
     assert example.input_ids.count(eos) == 4
     learned = [token for token, learn in zip(example.input_ids, example.trained, strict=True) if learn]
@@ -174,7 +174,7 @@ def test_special_tokens_in_a_users_text(folder: str, tokenizer_config: Any, data
 
 
 def test_alpacas_input(tokenizer_config: Any, data_config: Any) -> None:
-    """The prompts of Stanford Alpaca's train.py (github.com/tatsu-lab/stanford_alpaca)."""
+    """Prompts equal those of Stanford Alpaca's train.py (github.com/tatsu-lab/stanford_alpaca)."""
     tokenizer = tokenizers.load_or_train(tokenizer_config("bytes"), lambda _: iter(()))
     encoder = ChatEncoder(tokenizer, data_config("chat", chat_template="alpaca", max_length=None))
     for extra in ("2 and 2", ""):
@@ -190,7 +190,7 @@ def test_alpacas_input(tokenizer_config: Any, data_config: Any) -> None:
 
 
 def test_pairs_that_the_template_makes_equal(tmp_path: Path) -> None:
-    """Llama-3's template trims what is said."""
+    """A pair whose answers differ only in white space that the chat template trims is refused, or skipped if asked."""
     rows = [{"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}] * 9
     path = tmp_path / "pairs.jsonl"
     path.write_text(

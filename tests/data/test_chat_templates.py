@@ -1,4 +1,4 @@
-"""Token ids and labels of conversations, against lists written by hand and against transformers' own masks."""
+"""Token ids and labels of conversations, compared with lists written by hand and with transformers' own masks."""
 
 import dataclasses
 from pathlib import Path
@@ -16,7 +16,7 @@ from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
 from loopback_hub import HUB
 
-EOS = 256  # of the bytes tokenizer, whose other ids are the bytes themselves
+EOS = 256  # end of text of the bytes tokenizer, whose other ids are the bytes themselves
 SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [
     {"role": "user", "content": "2+2?"},
@@ -34,7 +34,7 @@ UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}",
 
 @pytest.fixture
 def bytes_tokenizer(tokenizer_config):
-    """bytes_tokenizer("<|a|>", ...): a byte is its own id, the tokens named come from 257 on."""
+    """Returns a factory: bytes_tokenizer("<|a|>", ...) has bytes as their own ids, and the named tokens from 257 on."""
 
     def make(*tokens: str, template: str | None = None, adds_bos: bool = False) -> PreTrainedTokenizerFast:
         tokenizer = tokenizers.load_or_train(tokenizer_config("bytes"), lambda _: iter(()))
@@ -52,7 +52,7 @@ def bytes_tokenizer(tokenizer_config):
 
 @pytest.fixture
 def chatml(bytes_tokenizer, data_config):
-    """chatml(template=..., train_on=...): an encoder of bytes with ChatML's tokens 257 and 258."""
+    """Returns a factory: chatml(template=..., train_on=...) is an encoder of bytes with ChatML's tokens 257 and 258."""
 
     def make(template: str | None = None, **settings) -> ChatEncoder:
         tokenizer = bytes_tokenizer(*NAMED["chatml"], template=template)
@@ -67,7 +67,7 @@ def conversation(*turns: dict, tools: list | None = None) -> Conversation:
 
 
 def chatml_tokens(turns: list[dict]) -> tuple[list[int], list[bool]]:
-    """ChatML by hand: <|im_start|> is 257, <|im_end|> 258; an answer and its <|im_end|> are learned."""
+    """Returns hand-made ChatML ids and mask: <|im_start|> is 257, <|im_end|> 258; an answer and its end are learned."""
     ids, trained = [], []
     for turn in turns:
         head, said = [257, *f"{turn['role']}\n".encode()], [*turn["content"].encode(), 258]
@@ -87,7 +87,7 @@ def test_llama3_by_hand(bytes_tokenizer, data_config) -> None:
     (example,) = ChatEncoder(tokenizer, data_config("chat", chat_template="llama3", max_length=None)).encode(
         conversation(SYSTEM, *TURNS)
     )
-    ids, trained = [EOS], [False]  # one BOS, though the tokenizer would add another
+    ids, trained = [EOS], [False]  # a single BOS, though the tokenizer would add another
     for turn in [SYSTEM, *TURNS]:
         head, said = [257, *turn["role"].encode(), 258, 10, 10], [*turn["content"].strip().encode(), 259]
         ids += head + said
@@ -95,7 +95,7 @@ def test_llama3_by_hand(bytes_tokenizer, data_config) -> None:
     assert (example.input_ids, example.trained) == (ids, trained)
 
 
-EXPECTED = {  # <E> stands for the beginning and end of text, [ ] around what is learned
+EXPECTED = {  # <E> is the beginning and end of text; [ ] encloses learned text
     "alpaca": "<E>Be brief.\n\n### Instruction:\nHi\n\n### Response:\n[Yes<E>]\n\n### Instruction:\nBye\n\n"
     "### Response:\n[No<E>]",
     "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -133,7 +133,7 @@ def test_every_named_template(name: str, bytes_tokenizer, data_config) -> None:
     assert (
         encoder.end_of_turn_ids()[0] == example.input_ids[len(example.trained) - 1 - example.trained[::-1].index(True)]
     )
-    # What the model is given to answer is the beginning of what it learned from.
+    # The prompt that the model is given is the beginning of the text it is trained on.
     given = encoder.prompt_ids(conversation(SYSTEM, *turns))
     assert example.input_ids[: len(given)] == given
     assert example.trained[len(given) - 1 : len(given) + 1] == [False, True]
@@ -175,7 +175,7 @@ def real_turns() -> list[list[dict]]:
     "folder", ["HuggingFaceTB/SmolLM2-135M-Instruct", "karpathy/stories260K", "openai-community/gpt2"]
 )
 def test_real_conversations_and_tokenizers_against_transformers_mask(folder: str, data_config) -> None:
-    """Byte-level and sentencepiece-like tokenizers; <|im_end|> is a token of the first alone."""
+    """Ids and masks equal transformers' with byte-level and sentencepiece-like tokenizers; SmolLM2 has <|im_end|>."""
     rows = real_turns()
     tokenizer = tokenizers.load_folder(HUB / "models" / folder)
     marked = MARKED if "Smol" in folder else MARKED.replace("<|im_end|>", "{{ eos_token }}")
@@ -194,7 +194,7 @@ def test_real_conversations_and_tokenizers_against_transformers_mask(folder: str
             assert example.trained == [bool(m) for m in expected["assistant_masks"]]
 
 
-# Qwen3's habit in short: thoughts are kept in the last answer only.
+# The behavior of Qwen3's template in short: it keeps the reasoning of the last answer only.
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
     "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
@@ -204,9 +204,9 @@ THOUGHT = [{**t, "content": f"<think>Hm.</think>{t['content']}"} if t["role"] ==
 
 
 def test_a_template_that_is_no_prefix_of_itself(chatml) -> None:
-    """Each answer is learned from a text of its own, in which the thoughts before it are gone."""
+    """Each answer is learned from a rendering of its own, in which the reasoning of earlier answers is removed."""
     encoder = chatml(FORGETFUL)
-    before = [TURNS[0], {**TURNS[1], "content": "Four — 4"}, TURNS[2]]  # as the template shows it later on
+    before = [TURNS[0], {**TURNS[1], "content": "Four — 4"}, TURNS[2]]  # as the template shows the answer later on
     found = [(e.input_ids, e.trained) for e in encoder.encode(conversation(*THOUGHT))]
     (_, untrained), (ids, trained) = chatml_tokens(before), chatml_tokens(THOUGHT[3:])
     untrained = [False] * len(untrained)
@@ -223,12 +223,12 @@ def test_a_template_that_is_no_prefix_of_itself(chatml) -> None:
 
 
 def test_no_token_counts_twice_where_a_conversation_becomes_several(chatml) -> None:
-    """Answers that begin one another stay together, and one that is not to be learned gets no text of its own."""
+    """Answers that one rendering shows unchanged share an example, and an untrained answer gets none of its own."""
     plain = [TURNS[0], {**TURNS[1], "content": "Four"}, *THOUGHT[2:], *TURNS]
     encoder = chatml(FORGETFUL)
     examples = encoder.encode(conversation(*plain))
     runs = [stretches(example, encoder.tokenizer) for example in examples]
-    # The first and the last two answers are in the whole text; the second had a thought, which is gone there.
+    # The whole text shows the first and the last two answers unchanged; it lacks the second answer's reasoning.
     assert runs == [
         ["<think>Hm.</think>\nYes <|im_end|>"],
         ["Four<|im_end|>", "Four — 4<|im_end|>", "\nYes <|im_end|>"],
@@ -239,7 +239,7 @@ def test_no_token_counts_twice_where_a_conversation_becomes_several(chatml) -> N
 
 
 def test_a_generation_prompt_that_the_answer_doesnt_begin_with(chatml) -> None:
-    """DeepSeek-R1's habit: it asks for an answer with <think>, which the answer then isn't written with."""
+    """A <think> that only the generation prompt has (DeepSeek-R1) is closed in the answer; another text is refused."""
     asks = UNMARKED.replace("assistant\n{% endif", "assistant\n<think>{% endif")
     encoder = chatml(asks)
     (example,) = encoder.encode(conversation(*TURNS[:2]))
@@ -255,7 +255,7 @@ def test_a_generation_prompt_that_the_answer_doesnt_begin_with(chatml) -> None:
 
 
 def test_what_only_the_end_of_a_conversation_has_is_no_answer(chatml) -> None:
-    """Phi-3's own template ends a conversation, and no turn, with the end of text."""
+    """An end of text that ends only the conversation, as in Phi-3's own template, is not learned."""
     text = UNMARKED + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
     (example,) = chatml(text).encode(conversation(*TURNS))
     ids, trained = chatml_tokens(TURNS)
@@ -308,7 +308,7 @@ def test_turns_that_are_not_to_be_learned(chatml) -> None:
 
 
 def stretches(example: Example, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """The runs of learned tokens, as text."""
+    """Returns the runs of learned tokens as text."""
     found: list[list[int]] = []
     for before, token, learned in zip([False, *example.trained], example.input_ids, example.trained, strict=False):
         if learned and not before:
@@ -324,7 +324,7 @@ def test_completions(bytes_tokenizer, data_config) -> None:
     sample = Completion("1+1=", "2", "here")
     assert plain.encode(sample) == [Example([*b"1+1=2", EOS], [False] * 4 + [True] * 2)]
     assert with_bos.encode(sample) == [Example([EOS, *b"1+1=2", EOS], [False] * 5 + [True] * 2)]
-    marked = Completion("<|endoftext|>1+1=", "2", "here")  # the row brings its own beginning of text
+    marked = Completion("<|endoftext|>1+1=", "2", "here")  # the row has its own beginning of text
     assert with_bos.encode(marked) == with_bos.encode(sample)
     text = Completion("", "abc", "here")
     assert plain.encode(text) == [Example([*b"abc", EOS], [False, True, True, True])]
@@ -366,7 +366,7 @@ def test_lengths(chatml) -> None:
         assert cut(policy, n) == [Example(ids, trained)]
     with pytest.raises(UserError, match=r"on_too_long=cut is unknown"):
         cut("cut")
-    first = len(chatml_tokens(TURNS[:2])[0])  # the border of the first question and answer
+    first = len(chatml_tokens(TURNS[:2])[0])  # length of the first question and answer
     assert cut("split", n - 1) == [Example(ids[:first], trained[:first]), Example(ids[first:], trained[first:])]
     pieces = cut("split", 10)
     assert [i for p in pieces for i in p.input_ids] == ids
@@ -421,7 +421,7 @@ def test_a_row_that_the_template_refuses(chatml) -> None:
         BadRow, match=r"line 1: the chat template \(the tokenizer's own\) refuses it: roles must alternate"
     ):
         chatml(strict).encode(conversation(TURNS[0], *TURNS))
-    (example,) = chatml().encode(conversation(TURNS[0], *TURNS))  # ChatML takes two user turns in a row
+    (example,) = chatml().encode(conversation(TURNS[0], *TURNS))  # ChatML accepts two user turns in a row
     assert (example.input_ids, example.trained) == chatml_tokens([TURNS[0], *TURNS])
 
 

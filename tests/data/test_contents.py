@@ -1,4 +1,4 @@
-"""Changed tokens are noticed, wherever in the files the change lies; nothing large is read whole at every start."""
+"""Changed tokens are detected wherever in the files they are, without reading large files whole at every start."""
 
 import json
 import os
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 def edit(path: Path, at: int, size: int = 64) -> None:
-    """The numbers at `at` of a file in another order; its size and date stay."""
+    """Reorders the numbers at byte `at` of a file and keeps its size and dates."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(at)
@@ -125,7 +125,7 @@ def test_prepared_bins_that_were_changed_are_refused(
 
 
 def without_hashes(folder: Path) -> None:
-    """Makes of a prepared folder one that an earlier version wrote."""
+    """Turns a prepared folder into one that an earlier version wrote, which has no hashes."""
     if (folder / "meta.json").exists():
         meta = json.loads((folder / "meta.json").read_text())
         for split in meta["splits"].values():
@@ -153,7 +153,7 @@ def test_the_same_tokens_elsewhere_have_the_same_name(tmp_path: Path, data_confi
 
 
 def kinds(corpus: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
-    """Settings by kind of data, and the file of it to edit."""
+    """Returns, by kind of data, the settings and the name of the file to edit."""
     plain, chats = write_plain(folder / "bins"), write_chats(folder / "chats.jsonl")
     chat = [f"data.path={chats}", "objective=sft", "data=chat_jsonl", "data.chat_template=vicuna", "data.seq_len=512",
             "model.max_position_embeddings=1024", "data.val_fraction=0.1"]  # fmt: skip
@@ -165,9 +165,9 @@ def kinds(corpus: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
 
 
 def earlier_name(folder: Path) -> str:
-    """What earlier versions called the data in a folder."""
+    """Returns the fingerprint that earlier versions gave the data in a folder."""
     digest = sha256()
-    if (folder / "train_00000.mask").exists():  # starts, ids and masks of examples lay in files of their own
+    if (folder / "train_00000.mask").exists():  # starts, ids and masks of examples were in separate files
         for split in ("train", "val"):
             ends, ids, mask = (np.fromfile(folder / f"{split}_00000.{kind}", dtype)
                                for kind, dtype in (("docs", "<u8"), ("bin", "<u2"), ("mask", "u1")))  # fmt: skip
@@ -186,7 +186,7 @@ def earlier_name(folder: Path) -> str:
 
 
 def file_by_file_name(folder: Path) -> str:
-    """What the version before token bins held examples called the data in a folder."""
+    """Returns the fingerprint that the version before token bins held examples gave the data in a folder."""
     parts = []
     for split in ("train", "val"):
         ends, ids, mask = (np.fromfile(folder / f"{split}_00000.{kind}", dtype)
@@ -197,7 +197,7 @@ def file_by_file_name(folder: Path) -> str:
 
 
 def test_examples_have_their_earlier_names(tmp_path: Path, data_config, tokenizer_config) -> None:
-    """A weight of 2 wrote every example twice."""
+    """Examples keep the fingerprints of earlier versions, which wrote every example twice for a weight of 2."""
     once, twice = write_chats(tmp_path / "once.jsonl", 20), tmp_path / "twice.jsonl"
     twice.write_text("".join(line * 2 for line in once.read_text().splitlines(keepends=True)))
     chat = {"chat_template": "vicuna", "max_length": 512, "seq_len": 512, "val_fraction": 0}
@@ -216,7 +216,7 @@ def test_examples_have_their_earlier_names(tmp_path: Path, data_config, tokenize
 
 
 def as_before(ours: dict[str, dict[str, object]], data: str) -> dict[str, object]:
-    """A fingerprint as earlier versions wrote it: flat, few keys, the data by its earlier name."""
+    """Returns a fingerprint as earlier versions wrote it: flat, with few keys and the earlier name of the data."""
     keys = ("data.seq_len", "data.global_batch_size", "data.isolate_documents", "seed")
     return {
         "data": data,
@@ -229,7 +229,7 @@ def as_before(ours: dict[str, dict[str, object]], data: str) -> dict[str, object
 
 @pytest.mark.parametrize("kind", ["bins", "text", "chats"])
 def test_a_run_goes_on_over_unchanged_data_only(kind: str, corpus: Path, tmp_path: Path, monkeypatch) -> None:
-    """Begun by an earlier version, it goes on, and from then on its data has the name that tells every change."""
+    """A run begun by an earlier version resumes, and its data then gets a fingerprint that detects every change."""
     settings, file = kinds(corpus, tmp_path)[kind]
     common = [*TINY, *settings, f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={tmp_path / 'run'}",
               "run.resume=auto", "trainer.limit_val_batches=1", "callbacks.samples.every_n_validations=0",

@@ -1,4 +1,4 @@
-"""Rows of every format become the same turns; rows that are no conversation are named with a reason."""
+"""Rows of every format become the same turns; rows that are no conversation are refused with a reason."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ TREE = {
     },
 }
 
-# format, row: each of them is the conversation ASKED
+# (format, row): each row is the conversation ASKED
 SAME = [
     ("messages", {"messages": ASKED, "prompt": "Two plus two?", "prompt_id": "1"}),
     ("messages", {"messages": json.dumps(ASKED)}),
@@ -253,7 +253,7 @@ def test_two_user_turns_in_a_row_are_left_to_the_template(data_config) -> None:
     assert to_sample({"messages": turns}, "messages", data_config("chat"), "x").messages == turns
 
 
-# Real rows, read by the config that is named after them.
+# Real rows: (option of conf/data, file, detected format, number of rows).
 FILES = [
     ("alpaca", "hiyouga/llamafactory-demos/alpaca_en_demo.json", "alpaca", 999),
     ("dolly", "databricks/databricks-dolly-15k/databricks-dolly-15k.jsonl", "alpaca", 2996),

@@ -1,4 +1,4 @@
-"""TextDataModule and ChatDataModule: alone, with a LightningModule that isn't lmtrain's, and in a run."""
+"""TextDataModule and ChatDataModule: alone, with a LightningModule from outside lmtrain, and in a run."""
 
 import json
 import re
@@ -23,7 +23,7 @@ PAIRS = [{"prompt": f"What is {n}?", "chosen": f"{n}.", "rejected": "No idea."} 
 
 
 class Plain(pl.LightningModule):
-    """A LightningModule as anybody would write it."""
+    """A LightningModule written without lmtrain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Plain(pl.LightningModule):
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         self.batches.append(batch)
         logits = self.model(batch["input_ids"])
-        if "labels" not in batch:  # pairs: answers in one row
+        if "labels" not in batch:  # a batch of pairs, with both answers in one row
             return logits.mean()
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
@@ -153,7 +153,7 @@ def test_a_config_names_the_module_and_an_older_one_has_it_by_its_rows() -> None
     assert module_class(config) is TextDataModule
     chat = lmtrain.compose(["data=alpaca", "objective=sft", "data.seq_len=256"])
     assert module_class(chat) is ChatDataModule
-    chat.data._target_ = None  # as in the config.yaml of a run made before
+    chat.data._target_ = None  # as in the config.yaml of an older run
     assert module_class(chat) is ChatDataModule
     config.data._target_ = "lmtrain.data.order.Repeats"
     with pytest.raises(UserError, match="is not a CorpusDataModule"):

@@ -1,4 +1,4 @@
-"""data.dedup: which documents are left out, against similarities computed from whole sets of runs of words."""
+"""data.dedup: the documents left out are checked against similarities of complete sets of word n-grams."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ def similarity(one: str, other: str) -> float:
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """A hundred documents of 60 to 200 words, of which more than half are changed copies of earlier ones."""
+    """Returns a hundred documents of 60 to 200 words, of which more than half are changed copies of earlier ones."""
     draw = random.Random(3)
     found: list[str] = []
     for number in range(100):
@@ -47,7 +47,7 @@ def write(file: Path, documents: list[str]) -> Path:
 
 
 def prepare(tmp_path: Path, file: Path, *words: str) -> Path:
-    """The folder of the prepared data."""
+    """Prepares a file and returns the folder of the prepared data."""
     cache = tmp_path / "cache"
     done = run("prepare", "data=jsonl", f"data.path={file}", "tokenizer=bytes", f"data.cache_dir={cache}", *words)
     assert done.code == 0, done.err
@@ -66,9 +66,9 @@ def documents_of(folder: Path, split: str = "train") -> list[str]:
 def test_near_repeats_are_left_out_and_no_others(texts: list[str], tmp_path: Path) -> None:
     folder = prepare(tmp_path, write(tmp_path / "t.jsonl", texts), "data.dedup=near", "data.val_fraction=0")
     kept = documents_of(folder)
-    assert kept == list(dict.fromkeys(t for t in texts if t in kept))  # the first of each, in order
+    assert kept == list(dict.fromkeys(t for t in texts if t in kept))  # the first occurrence of each, in order
     assert 40 < len(kept) < 80
-    for text in set(texts) - set(kept):  # four standard errors of the estimate below 0.8
+    for text in set(texts) - set(kept):  # 0.66: 0.8 less four standard errors of the estimate
         assert max(similarity(text, k) for k in kept) > 0.66
     for one, other in itertools.combinations(kept, 2):
         assert similarity(one, other) < 0.94
@@ -90,7 +90,7 @@ def test_training_loses_what_a_validation_split_has(texts: list[str], tmp_path: 
     val = write(tmp_path / "v.jsonl", [texts[0], texts[0], texts[5]])
     own = [f"data.val_path={val}", "data.dedup=near"]
     folder = prepare(tmp_path, write(tmp_path / "t.jsonl", texts), *own)
-    assert documents_of(folder, "val") == [texts[0], texts[0], texts[5]]  # a benchmark stays as it is
+    assert documents_of(folder, "val") == [texts[0], texts[0], texts[5]]  # repeats in validation data are kept
     assert not {texts[0], texts[5]} & set(documents_of(folder))
 
 
@@ -115,14 +115,14 @@ def test_where_pieces_are_cut_changes_nothing(texts: list[str], size: int, index
 def test_samples_are_counted_before(texts: list[str], tmp_path: Path) -> None:
     some = ["data.dedup=exact", "data.num_samples=10", "data.val_fraction=0"]
     folder = prepare(tmp_path, write(tmp_path / "t.jsonl", [texts[0]] * 9 + texts), *some)
-    assert documents_of(folder) == [texts[0]]  # no more was read than was asked for
+    assert documents_of(folder) == [texts[0]]  # samples are counted before deduplication
 
 
 def test_repeats_are_looked_for_once(texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "t.jsonl", texts)
     first = prepare(tmp_path, file, "data.dedup=near", "tokenizer=bytes")
-    monkeypatch.setattr(repeats._Near, "is_new", None)  # would fail
-    monkeypatch.setitem(sys.modules, "datasketch", None)  # what is prepared needs no package
+    monkeypatch.setattr(repeats._Near, "is_new", None)  # calling it would fail
+    monkeypatch.setitem(sys.modules, "datasketch", None)  # reusing prepared data needs no package
     assert prepare(tmp_path, file, "data.dedup=near", "tokenizer=bytes") == first
     other = prepare(tmp_path, file, "data.dedup=near", "tokenizer=bpe", "tokenizer.vocab_size=300")
     assert other != first

@@ -1,4 +1,4 @@
-"""Cutting long documents never changes their tokens; what is text stays text."""
+"""Cutting long documents never changes their tokens, and text never becomes special tokens."""
 
 import random
 from pathlib import Path
@@ -35,7 +35,7 @@ def made(text, option, **settings):
 
 
 def sentencepiece_like(text):
-    """Llama-2's scheme: a space put before the text, spaces written as ▁, merges over spaces and newlines allowed."""
+    """Trains a tokenizer like Llama 2's: a space before the text, spaces as ▁, merges over spaces and newlines."""
     backend = Backend(models.BPE(unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Replace("▁", " ")
@@ -45,7 +45,7 @@ def sentencepiece_like(text):
 
 
 def llama3_like(text):
-    """Llama-3's pre-tokenizer: a symbol before a word belongs to it, newlines belong to the symbols before them."""
+    """Trains a tokenizer with Llama 3's pre-tokenizer: symbols join the next word, newlines the symbols before them."""
     from tokenizers import Regex
 
     backend = Backend(models.BPE())
@@ -92,7 +92,7 @@ def test_segments_give_the_tokens_of_the_whole(name, python_text):
     one_line = " ".join(python_text.split("\n"))
     known = set(python_text)
     for text in (python_text[:300_000], one_line[:100_000], "a\n" * 30_000, "ähm, 日本 12 34\n\n 5\n" * 3000):
-        if name == "char":  # its vocabulary is python_text's characters
+        if name == "char":  # its vocabulary has only the characters of python_text
             text = "".join(c for c in text if c in known)
         whole = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         for size in (100_000, 4099):

@@ -1,4 +1,4 @@
-"""The processes that tokenize text end with the work they do, and with the process that started them."""
+"""Tokenizing processes end when their work ends and when the process that started them ends."""
 
 import os
 import signal
@@ -82,4 +82,4 @@ def test_they_end_with_the_process_that_started_them(end: int) -> None:
     os.kill(parent.pid, end)
     _, err = parent.communicate(timeout=60)
     wait_until_gone(processes, 60)
-    assert err.count("Traceback") == (end == signal.SIGINT), err  # the parent's own
+    assert err.count("Traceback") == (end == signal.SIGINT), err  # only the parent prints one

@@ -1,4 +1,4 @@
-"""The start and the end of what feeds a run from a stream, where rows don't come."""
+"""The start and the end of a run that is fed by a stream from which no rows arrive."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -24,11 +24,11 @@ RING = Ring(
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException of a library in Rust."""
+    """Stands for the PanicException that pyo3 raises for a library in Rust."""
 
 
 class SilentHead:
-    """A stream of which no row comes; `fails` is called where reading begins."""
+    """A stream head that gives no row; `fails` is called where reading begins."""
 
     source, begin = None, Place()
 

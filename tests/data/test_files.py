@@ -1,4 +1,4 @@
-"""Every file format gives the same documents; every bad file one message that names the place."""
+"""Every file format gives the same documents, and every bad file one message that names the location."""
 
 import gzip
 import json

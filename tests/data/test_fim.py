@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: each document can be put together again, draws are even and pure functions; mistakes are said."""
+"""Fill-in-the-middle: documents can be reassembled, draws are uniform and reproducible, and mistakes are reported."""
 
 import itertools
 import re
@@ -26,7 +26,7 @@ RUN = [*TINY, "data=text", "data.sample_by=paragraph", "data.isolate_documents=t
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 9 to some 60 letters: several in a row of 32 tokens, and rows inside of one."""
+    """Returns a file of documents of 9 to 58 letters: a row of 32 tokens holds several, or lies inside one."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("\n\n".join("".join(chr(97 + (i + j) % 26) for j in range(9 + i * 7 % 50)) for i in range(600)))
     return path
@@ -41,7 +41,7 @@ def corpus_of(text: Path, *more: str) -> Corpus:
 
 
 def put_together(part: list[int], prefix: int, suffix: int, middle: int) -> tuple[list[int], int | None]:
-    """A document as it was written, and how many tokens stand before its suffix mark; None where it was not touched."""
+    """Returns a document as written and the number of tokens before its suffix mark (None if it was not rearranged)."""
     if prefix not in part:
         assert not {suffix, middle} & set(part)
         return part, None
@@ -53,14 +53,14 @@ def put_together(part: list[int], prefix: int, suffix: int, middle: int) -> tupl
 
 
 def parts_of(tokens: list[int], end: int) -> list[list[int]]:
-    """Cut after each `end`, which is left out; the last part has none."""
+    """Returns the tokens cut after each `end`, which is left out; the last part has none."""
     ends = [-1, *(at for at, token in enumerate(tokens) if token == end), len(tokens)]
     return [tokens[a + 1 : b] for a, b in itertools.pairwise(ends)]
 
 
 @pytest.mark.parametrize("spm_rate", [0, 1])
 def test_every_document_can_be_put_together_again(spm_rate: int, text: Path) -> None:
-    """Against the text as the bins have it, whose documents end with the same token."""
+    """Reassembled documents equal the text in the bins, where documents end with the same token."""
     corpus = corpus_of(text, ADDED, "data.fim.rate=0.7", f"data.fim.spm_rate={spm_rate}")
     marks, end = corpus.tokenizer.convert_tokens_to_ids(MARKS), corpus.tokenizer.eos_token_id
     windows = corpus.train
@@ -81,17 +81,17 @@ def test_every_document_can_be_put_together_again(spm_rate: int, text: Path) -> 
         documents += sum(len(plain) > 0 for plain, _ in found)
         rearranged += len(marked)
         prefixes += [length / len(plain) for length, plain in marked if len(plain) > 8]
-    # 0.7 of them, to six standard deviations; the first of two even draws is a third of the way on average.
+    # The share is 0.7 within six standard deviations; the smaller of two uniform draws is 1/3 on average.
     assert abs(rearranged / documents - 0.7) < 6 * (0.21 / documents) ** 0.5
     if spm_rate:
         assert not any(prefixes), "the suffix comes first"
     else:
-        assert abs(np.mean(prefixes) - 1 / 3) < 6 * 0.24 / len(prefixes) ** 0.5 + 1 / 18  # places are whole tokens
+        assert abs(np.mean(prefixes) - 1 / 3) < 6 * 0.24 / len(prefixes) ** 0.5 + 1 / 18  # cuts are at whole tokens
 
 
 def test_forms_are_the_papers() -> None:
-    """Written out: six tokens and an end, cut after the second and the fifth."""
-    cuts = [0.0, 0.75, 0.3, 0.5]  # of 7 places the sixth and the third
+    """Both forms of the paper are right for six tokens and an end, cut after the second and the fifth token."""
+    cuts = [0.0, 0.75, 0.3, 0.5]  # the sixth and the third of 7 cut places
     forms = {spm_rate: FillInTheMiddle(1, spm_rate, 90, 91, 92, 0, 7) for spm_rate in (0, 1)}
     made = {n: fim._parts_in_order(np.array([1, 2, 3, 4, 5, 6, 0]), cuts).tolist() for n, fim in forms.items()}
     assert made == {0: [90, 1, 2, 91, 6, 92, 3, 4, 5, 0], 1: [90, 91, 6, 92, 1, 2, 3, 4, 5, 0]}

@@ -1,4 +1,4 @@
-"""Rows and steps that grow: the right tokens at their positions, counted right, resumed exactly; mistakes are said."""
+"""Growing rows and steps: tokens, positions and counts are right, resuming is exact, and mistakes are reported."""
 
 import math
 import re
@@ -24,9 +24,9 @@ from lmtrain.planning.trial import config_of
 from lmtrain.run import verify
 from support import TINY, rows
 
-SEQ_LEN, ROWS = 32, 6  # of TINY
+SEQ_LEN, ROWS = 32, 6  # as in TINY
 LENGTHS = ["data.curriculum.by=length", "data.curriculum.start_length=8", "data.curriculum.steps=5"]
-GROWN = Stages((0, 2, 5), (8, 16, 32))  # 8 + 24 * step / 5 reaches 16 after 1 2/3 steps
+GROWN = Stages((0, 2, 5), (8, 16, 32))  # the length 8 + 24 * step / 5 reaches 16 after 1 2/3 steps
 SIZES = ["data.batch_warmup.start_size=2", "data.batch_warmup.steps=3"]
 RUN = [*TINY, "data=text", "trainer.limit_val_batches=1", "callbacks.samples.every_n_validations=0",
        "export.enabled=false", "trainer.save_every_n_steps=3"]  # fmt: skip
@@ -34,7 +34,7 @@ RUN = [*TINY, "data=text", "trainer.limit_val_batches=1", "callbacks.samples.eve
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Paragraphs of different lengths, which sample_by=paragraph makes documents of."""
+    """Returns a file of paragraphs of different lengths, each a document with sample_by=paragraph."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("\n\n".join(f"{'abcdefgh' * (1 + i % 9)} number {i} ends" for i in range(300)))
     return path
@@ -67,13 +67,13 @@ def test_stages_are_a_line_rounded_down_to_few_divisors(first: int, last: int, s
 
 
 def test_short_rows_are_the_tokens_of_the_long_ones(text: Path) -> None:
-    """Rebuilt from the text itself: bytes, with the end of a document (id 0) after each paragraph."""
+    """Short rows equal rows rebuilt from the text: bytes, with the end-of-document id after each paragraph."""
     isolate = ["data.isolate_documents=true", "data.sample_by=paragraph"]
     whole = dataset(text, None, *isolate)
     stream = whole.rows.shards[0].read(0, whole.rows.shards[0].tokens).astype(np.int64)
     end = build_corpus(check(compose([*RUN, f"data.path={text}", f"data.cache_dir={text.parent}/cache", *isolate]))
                        ).tokenizer.eos_token_id  # fmt: skip
-    begins = np.concatenate([[0], np.flatnonzero(stream == end) + 1])  # of documents
+    begins = np.concatenate([[0], np.flatnonzero(stream == end) + 1])  # first tokens of documents
     grown = dataset(text, GROWN, *isolate)
     for step in range(7):
         length = GROWN.at(step)
@@ -85,7 +85,7 @@ def test_short_rows_are_the_tokens_of_the_long_ones(text: Path) -> None:
             _, window = whole.rows._locate(*map(int, chosen[number * length // SEQ_LEN]))
             at = window + number * length % SEQ_LEN + np.arange(length)
             document = begins[np.searchsorted(begins, at, side="right") - 1]
-            learned = ~np.isin(at + 1, begins)  # a document's first token follows from nothing
+            learned = ~np.isin(at + 1, begins)  # a document's first token is not predicted
             assert batch["input_ids"][piece].tolist() == stream[at].tolist()
             assert batch["labels"][piece].tolist() == np.where(learned, stream[at + 1], -100).tolist()
             assert batch["position_ids"][piece].tolist() == (at - np.maximum(document, at[0])).tolist()
@@ -104,7 +104,7 @@ def test_two_ranks_share_the_short_rows(text: Path) -> None:
 
 
 def test_the_loss_is_that_of_the_short_rows(text: Path, tmp_path: Path) -> None:
-    """With a rate of 0 the exported model is that of every step: transformers' own forward gives its losses."""
+    """Losses are those that transformers computes on the short rows; a learning rate of 0 keeps the model unchanged."""
     done = train(text, tmp_path / "run", *LENGTHS, "trainer.max_steps=6", "optimizer.lr=0", "export.enabled=true")
     assert done.code == 0, done.err
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").eval()
@@ -122,7 +122,7 @@ def test_the_loss_is_that_of_the_short_rows(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_grows_goes_on_exactly(text: Path, tmp_path: Path) -> None:
-    """Stopped while its rows are 16 tokens long and its steps have grown up; tokens and rates are counted right."""
+    """A run stopped at 16-token rows and full-size steps resumes exactly; tokens and learning rates are right."""
     grows = [*LENGTHS, *SIZES, "data.batch_warmup.lr_scaling=sqrt", "trainer.max_steps=7", "schedule=constant"]
     folders = [tmp_path / "whole", tmp_path / "parts"]
     assert train(text, folders[0], *grows).code == 0
@@ -162,7 +162,7 @@ def test_growing_steps_take_every_row_once_an_epoch(tmp_path: Path) -> None:
 
 
 def test_a_mixture_grows_too(text: Path, tmp_path: Path) -> None:
-    """Weights hold from their steps on, however many rows the steps before had."""
+    """Weights of a mixture hold from their steps on, however many rows the earlier steps had."""
     mixture = f"data.mixture=[{{path: {text}, weight: {{0: 1, 2: 0}}}}, {{path: {text}, weight: {{0: 0, 2: 1}}}}]"
     settings = ["data=mixture", mixture, *SIZES, *LENGTHS, "trainer.max_steps=6"]
     ended = run("train", *RUN, *settings, f"data.cache_dir={text.parent}/cache", f"run.dir={tmp_path}/run")
@@ -216,7 +216,7 @@ def test_a_key_without_its_curriculum(text: Path, tmp_path: Path) -> None:
 
 
 def test_trials_have_what_most_of_the_run_has(tmp_path: Path) -> None:
-    """A range test and a search for the largest micro-batch; a proof of exact resume passes through all lengths."""
+    """Range tests and micro-batch searches use the final row length and step size; `verify` covers all row lengths."""
     config = check(compose([*RUN, *LENGTHS, *SIZES]))
     trial = config_of(config, tmp_path, 4)
     assert row_lengths(trial.data) is None

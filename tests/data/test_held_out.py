@@ -1,4 +1,4 @@
-"""What little data is validated on: a share of its own, kept by runs of earlier versions, and which scores decide."""
+"""Validation splits of small data: a larger share is held out, older runs keep theirs, and few rows decide nothing."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def corpus_of(here: Path, *words: str) -> Corpus:
 
 
 def rename_to_earlier(corpus: Corpus) -> None:
-    """Makes of a prepared folder one of an earlier version, whose key has no data.min_val_rows."""
+    """Turns a prepared folder into one of an earlier version, whose key has no data.min_val_rows."""
     meta = bins.load_meta(corpus.folder)
     del meta["key"]["min_val_rows"]
     bins.save_meta(meta, corpus.folder)
@@ -46,7 +46,7 @@ def test_folders_of_earlier_versions_are_found_where_the_split_is_the_same(here:
     assert corpus_of(here, "data.path=large.txt").fingerprint == large.fingerprint
     assert not large.folder.exists(), "found, not prepared again"
 
-    typed = corpus_of(here, *SPLIT)  # as an earlier version held out: 2 % of a small text
+    typed = corpus_of(here, *SPLIT)  # holds out 2 % of a small text, as an earlier version did
     now = corpus_of(here, "data.path=book.txt")
     assert typed.val is not None
     assert now.val is not None
@@ -54,7 +54,7 @@ def test_folders_of_earlier_versions_are_found_where_the_split_is_the_same(here:
 
 
 def test_a_run_of_an_earlier_version_keeps_its_split(here: Path) -> None:
-    """Its config.yaml has no data.min_val_rows, and its tokens were removed from the cache."""
+    """A resumed run without data.min_val_rows in its config.yaml keeps its split, even if its tokens left the cache."""
     words = ["data=text", "data.path=book.txt", *TINY, *STEPS, f"data.cache_dir={here}/cache"]
     assert run("train", *words, "data.min_val_rows=0").code == 0
     saved = here / "outputs/a/config.yaml"
@@ -71,7 +71,7 @@ def test_a_run_of_an_earlier_version_keeps_its_split(here: Path) -> None:
 
 @pytest.mark.parametrize(("few", "best"), [(10, 3), (0, 1)])
 def test_scores_of_a_few_rows_decide_nothing(here: Path, few: int, best: int) -> None:
-    """A rate far too high makes each step worse than the one before."""
+    """With few validation rows the last checkpoint counts as best, although the learning rate worsens each step."""
     (here / "book.txt").write_text("x" * 3000)
     worse = ["optimizer.lr=0.5", "schedule=constant", "schedule.warmup_steps=0", f"checkpoint.min_val_rows={few}"]
     ended = run("train", "data=text", "data.path=book.txt", *TINY, *STEPS, *worse, "checkpoint.keep_last=5")

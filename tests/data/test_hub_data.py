@@ -1,4 +1,4 @@
-"""Datasets of the hub: a repository in a folder, a hub that doesn't answer, and (where it is here) the loopback hub."""
+"""Datasets of the hub: a repository in a folder, a hub that does not answer, and, where available, the loopback hub."""
 
 import json
 import os
@@ -23,7 +23,7 @@ CONFTEST = Path(__file__).with_name("conftest.py")
 
 
 def repository(folder, **splits):
-    """A dataset repository as the hub lays it out."""
+    """Writes a dataset repository in the hub's layout and returns its path."""
     (folder / "data").mkdir(parents=True)
     files = [{"split": name, "path": f"data/{name}-*"} for name in splits]
     (folder / "README.md").write_text(
@@ -50,7 +50,7 @@ def test_splits_of_a_repository(streaming, tmp_path, data_config):
     assert list(documents(cfg, "train")) == [f"row {i}" for i in range(600)]
     assert list(documents(cfg, "val")) == ["held", "out"]
     cfg.num_samples, cfg.val_split = 300, "nope"
-    assert list(documents(cfg, "val")) == [f"row {i}" for i in range(14, 300, 15)]  # 20 of them: 3 would say nothing
+    assert list(documents(cfg, "val")) == [f"row {i}" for i in range(14, 300, 15)]  # 20 rows, since 3 are too few
     cfg.num_samples, cfg.val_split = None, "validation+train"
     assert list(documents(cfg, "val")) == ["held", "out"] + [f"row {i}" for i in range(600)]
     cfg.text_column = "body"
@@ -83,7 +83,7 @@ def test_an_unreachable_hub_names_the_way_out(data_config, tokenizer_config):
         prepare(data_config("openwebtext", name="some/dataset"), tokenizer_config(), progress=False)
     with pytest.raises(UserError, match=r"tokenizer 'some/tokenizer' can't be fetched.*HF_HOME.*tokenizer=bpe"):
         prepare(data_config("python_stdlib"), tokenizer_config("hub", name_or_path="some/tokenizer"), progress=False)
-    assert time.perf_counter() - began < 20  # the libraries alone retry for 23 to 48 s; loaded machines take their time
+    assert time.perf_counter() - began < 20  # the libraries alone retry for 23 to 48 s; loaded machines are slow
 
 
 def test_a_commit_needs_no_question():
@@ -113,7 +113,7 @@ for data, data_settings, tokenizer, tokenizer_settings in json.loads(sys.argv[2]
 
 
 def ask(endpoint, home, cache, *jobs, **env):
-    """Each job is (data option, settings, tokenizer option, settings); prepared in a process of its own."""
+    """Runs jobs (data option, settings, tokenizer option, settings) in one separate process; returns their results."""
     full = [(d, {"cache_dir": str(cache), **ds}, t, ts) for d, ds, t, ts in jobs]
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(CONFTEST), json.dumps(full)],
@@ -128,14 +128,14 @@ def ask(endpoint, home, cache, *jobs, **env):
 
 @pytest.mark.slow
 def test_a_silent_hub_is_given_up_on(tmp_path):
-    """It takes connections and never answers: `datasets` alone would retry for minutes."""
+    """A hub that takes connections but never answers is soon given up on; `datasets` alone would retry for minutes."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         jobs = [("wikitext", {}, "bytes", {}), ("python_stdlib", {}, "gpt2", {})]
         answers = ask(endpoint, tmp_path / "home", tmp_path / "cache", *jobs, HF_HUB_ETAG_TIMEOUT="1")
     assert "dataset 'Salesforce/wikitext' can't be fetched" in answers[0]["error"]
     assert "tokenizer 'gpt2' can't be fetched" in answers[1]["error"]
-    assert all(a["seconds"] < 20 for a in answers)  # as above
+    assert all(a["seconds"] < 20 for a in answers)  # the limit used above
 
 
 @pytest.fixture(scope="module")
@@ -167,12 +167,12 @@ def test_the_hub_by_name_then_without_it(loopback, tmp_path):
     for found, message in zip(errors, messages, strict=True):
         assert message in found["error"]
 
-    # The hub is gone: what was prepared is used, and from its cached copies more can be.
+    # Without the hub, prepared data is reused, and more data can be prepared from the hub's cached copies.
     more = ("wikitext", {"num_samples": 41}, "gpt2", {})
     again, later = ask("http://127.0.0.1:9", home, cache, wikitext, more)
     assert again["folder"] == first["folder"]
     assert later["splits"]["train"]["documents"] == 41
-    assert max(again["seconds"], later["seconds"]) < 20  # as above
+    assert max(again["seconds"], later["seconds"]) < 20  # the limit used above
 
 
 def test_tiny_shakespeare_from_a_file_is_nanogpts(tmp_path, data_config, tokenizer_config):

@@ -1,4 +1,4 @@
-"""A bin far larger than what may be held: the process does not grow with the pages it reads."""
+"""Training from a bin far larger than the memory limit: the process does not grow with the pages it reads."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def test_an_8_gib_bin_trains_in_300_mib(lmtrain: Run, tmp_path: Path) -> None:
     folder.mkdir()
     for name, size in (("train.bin", 8 * GIB), ("val.bin", 2**20)):
         with (folder / name).open("wb") as file:
-            file.truncate(size)  # sparse: zeros that take no room on the disk
+            file.truncate(size)  # sparse: the zeros take no disk space
     probe = tmp_path / "memory.json"
     done = lmtrain(
         "train",
@@ -39,5 +39,5 @@ def test_an_8_gib_bin_trains_in_300_mib(lmtrain: Run, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     memory = json.loads(probe.read_text())
-    # 19,200 rows at random places: mapped, each would have left pages in memory.
+    # 19,200 rows at random places: if the file were memory-mapped, each would have left pages in memory.
     assert memory["grown"] < 300 * 2**20, memory

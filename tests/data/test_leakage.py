@@ -1,4 +1,4 @@
-"""How much of the validation text the training text holds: equal to looking each piece up, and said in the plan."""
+"""The share of validation text that is also in the training text equals a direct lookup, and the plan shows it."""
 
 from pathlib import Path
 
@@ -21,14 +21,14 @@ def test_share_seen_is_that_of_looking_each_piece_up(
     draw = np.random.default_rng(0)
     train, val = (draw.integers(0, 50, n).astype(np.uint16) for n in (3000, 1000))
     val[300:420] = train[1001:1121]
-    val[500:560] = val[300:360]  # pieces that are equal count each
+    val[500:560] = val[300:360]  # each of several equal pieces counts
     train.tofile(tmp_path / "train.bin")
     val.tofile(tmp_path / "val.bin")
     shards = [open_bins(tmp_path, split).shards for split in ("train", "val")]
     known = {tuple(train[i : i + LENGTH]) for i in range(len(train) - LENGTH + 1)}
     whole = [tuple(val[i : i + LENGTH]) for i in range(0, len(val), LENGTH)]
     by_hand = sum(piece in known for piece in whole) / len(whole)
-    # A part begins where the one before ended, so pieces that follow one another are those of the whole or shifted.
+    # Each part is cut into pieces from its own start, so with several parts pieces may be shifted against the whole.
     found = share_seen(*shards, LENGTH)
     assert found == by_hand if at_once > 1000 else abs(found - by_hand) < 0.08
     assert by_hand > 0.1

@@ -1,4 +1,4 @@
-"""What every kind of rows gives: tensors with memory of their own, the same at every call; a batch of one row too."""
+"""Batches of every kind of rows: tensors share no memory, every call gives the same, and one row can be a batch."""
 
 import itertools
 from pathlib import Path
@@ -41,7 +41,7 @@ def corpus_of(kind: str, corpus: Path, folder: Path) -> Any:
 
 
 def assert_apart(batch: dict[str, torch.Tensor], where: str) -> None:
-    """No two tensors share memory, and a write to one changes no other."""
+    """Checks that no two tensors share memory and that a write to one changes no other."""
     for (a, x), (b, y) in itertools.combinations(batch.items(), 2):
         if x.numel() and y.numel():
             assert x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr(), f"{where}: {a} and {b}"
@@ -72,7 +72,7 @@ def test_tensors_of_a_batch_share_no_memory(kind: str, corpus: Path, tmp_path: P
 
 
 def test_a_run_with_isolated_documents_and_one_row_a_batch(corpus: Path, tmp_path: Path) -> None:
-    """Micro-batches of one row, then of more, where the validation's last has one: the losses are the same."""
+    """Losses are equal for micro-batches of one row and of a size that leaves one row for the last validation batch."""
     common = ["data.isolate_documents=true", "data.sample_by=line", "trainer.limit_val_batches=null"]
     val = build_corpus(check(compose([*TINY, "data=text", f"data.path={corpus}", *common]))).val
     assert val is not None

@@ -1,4 +1,4 @@
-"""Mixtures: counts are the weights to one row at every step, rows once an epoch of their source, limits kept."""
+"""Mixtures: counts follow the weights within one row at every step, rows come once per epoch, and limits are kept."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ BATCH = 8
 
 
 def mixture(*sources: tuple, temperature: float | None = None) -> Mixture:
-    """Sources as (rows, weight or weights by step, epochs at most)."""
+    """Returns a mixture of sources given as (rows, weight or weights by step, maximum number of epochs)."""
     made = []
     for number, (rows, weight, *limit) in enumerate(sources):
         weights = weight if isinstance(weight, dict) else {0: float(weight)}

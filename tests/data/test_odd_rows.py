@@ -1,4 +1,4 @@
-"""Odd rows, about 160: each is read right, skipped and counted with a reason, or refused with its file and line."""
+"""About 160 odd rows: each is read correctly, skipped and counted with a reason, or refused with its file and line."""
 
 import bz2
 import gc
@@ -24,7 +24,7 @@ from lmtrain.errors import UserError
 
 U, A = {"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "Four."}
 S = {"role": "system", "content": "Be brief."}
-TEXT = "<|user|>\nTwo plus two?$\n<|assistant|>\nFour.$"  # the conversation [U, A] in zephyr's template; $ ends a turn
+TEXT = "<|user|>\nTwo plus two?$\n<|assistant|>\nFour.$"  # [U, A] in zephyr's template; $ stands for the end of a turn
 CALL = {"name": "add", "arguments": {"a": 2}}
 DEEP = "[" * 5000 + "]" * 5000
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
@@ -36,7 +36,7 @@ def messages(*turns: Any, **more: Any) -> dict[str, Any]:
 
 
 def says(content: Any, **more: Any) -> dict[str, Any]:
-    """A conversation whose answer has this content."""
+    """Returns a conversation whose answer has this content."""
     return messages(U, {"role": "assistant", "content": content, **more})
 
 
@@ -56,7 +56,7 @@ def returns(content: Any) -> dict[str, Any]:
     return messages(U, {"from": "function_call", "value": json.dumps(CALL)}, {"role": "tool", "content": content}, A)
 
 
-# row (an object, or the line itself): what the template makes of it (a str), or (why it is refused,)
+# name: (row as an object or as the line itself, its rendered text (a str) or the reason for its refusal (a tuple))
 ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     # Whole lines.
     "a good row": (messages(U, A), TEXT),
@@ -266,7 +266,7 @@ def read(tmp_path: Path, data_config: Any, tokenizer_config: Any) -> Any:
 
 
 def text_of(prepared: PreparedExamples, index: int = 0, learned: bool = False) -> str:
-    """An example's text; an end of a turn is $."""
+    """Returns an example's text, with $ for the end of a turn."""
     split = prepared.split("train")
     assert split is not None
     ids, trained = split.read(index)
@@ -275,7 +275,7 @@ def text_of(prepared: PreparedExamples, index: int = 0, learned: bool = False) -
 
 
 def check(row: Any, expected: str | tuple[str], read: Any, option: str) -> None:
-    """As the second of three rows it is read as expected; or refused by its line; or skipped, and both others read."""
+    """Checks that a row between two good ones is read as expected, or refused by its line, or skipped alone."""
     good = json.dumps(PROMPT if option == "preference_jsonl" else messages(U, A))
     content = "\n".join([good, line_of(row), good, ""]).encode()
     group = 2 if option == "preference_jsonl" else 1
@@ -299,7 +299,7 @@ def check(row: Any, expected: str | tuple[str], read: Any, option: str) -> None:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Deep JSON is read near the recursion limit: where a collection falls into it, destructors of others fail."""
+    """Turns off garbage collection: deep JSON is read near the recursion limit, where destructors would fail."""
     gc.collect()
     gc.disable()
     try:

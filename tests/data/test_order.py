@@ -1,4 +1,4 @@
-"""Data order: every row once an epoch whatever the world, and the same rows for a step however it is asked."""
+"""Data order: every row once per epoch for any number of ranks, and the same rows for a step at every request."""
 
 import math
 from fractions import Fraction
@@ -21,12 +21,12 @@ def test_permutations_of_epochs_and_seeds_differ() -> None:
     images = [order.permute(index, 1000, seed, epoch) for seed, epoch in [(0, 0), (0, 1), (1, 0)]]
     for a in range(3):
         for b in range(a):
-            # Two random permutations of 1000 agree in about one place; in more than 10 with probability 1e-8.
+            # Two random permutations of 1000 agree in about one position; in more than 10 with probability 1e-8.
             assert (images[a] == images[b]).sum() <= 10
 
 
 def test_permutation_spreads_like_a_random_one() -> None:
-    """Neighbours land apart: the mean gap of two uniform draws from n is n / 3."""
+    """Neighbors are spread as in a random permutation, where the mean gap of two uniform draws from n is n / 3."""
     n = 10_000
     image = order.permute(np.arange(n), n, seed=3, epoch=0)
     assert abs(np.abs(np.diff(image)).mean() / (n / 3) - 1) < 0.05
@@ -73,7 +73,7 @@ def test_rows_are_repeated_by_weight_without_a_list_of_them(weight: str) -> None
     count, exact = 101, Fraction(weight)
     repeats = order.Repeats([7, count, 3], [Fraction(1), exact, Fraction(2)])
     by_hand = list(range(7))
-    for row in range(count):  # as often as the whole numbers that n * weight passes at the row
+    for row in range(count):  # once for each whole number that n * weight passes at the row
         by_hand += [7 + row] * (math.floor((row + 1) * exact) - math.floor(row * exact))
     by_hand += [108, 108, 109, 109, 110, 110]
     assert repeats.stored(np.arange(len(repeats))).tolist() == by_hand

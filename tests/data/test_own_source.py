@@ -1,4 +1,4 @@
-"""A source that data.source names: its documents and rows are what is trained on, a changed class is read again."""
+"""Documents and rows of a class that data.source names are trained on; a changed class is prepared again."""
 
 import re
 import sys
@@ -101,7 +101,7 @@ def test_other_options_and_another_text_of_the_class_are_prepared_again(module: 
         assert done.code == 0, done.err
     assert len(_prepared(module)) == 2
     assert _prepare(module).code == 0
-    assert len(_prepared(module)) == 2  # found again
+    assert len(_prepared(module)) == 2  # the folder is reused
     module.write_text(SOURCE.replace("Hello", "Goodbye"))
     assert _prepare(module).code == 0
     assert len(_prepared(module)) == 3

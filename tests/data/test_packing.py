@@ -1,4 +1,4 @@
-"""Packing: every token once, rows never overfull, the methods' known guarantees, and rows that show it."""
+"""Packing: every token once, no overfull row, the known guarantees of each method, and the rows built from it."""
 
 import pickle
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_first_fit_and_best_fit_against_their_definition() -> None:
     assert [[e for e, _, _ in pieces_of(packed, r)] for r in range(len(packed))] == expected
     packed = pack(lengths, CAPACITY, "best_fit_decreasing", None)
     expected = by_definition(sorted(range(200), key=lambda i: -lengths[i]), best=True)
-    # Rows of equal room may be chosen differently: their fill is what the method decides.
+    # A method may choose differently among rows with equal room, so only the fills of the rows are compared.
     fills = sorted(sum(lengths[e] for e, _, _ in pieces_of(packed, r)) for r in range(len(packed)))
     assert fills == sorted(sum(lengths[i] for i in row) for row in expected)
 
@@ -83,7 +83,7 @@ def test_concat_leaves_room_in_the_last_row_only() -> None:
 
 
 def test_decreasing_best_fit_is_within_its_bound() -> None:
-    """At most 11/9 of the least number of rows, plus 1 (Johnson 1973)."""
+    """Best fit decreasing needs at most 11/9 of the least number of rows, plus 1 (Johnson 1973)."""
     lengths = some_lengths(2000)
     rows = len(pack(lengths, CAPACITY, "best_fit_decreasing", 1))
     assert rows <= 11 / 9 * -(-lengths.sum() // CAPACITY) + 1
@@ -91,7 +91,7 @@ def test_decreasing_best_fit_is_within_its_bound() -> None:
 
 @pytest.fixture
 def examples(tmp_path: Path) -> Examples:
-    """Ids count up from 1000 * the example's number; the second half of each is learned."""
+    """Returns examples whose ids count up from 1000 * the example's number; the second half of each is learned."""
     writer = ExampleWriter(tmp_path)
     for number, length in enumerate([5, 3, 9, 1, 7, 6]):
         ids = [1000 * number + i for i in range(length)]
@@ -100,7 +100,7 @@ def examples(tmp_path: Path) -> Examples:
 
 
 def test_examples_lie_in_as_many_files_as_they_fill(tmp_path: Path) -> None:
-    """Ids, masks and labels of every example come back, whichever file it went to; none is cut."""
+    """Ids, masks and labels of every example are read back whole from whichever file holds the example."""
     random = np.random.default_rng(0)
     writer = ExampleWriter(tmp_path, shard_tokens=40)
     wanted = []
@@ -122,7 +122,7 @@ def all_rows(rows: PaddedRows | PackedRows) -> dict[str, torch.Tensor]:
 
 
 def targets(batch: dict[str, torch.Tensor]) -> set[tuple[int, int]]:
-    """(token, the learned token after it) pairs."""
+    """Returns the set of (token, learned token after it)."""
     learned = batch["labels"] != IGNORE
     return set(zip(batch["input_ids"][learned].tolist(), batch["labels"][learned].tolist(), strict=True))
 
@@ -146,10 +146,10 @@ def test_packed_and_padded_rows_learn_the_same_tokens(examples: Examples, method
 
 def test_documents_of_a_packed_row(examples: Examples) -> None:
     rows = PackedRows(examples, pack(examples.lengths, 12, "greedy", None), isolate_documents=True)
-    batch = rows.read(np.array([[0, 0], [0, 1]]))  # lengths 5 + 3 (4 empty), 9 + 1 (2 empty)
+    batch = rows.read(np.array([[0, 0], [0, 1]]))  # lengths 5 + 3 (4 padding), 9 + 1 (2 padding)
     assert batch["cu_seqlens"].tolist() == [0, 5, 8, 12, 21, 22, 24]
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]
-    assert batch["labels"][0, 4] == IGNORE  # what follows is another example's first token
+    assert batch["labels"][0, 4] == IGNORE  # the next token belongs to another example
 
 
 def test_rows_of_a_batch_do_not_change_with_it(examples: Examples) -> None:

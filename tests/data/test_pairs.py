@@ -1,4 +1,4 @@
-"""Rows of every format become the same pair; rows that are none are named with a reason; pairs become token ids."""
+"""Rows of every format become the same pair; rows that are no pair are refused with a reason; pairs become ids."""
 
 import json
 from pathlib import Path
@@ -22,13 +22,13 @@ HH = {
     for side, text in (("chosen", "Four."), ("rejected", "Five."))
 }
 
-# format, row: each of them is PAIR
+# (format, row): each row is PAIR
 SAME = [
     ("preference", TEXTS),
     ("preference", {"question": "Two plus two?", "chosen": "Four.", "rejected": "Five.", "system": ""}),
     ("preference", {"prompt": [USER], "chosen": [GOOD], "rejected": [WORSE]}),
     ("preference", {"prompt": "Two plus two?", "prompt_id": "1", "chosen": [USER, GOOD], "rejected": [USER, WORSE],
-                    "messages": [USER, GOOD]}),  # ultrafeedback_binarized
+                    "messages": [USER, GOOD]}),  # as in ultrafeedback_binarized
     ("preference", {"conversations": [{"from": "human", "value": "Two plus two?"}],
                     "chosen": {"from": "gpt", "value": "Four."}, "rejected": {"from": "gpt", "value": "Five."}}),
     ("preference", {"instruction": "Two plus two?", "input": "", "chosen": "Four.", "rejected": "Five."}),
@@ -63,7 +63,7 @@ def test_ranked_answers(data_config) -> None:
         assert pair.margin > 0
         pairs = to_pairs(row, "ranked", data_config("preference", ranking="all"), "here")
         found = {(p.chosen[0]["content"], p.rejected[0]["content"]) for p in pairs}
-        # Every two, but the two that are tied.
+        # Every two answers, except the two that are tied.
         assert found == {("best", "b"), ("best", "tied"), ("best", "worst"), ("b", "worst"), ("tied", "worst")}
     (pair,) = to_pairs({"prompt": "q", "responses": ["first", "second"]}, "ranked", data_config("preference"), "here")
     assert pair.chosen[0]["content"] == "first"
@@ -184,7 +184,7 @@ def answers(prompt: int, chosen: int, rejected: int):
 
 
 @pytest.mark.parametrize(("policy", "kept"), [
-    ("truncate_right", [(0, 10, 4), (0, 8, 2)]),  # first id, length, scored
+    ("truncate_right", [(0, 10, 4), (0, 8, 2)]),  # first id, length, scored tokens
     ("truncate_left", [(5, 10, 9), (5, 3, 2)]),
 ])  # fmt: skip
 def test_long_pairs_are_cut(policy: str, kept: list, data_config) -> None:
@@ -197,10 +197,10 @@ def test_long_pairs_are_cut(policy: str, kept: list, data_config) -> None:
 def test_long_prompts_are_cut_for_both_answers(data_config) -> None:
     cfg = data_config("preference", max_prompt_length=4, max_length=10)
     assert fit_pair(*answers(4, 5, 2), cfg, "here") == (answers(4, 5, 2), 0)
-    found, cut = fit_pair(*answers(7, 6, 2), cfg, "here")  # 13 tokens, of which 10 are left
+    found, cut = fit_pair(*answers(7, 6, 2), cfg, "here")  # 13 tokens, of which 10 are kept
     assert [(ids[0], len(ids), sum(trained)) for ids, trained in found] == [(3, 10, 6), (3, 6, 2)]
     assert cut == 6
-    assert fit_pair(*answers(7, 7, 2), cfg, "here") == ([], 0)  # the answer itself is too long
+    assert fit_pair(*answers(7, 7, 2), cfg, "here") == ([], 0)  # the answer alone is too long
 
 
 def test_long_pairs_are_dropped_or_refused(data_config) -> None:

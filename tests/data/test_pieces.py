@@ -1,4 +1,4 @@
-"""Joining, filtering and holding out documents, each against a loop over whole strings."""
+"""Joining, filtering and holding out documents, each compared with a loop over whole strings."""
 
 import random
 import re
@@ -21,7 +21,7 @@ from lmtrain.data.sources.pieces import (
 
 
 def cut_up(documents, seed=0):
-    """The documents as pieces of random length."""
+    """Yields the documents as pieces of random length."""
     chance = random.Random(seed)
     for document in documents:
         done = 0
@@ -73,7 +73,7 @@ def test_the_end_of_a_few_documents_is_held_out(documents):
     )
     assert "".join(train + val) == "".join(documents)
     assert len("".join(train)) == int(len("".join(documents)) * 0.99)
-    assert train[:-1] == documents[: len(train) - 1]  # no document but the one at the cut is touched
+    assert train[:-1] == documents[: len(train) - 1]  # only the document at the cut is split
 
 
 def test_planning_reads_no_more_than_it_needs():

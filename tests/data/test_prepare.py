@@ -1,4 +1,4 @@
-"""From text to bins: exact tokens, a cache keyed by all that shapes them, and nothing half-made whatever happens."""
+"""From text to bins: exact tokens, a cache keyed by all that shapes them, and no partial results after failures."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ def some_text(seed, lines):
 
 @pytest.fixture
 def corpus_dir(tmp_path):
-    """Thirty text files, one of them long enough to be tokenized in segments."""
+    """Returns a folder of thirty text files, one of them long enough to be tokenized in segments."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for i in range(30):
@@ -64,7 +64,7 @@ def corpus_dir(tmp_path):
 
 
 def decoded(prepared, split):
-    """The text of a split's documents, from tokens and document ends alone."""
+    """Returns the text of a split's documents, from tokens and document ends alone."""
     texts = []
     for shard in bins.open_bins(prepared.folder, split).shards:
         start = 0
@@ -89,7 +89,7 @@ def test_bins_hold_exactly_the_text(option, shard_tokens, corpus_dir, data_confi
         opened = bins.open_bins(prepared.folder, split)
         assert counts["documents"] == len(wanted)
         assert counts["bytes"] == sum(len(t.encode()) for t in wanted)
-        # All documents tokenized in one go by the tokenizer itself, an eos after each.
+        # The tokenizer itself encodes all documents in one go, with an eos after each.
         ids = [prepared.tokenizer(t, add_special_tokens=False).input_ids for t in wanted]
         flat = [i for document in ids for i in [*document, prepared.meta["eos_id"]]]
         assert np.concatenate([s.read(0, s.tokens) for s in opened.shards]).tolist() == flat
@@ -124,7 +124,7 @@ def test_one_long_text_is_cut_as_nanogpt_cuts_it(tmp_path, data_config, tokenize
 
 
 def test_large_vocabularies_are_kept(tmp_path, data_config, tokenizer_config):
-    """Over 65,536 ids: uint16 would wrap."""
+    """Vocabularies of more than 65,536 ids are stored as uint32, since uint16 would overflow."""
     text = "".join(chr(c) for c in range(0x20, 0x12000) if not 0xD800 <= c <= 0xDFFF)
     (tmp_path / "all.txt").write_bytes(text.encode())
     prepared = prepare(data_config(path=str(tmp_path / "all.txt"), val_fraction=0), tokenizer_config("char"), False)
@@ -141,7 +141,7 @@ def test_everything_that_shapes_tokens_is_in_the_key(corpus_dir, data_config, to
     first = folder()
     os.utime(corpus_dir / "00.txt")
     assert folder() == first
-    assert folder(seq_len=7, global_batch_size=3, num_proc=2) == first  # not what the tokens depend on
+    assert folder(seq_len=7, global_batch_size=3, num_proc=2) == first  # settings that do not change the tokens
     moved = shutil.copytree(corpus_dir, corpus_dir.with_name("moved"))
     assert folder(path=str(moved)).name.split("-")[-1] == first.name.split("-")[-1]
     others = [
@@ -165,7 +165,7 @@ def test_a_prepared_folder_is_used_again_at_once(data_config, tokenizer_config):
     written = (first.folder / "meta.json").stat().st_mtime_ns
     began = time.process_time()
     again = prepare(cfg, tokenizer, progress=False)
-    assert time.process_time() - began < 5  # about 0.1 s; preparing again takes longer than this even on a busy machine
+    assert time.process_time() - began < 5  # takes about 0.1 s; preparing again takes over 5 s even on a busy machine
     assert (again.folder, again.fingerprint, again.meta) == (first.folder, first.fingerprint, first.meta)
     assert (again.folder / "meta.json").stat().st_mtime_ns == written
 
@@ -177,7 +177,7 @@ def test_a_large_file_is_hashed_once_and_again_when_it_changes(tmp_path, data_co
     first = prepare(cfg, tokenizer_config(), progress=False).folder
     known = json.loads((tmp_path / "cache" / "files.json").read_text())
     assert list(known) == [str(path)]
-    with path.open("r+b") as file:  # same size
+    with path.open("r+b") as file:  # the size stays the same
         file.seek(17 * 10**6)
         file.write(b"X")
     assert prepare(cfg, tokenizer_config(), progress=False).folder != first
@@ -203,7 +203,7 @@ def test_a_cache_that_cannot_be_written(corpus_dir, data_config, tokenizer_confi
 
 
 def test_a_full_disk_is_said_and_cleaned_up(tmp_path, data_config, tokenizer_config):
-    """A limit on file sizes stands in for the disk: the same write fails."""
+    """A full disk, imitated by a limit on file sizes, is reported and leaves no partial data."""
     (tmp_path / "a.txt").write_text(some_text(0, 60_000))
     cfg = data_config(path=str(tmp_path / "a.txt"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -251,7 +251,7 @@ def child(cfg, **settings):
 
 
 def wait_for_bytes(folder, count):
-    """Until a temporary folder's bin has so many bytes."""
+    """Waits until the bin of a temporary folder has at least `count` bytes."""
     deadline = time.time() + 60
     while time.time() < deadline:
         if any(p.stat().st_size >= count for p in folder.glob("*.tmp-*/train_00000.bin")):
@@ -271,7 +271,7 @@ def test_an_interrupted_prepare_leaves_nothing_that_looks_complete(end, tmp_path
     assert list(cache.glob("*/meta.json")) == []
     leftovers = list(cache.glob("*.tmp-*"))
     assert len(leftovers) == (1 if end == signal.SIGKILL else 0)
-    # Another preparation sweeps what the dead writer left, and this one starts over.
+    # Preparing other data removes what the killed writer left; preparing the same data starts over.
     prepare(data_config(path=str(tmp_path / "a.txt"), num_samples=1, sample_by="line"), tokenizer_config(), False)
     assert list(cache.glob("*.tmp-*")) == []
     prepared = prepare(cfg, tokenizer_config(), progress=False)
@@ -294,7 +294,7 @@ def test_two_at_once_prepare_it_once(tmp_path, data_config):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_machines_whose_locks_the_other_does_not_see_leave_one_whole_folder(tmp_path, monkeypatch):
-    """Two nodes on a network's file system that keeps locks within a node: the second begins and ends meanwhile."""
+    """On a network file system with locks per node, a node that starts and ends meanwhile leaves one whole folder."""
     target = tmp_path / "made"
 
     def is_complete(folder):
@@ -306,7 +306,7 @@ def test_machines_whose_locks_the_other_does_not_see_leave_one_whole_folder(tmp_
 
     def build(folder):
         (folder / "by").write_text("one")
-        shutil.rmtree(tmp_path / ".locks")  # what the other node's lock is taken on is another file
+        shutil.rmtree(tmp_path / ".locks")  # so that the other node locks another file
         with monkeypatch.context() as patch:
             patch.setattr("platform.node", lambda: "node-2")
             build_once(target, is_complete, other_node, print)

@@ -1,4 +1,4 @@
-"""What preparation says while it runs, where there is no terminal for a bar."""
+"""What preparation prints while it runs without a terminal for a progress bar."""
 
 import re
 

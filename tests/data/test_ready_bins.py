@@ -1,4 +1,4 @@
-"""Training from bins that are there: ours with their tokenizer, nanoGPT's without."""
+"""Training from existing bins: lmtrain's with their tokenizer, nanoGPT's without one."""
 
 import os
 import pickle
@@ -68,7 +68,7 @@ def test_nanogpt_bins_without_one(tmp_path, data_config, tokenizer_config, capsy
     assert "comes without a tokenizer (tokenizer.kind=char can't be made without the text)" in capsys.readouterr().err
     assert len(found.tokenizer) == found.meta["vocab_size"] == 256
     assert found.tokenizer.decode([5, 255]) == "5 255"
-    # A hub that can't be reached (the tests are offline) is said too.
+    # An unreachable hub (the tests are offline) is reported too.
     found = prepare(cfg, tokenizer_config("hub", name_or_path="gpt2", revision="not-cached"))
     assert "tokenizer 'gpt2' can't be fetched" in capsys.readouterr().err
     assert len(found.tokenizer) == 256

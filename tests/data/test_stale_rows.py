@@ -1,4 +1,4 @@
-"""Whatever shapes the examples on disk makes another folder: rows prepared before a change are never used after it."""
+"""Whatever changes the examples on disk gives another folder, so rows prepared before a change are never reused."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_the_ranking(prepared: Any, tmp_path: Path) -> None:
 
 
 def hub_tokenizer(folder: Path, tokenizer_config: Any, change: Any = None) -> TokenizerConfig:
-    """A byte tokenizer in a folder, its backend changed."""
+    """Saves a byte tokenizer with a changed backend to a folder and returns the config that names it."""
     made: Any = tokenizers.load_or_train(tokenizer_config(), lambda _: iter(()))
     made.add_tokens([AddedToken("<|x|>", special=True)])
     if change is not None:
@@ -79,7 +79,7 @@ def adds_beginning(backend: Any) -> None:
 
 
 def test_a_tokenizers_post_processor(prepared: Any, tokenizer_config: Any, tmp_path: Path) -> None:
-    """It says whether a plain text begins with BOS."""
+    """Another post-processor, which decides whether a plain text begins with BOS, gives another folder."""
     path = write_chats(tmp_path / "plain.jsonl", [{"prompt": f"p{i} ", "completion": f"c{i}"} for i in range(10)])
     plain = {"conversation_format": "prompt_completion", "chat_template": None}
     first = prepared("chat_jsonl", path, hub_tokenizer(tmp_path / "a", tokenizer_config), **plain)
@@ -90,7 +90,7 @@ def test_a_tokenizers_post_processor(prepared: Any, tokenizer_config: Any, tmp_p
 
 
 def test_flags_of_added_tokens(prepared: Any, tokenizer_config: Any, tmp_path: Path) -> None:
-    """rstrip lets a token take the white space after it."""
+    """Another flag of an added token gives another folder: with rstrip a token includes the white space after it."""
     path = write_chats(tmp_path / "rows.jsonl", [{"prompt": "Say <|x|> it", "response": "now"}] * 10)
     configs = [hub_tokenizer(tmp_path / name, tokenizer_config) for name in ("a", "b")]
     file = tmp_path / "b" / "tokenizer.json"

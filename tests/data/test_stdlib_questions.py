@@ -1,4 +1,4 @@
-"""Questions on the standard library: right answers, held out by module, the same rows every time."""
+"""Questions about the standard library: right answers, held out by module, the same rows every time."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from lmtrain.data.sources.choose import open_source, pieces
 from lmtrain.data.sources.pieces import is_held_out
 from lmtrain.data.sources.stdlib import stdlib_files
 
-SHARE = 1 / 3  # of six modules: collections is the first, threading the last
+SHARE = 1 / 3  # two of six modules, which go from collections to threading
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +45,11 @@ def test_what_pretraining_holds_out_is_held_out_here(modules: list[Path]) -> Non
 
 
 def test_it_is_the_split_of_the_text(data_config) -> None:
-    """Of the whole library: file number i is held out in both, or in neither."""
+    """Over the whole library, file number i is held out of both the text and the questions, or of neither."""
     cfg = data_config("python_stdlib")
     held_out = {text[:200] for text in whole(pieces(open_source(cfg), cfg, "val") or iter(()))}
     expected = [f for number, f in enumerate(stdlib_files()) if is_held_out(number, cfg.val_fraction)]
-    assert len(held_out) == pytest.approx(len(expected), abs=3)  # some begin alike
+    assert len(held_out) == pytest.approx(len(expected), abs=3)  # some files begin alike
     assert all(file.read_bytes()[:50].decode("utf-8", "ignore")[:20] in " ".join(held_out) for file in expected)
 
 

@@ -1,4 +1,4 @@
-"""Streams: read from any place they give what reading from the beginning gives, through a ring that stays small."""
+"""Streams: reading from any position gives what reading from the beginning gives, through a ring of bounded size."""
 
 import gzip
 import itertools
@@ -36,7 +36,7 @@ def lines(seed: int, count: int) -> list[str]:
 
 
 def write_text(folder: Path) -> None:
-    for i, count in enumerate((3000, 5, 8000)):  # the last is longer than a block as the test has it
+    for i, count in enumerate((3000, 5, 8000)):  # the last is longer than a block, as the tests set it
         (folder / f"{i}.txt").write_text("\n".join(lines(i, count)))
 
 
@@ -47,7 +47,7 @@ def write_gzip(folder: Path) -> None:
 
 
 def rows(seed: int) -> list[str]:
-    """Short rows, an empty one, and one that is cut into segments."""
+    """Returns short rows, an empty one, and one long enough to be cut into segments."""
     return [*lines(seed, 200), "", "\n".join(lines(seed + 9, 1200)), *lines(seed + 5, 200)]
 
 
@@ -136,7 +136,7 @@ def test_documents_end_in_shards_where_their_last_token_is(
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": "x" * n}) for n in (3, 5, 1, 14)))
     stream = endless(open_stream(data_config("jsonl", path=str(tmp_path))), encoder, Place(), Place())
     first = list(itertools.islice(cut_shards(stream, 10), 3))
-    # Documents of 4, 6, 2 and 15 tokens, the end of text included.
+    # Documents of 4, 6, 2 and 15 tokens, the end-of-text token included.
     assert [s.document_ends.tolist() for s in first] == [[4, 10], [2], [7]]
 
 
@@ -178,7 +178,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stop() -> Iterator[list[Producer]]:
-    """Producers put in are stopped."""
+    """Yields a list of producers; those that a test appends are stopped at its end."""
     started: list[Producer] = []
     yield started
     for producer in started:
@@ -195,7 +195,7 @@ def begin(
 
 
 def reference(head: Head, ring: Ring, count: int) -> np.ndarray:
-    """The first rows after the head, int64 [count, seq_len + 1], with the text of two epochs."""
+    """Returns the first rows after the head, int64 [count, seq_len + 1], from the text of two epochs."""
     first = [s.ids for s in segments(head.source, head.encoder, head.begin)]
     tokens = np.concatenate([*first, *first]).astype(np.int64)
     starts = [n // ring.shard_rows * ring.shard_tokens + n % ring.shard_rows * ring.seq_len for n in range(count)]
@@ -273,7 +273,7 @@ def test_ranks_read_parts_of_one_step(head: Head, folder: Path, stop: list[Produ
 
 
 class Breaks:
-    """A source that can't be read at its second part for the first `times`."""
+    """A source whose second part can't be read the first `times` times."""
 
     def __init__(self, source: StreamSource, times: int) -> None:
         self.source, self.times = source, times
@@ -309,7 +309,7 @@ def test_one_that_stays_broken_says_so(head: Head, folder: Path, stop: list[Prod
             break
         producer.discard_before(window + 1)
     assert isinstance(producer.error, ReadError)
-    assert window >= 1  # what was read before it broke is there
+    assert window >= 1  # windows read before the failure were delivered
 
 
 def test_no_text_left_after_the_head(

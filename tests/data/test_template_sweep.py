@@ -1,7 +1,7 @@
-"""Every chat template there is to find, with every kind of conversation: the labels are right, or it is refused.
+"""Every available chat template with every kind of conversation: the labels are right, or the conversation is refused.
 
-What is right is told by transformers' `apply_chat_template`: an example's text up to an answer is what it writes to ask
-for it, the answer what it writes with it, and where a template has {% generation %} marks the mask is its mask.
+The reference is transformers' `apply_chat_template`: the text before an answer equals its rendering with the generation
+prompt, the text up to the answer's end its rendering with the answer; {% generation %} marks, where present, its mask.
 """
 
 import re
@@ -17,7 +17,7 @@ from lmtrain.data.chat.templates import ChatEncoder, Example
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
 
-# Those whose habits differ; all others are tried by the slow test.
+# Templates that behave differently; the slow test tries all others.
 QUICK = ["qwen3", "gptoss", "deepseek_r1_distill", "nemotron_3_nano", "qwen2_5", "llama3", "gemma3", "glm4moe",
          "phi3", "lfm2_2_5", "qwen3_training"]  # fmt: skip
 _TEXTS = re.compile(r"(?:Ask|Say|Think) (?:one|two|three)\.|Rule zero\.|Result of a tool\.")
@@ -39,11 +39,11 @@ def test_every_template(tokenizer_config: Any, data_config: Any) -> None:
             taken += _try(text, tokenizer_config, data_config)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
-    assert taken > 0.7 * len(found) * len(CHATS)  # or most are refused
+    assert taken > 0.7 * len(found) * len(CHATS)  # not mostly refusals
 
 
 def _try(text: str, tokenizer_config: Any, data_config: Any) -> int:
-    """Tries all conversations; how many were taken."""
+    """Tries all conversations and returns how many were accepted."""
     tokenizer = tokenizer_for(text, tokenizer_config)
     encoder = ChatEncoder(tokenizer, data_config("chat", max_length=None))
     return sum(_check(encoder, tokenizer, chat) for chat in CHATS.values())
@@ -65,9 +65,9 @@ def _check(encoder: ChatEncoder, tokenizer: PreTrainedTokenizerFast, chat: Conve
     for (before, answer), words in zip(sorted(runs, key=_place(said)), said, strict=True):
         found = set(_TEXTS.findall(answer))
         thought = words.replace("Say", "Think") or "Think nothing."
-        is_silent = not words or "assistant content, which" in remarks  # one that calls a tool may say nothing
+        is_silent = not words or "assistant content, which" in remarks  # an answer with a tool call may be empty
         assert words in answer or is_silent
-        assert found <= {words, thought}  # no question, no result, no other answer
+        assert found <= {words, thought}  # no question, result or other answer
         if not re.search(r"(reasoning_content|<think> block), which .* never shows", remarks):
             assert (thought in found) == _thinks(chat, thought)
         if "without a special token" not in remarks:
@@ -90,7 +90,7 @@ def _refusal(encoder: ChatEncoder, chat: Conversation) -> str | None:
 
 
 def _runs(example: Example, tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, str]]:
-    """(all the text before, a run of learned tokens)."""
+    """Returns (all the text before, the text of the run) for each run of learned tokens."""
     edges = [i for i, (a, b) in enumerate(zip([False, *example.trained], [*example.trained, False], strict=True))
              if a != b]  # fmt: skip
     text = [tokenizer.decode(example.input_ids[a:b]) for a, b in zip([0, *edges], edges, strict=False)]
@@ -106,7 +106,7 @@ def _thinks(chat: Conversation, thought: str) -> bool:
 
 
 def _compare(tokenizer: PreTrainedTokenizerFast, chat: Conversation, before: str, answer: str, remarks: str) -> None:
-    """With what transformers writes to ask for the answer, and with it."""
+    """Compares with transformers' renderings that ask for the answer and that include it."""
     if "generation %}" in tokenizer.chat_template:
         return
     modes: list[dict[str, Any]] = [{}]
@@ -122,14 +122,14 @@ def _compare(tokenizer: PreTrainedTokenizerFast, chat: Conversation, before: str
             )  # fmt: skip
             if before == given:
                 put = "put behind the <think>" in remarks or "learned from what it asks with" in remarks
-                whole = (before + answer).removesuffix(tokenizer.eos_token)  # of a template without an end of turn
+                whole = (before + answer).removesuffix(tokenizer.eos_token)  # added to templates without an end of turn
                 assert put or written.startswith(whole)
                 return
     raise AssertionError(f"no answer is asked for by {before!r}")
 
 
 def _spelt(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """gpt-oss reads a thought by another name; models that also see take contents in parts."""
+    """Returns messages as the template reads them: gpt-oss has its own key for reasoning, vision models take parts."""
     messages = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in messages]
     try:
         takes_text = "Ask." in str(tokenizer.apply_chat_template([user("Ask.")], tokenize=False))
@@ -139,7 +139,7 @@ def _spelt(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -
 
 
 def _compare_masks(tokenizer: PreTrainedTokenizerFast, chat: Conversation, example: Example) -> None:
-    """With transformers' own mask, to which end-of-turn tokens are added where marks stop before them."""
+    """Compares with transformers' own mask plus end-of-turn tokens, where the template's marks stop before them."""
     found = tokenizer.apply_chat_template(
         _spelt(tokenizer, chat.messages), tools=chat.tools, return_assistant_tokens_mask=True, return_dict=True
     )

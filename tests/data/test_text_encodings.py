@@ -1,4 +1,4 @@
-"""Files of text that is not UTF-8: read where the encoding can be told, said, counted, and otherwise refused."""
+"""Text files that are not UTF-8 are read, named and counted if the encoding can be detected, and otherwise refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -84,12 +84,12 @@ def test_letters_tell() -> None:
 
 
 def test_the_plan_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the run that prepares, and of later ones, which find the tokens prepared."""
+    """The plan counts non-UTF-8 files in the run that prepares them and in later runs, which reuse the tokens."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.txt").write_bytes(TEXTS["latin-1"].encode("latin-1"))
     ended = run("train", "old.txt", *TINY, "trainer.max_steps=1", "run.name=a")
     assert ended.code == 0, ended.err
-    lines.not_utf8.clear()  # as in another process
+    lines.not_utf8.clear()  # as in a new process
     assert run("train", "old.txt", *TINY, "trainer.max_steps=1", "run.name=b").code == 0
     for name in ("a", "b"):
         plan = " ".join((tmp_path / f"outputs/{name}/plan.txt").read_text().replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""Mixtures of text in real runs: counts by weight, exact resume, one tokenizer, nothing copied; mistakes are said."""
+"""Mixtures of text in real runs: counts by weight, exact resuming, one tokenizer, no copies, mistakes reported."""
 
 import json
 import re
@@ -20,7 +20,7 @@ RUN = [*TINY, "data=mixture", "trainer.limit_val_batches=1", "callbacks.samples.
 
 @pytest.fixture
 def sources(tmp_path: Path) -> tuple[Path, Path]:
-    """Lines of letters, and rows of digits in a column of their own."""
+    """Returns a file of lines of letters and a file of rows with digits in a column `body`."""
     letters, digits = tmp_path / "letters.txt", tmp_path / "digits.jsonl"
     letters.write_text("".join(f"{'abcdefgh' * (1 + i % 5)} and so on\n" for i in range(300)))
     digits.write_text("".join(json.dumps({"body": f"{i * 7919} {i * 104729}"}) + "\n" for i in range(500)))
@@ -37,12 +37,12 @@ def train(folder: Path, *overrides: str) -> Ended:
 
 
 def trained_on(record: dict) -> list[int]:
-    """Tokens of letters and of digits."""
+    """Returns the tokens seen of letters and of digits."""
     return [record[f"tokens_seen/{name}"] for name in ("letters.txt", "digits.jsonl")]
 
 
 def test_a_run_sees_its_sources_by_weight_and_goes_on_exactly(sources: tuple[Path, Path], tmp_path: Path) -> None:
-    """Stopped at step 3 of 6, and the weights change before and after that."""
+    """A run stopped at step 3 of 6, with weights that change before and after that step, resumes exactly."""
     mixed = mixing(sources, "weight: {0: 3, 2: 1, 5: 0}", "weight: {0: 1, 5: 2}")
     folders = [tmp_path / "whole", tmp_path / "parts"]
     assert train(folders[0], mixed, "trainer.max_steps=6").code == 0

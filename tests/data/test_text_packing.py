@@ -1,4 +1,4 @@
-"""Text packed by documents: each token once, documents whole where they fit, and runs that train on it and go on."""
+"""Text packed by documents: each token once, documents whole where they fit, and runs on it that resume exactly."""
 
 import itertools
 from pathlib import Path
@@ -21,7 +21,7 @@ LENGTHS = [3, 40, 32, 33, 1, 64, 100, 7, 31, 2]
 
 
 def written(folder: Path, shard_tokens: int) -> tuple[list[list[int]], TextPieces]:
-    """Documents of tokens that count up, and their pieces of at most 32."""
+    """Writes documents of consecutive ids and returns them with their pieces of at most 32 tokens."""
     writer = BinWriter(folder, "train", "uint16", shard_tokens)
     documents = [list(range(200 * i, 200 * i + n)) for i, n in enumerate(LENGTHS)]
     for document in documents:
@@ -39,7 +39,7 @@ def test_every_token_but_a_documents_first_is_predicted_once(shard_tokens: int, 
         assert learned.all()
         pairs += zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True)
     wanted = [pair for document in documents for pair in itertools.pairwise(document)]
-    if shard_tokens == 70:  # a document longer than a file is cut at its end
+    if shard_tokens == 70:  # a document longer than a shard is cut at the shard's end
         wanted.remove((1269, 1270))
     assert sorted(pairs) == sorted(wanted)
     whole = {tuple(pieces.read(i)[0].tolist()) for i in range(len(pieces))}

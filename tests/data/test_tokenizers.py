@@ -1,4 +1,4 @@
-"""Tokenizers made here are real ones: they load with AutoTokenizer, round-trip, and are the same every time."""
+"""Tokenizers made by lmtrain load with AutoTokenizer, round-trip any text, and are the same every time."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_bytes_are_their_own_ids(tokenizer_config):
     assert tokenizer.eos_token_id == 256
     for text in ANY_TEXT:
         assert tokenizer(text).input_ids == list(text.encode())
-    for byte in range(256):  # every byte has its own token, also those no UTF-8 text starts with
+    for byte in range(256):  # every byte has its own token, also those that begin no UTF-8 text
         assert len(tokenizer.convert_ids_to_tokens(byte)) == 1
 
 

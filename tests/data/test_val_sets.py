@@ -1,4 +1,4 @@
-"""data.val_sets and data.val_train_rows: numbers of their own beside val/loss, and what can't be a set."""
+"""data.val_sets and data.val_train_rows: metrics of their own beside val/loss, and refusal of what can't be a set."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def texts(tmp_path: Path) -> dict[str, Path]:
 
 
 def windows(ids: list[int]) -> torch.Tensor:
-    """All rows of SEQ_LEN + 1 tokens, one token shared by neighbours."""
+    """Returns all rows of SEQ_LEN + 1 tokens; neighboring rows share one token."""
     count = (len(ids) - 1) // SEQ_LEN
     return torch.tensor([ids[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(count)])
 
@@ -60,7 +60,7 @@ def test_each_set_has_the_loss_of_a_plain_loop(corpus: Path, texts: dict[str, Pa
         assert last[f"val/{name}/perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
         size = sum(len(text.encode()) for text in found)
         assert last[f"val/{name}/bits_per_byte"] == pytest.approx(loss / math.log(2) * len(ids) / size, rel=1e-3)
-    assert 0 < last["val/train_rows/loss"] < last["val/wiki/loss"]  # it has seen these rows
+    assert 0 < last["val/train_rows/loss"] < last["val/wiki/loss"]  # the model was trained on these rows
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["best_metric"] == {"val/code/perplexity": last["val/code/perplexity"]}
 
@@ -117,7 +117,7 @@ def test_a_monitor_of_no_set_is_refused_with_those_there_are(
     corpus: Path, texts: dict[str, Path], tmp_path: Path
 ) -> None:
     sets = f"data.val_sets={{wiki: {{path: {texts['wiki']}}}}}"
-    for words in (["checkpoint.monitor=val/wikki/loss"], ["data.val_fraction=0"]):  # the second has no val/loss
+    for words in (["checkpoint.monitor=val/wikki/loss"], ["data.val_fraction=0"]):  # the second gives no val/loss
         ended = train_tiny(corpus, sets, *words, f"run.dir={tmp_path / 'run'}")
         assert ended.code == 2
         assert "val/wiki/loss, val/wiki/perplexity" in message(ended.err)

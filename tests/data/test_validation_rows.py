@@ -1,4 +1,4 @@
-"""Validation rows: each once whatever the ranks; a limited validation sees the same spread rows everywhere."""
+"""Validation rows: each once for any number of ranks; a limited validation reads the same evenly spread rows."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from lmtrain.data.loaders import ValidationDataset
 
 
 class Numbers:
-    """Rows that are their own number."""
+    """Rows that contain their own number."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -1,4 +1,4 @@
-"""Loader workers end with the process that trains, at whatever moment it dies."""
+"""Loader workers end with the training process, whenever it dies."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 
 from processes import read
 
-# The workers sleep as they begin, so that the parent is dead by then.
+# The workers sleep at their start, so that the parent is dead when they continue.
 DIES_AT_FORK = """
 import os, signal, sys, time
 import torch
@@ -36,13 +36,13 @@ time.sleep(60)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 def test_workers_of_a_killed_parent_are_gone() -> None:
-    """Torch's own watch takes the process that inherits an orphan for the parent, where the parent died first."""
+    """Workers whose parent died first end too; torch's own watchdog takes the process adopting them for the parent."""
     process = subprocess.Popen([sys.executable, "-c", DIES_AT_FORK], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     workers = [int(process.stdout.readline()) for _ in range(2)]
     assert process.wait(timeout=60) == -signal.SIGKILL
     try:
-        deadline = time.monotonic() + 60  # torch's watch looks every 5 s
+        deadline = time.monotonic() + 60  # torch's watchdog checks every 5 s
         while any(map(read, workers)) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not any(map(read, workers))

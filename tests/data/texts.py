@@ -1,4 +1,4 @@
-"""The documents of a source as whole strings, which lmtrain itself never joins."""
+"""Helpers that join the documents of a source into whole strings, which lmtrain itself never does."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,6 +1,6 @@
-"""Compares models whose rows two ranks share with themselves on whole rows.
+"""Compares models whose rows are shared by two ranks with the same models on whole rows.
 
-`torch.distributed.run ... context_families.py FOLDER` writes what each rank found of each variant into the folder.
+`torch.distributed.run ... context_families.py FOLDER` writes each rank's result for each variant into the folder.
 """
 
 import copy
@@ -20,14 +20,14 @@ from lmtrain.models import context, probe
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.probe import TESTED
 
-ROW = 10**6  # as data.seq_len: longer than every window
+ROW = 10**6  # the value of data.seq_len: longer than every window
 PLAIN = ("input_ids", "labels")
 # Gemma 4's gradients magnify rounding: 2e-5 in fp32 is 5e-8 where weights are fp64.
 ALLOWED = {"gemma4_text": 1e-4}
 
 
 def compare(variant: Variant) -> str:
-    """right, or refused with why; raises where loss or gradients are not those of whole rows."""
+    """Returns "right", or "refused" with the reason; raises if loss or gradients differ from those of whole rows."""
     model = build(config_of(variant))
     probe.set_attention("auto", model, ROW)
     try:
@@ -69,7 +69,7 @@ def main(folder: Path) -> None:
         except Exception:
             found[str(variant)] = traceback.format_exc(limit=-1)
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()  # none may leave while another still reads from it
+    dist.barrier()  # no rank may leave while another still reads from it
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Evaluations one by one on ranks that import torch once: `torch.distributed.run ... evaluations.py JOBS.json`."""
+"""Runs evaluations in turn on ranks that import torch once: `torch.distributed.run ... evaluations.py JOBS.json`."""
 
 import json
 import sys

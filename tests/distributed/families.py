@@ -1,7 +1,7 @@
-"""Compares models whose layers are split over the ranks with themselves, unsplit.
+"""Compares models whose layers are split over the ranks with the same models unsplit.
 
-`torch.distributed.run ... families.py FOLDER FAMILY,FAMILY,...` writes what each rank found into the folder, of tokens
-that all ranks hold between the layers and of such that they share.
+`torch.distributed.run ... families.py FOLDER FAMILY,FAMILY,...` writes each rank's results into the folder, with all
+tokens on every rank between the layers and with tokens shared out over the ranks.
 """
 
 import copy
@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
 
 
 def compare(family: str, shares_tokens: bool) -> str:
-    """How far logits and gradients are from the unsplit model's, or what went wrong."""
+    """Returns how many parameters are split; raises if logits or gradients differ from the unsplit model's."""
     torch.manual_seed(0)
     sizes = {k: v for k, v in SIZES.items() if family != "gpt2" or k not in ("intermediate_size", "head_dim")}
     dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0) if family == "gpt2" else {}
@@ -46,7 +46,7 @@ def compare(family: str, shares_tokens: bool) -> str:
         tokens.leave(blocks[-1])
     for block in blocks:
         split(block, layers, mesh, tokens)
-    ids = torch.randint(0, 64, (2, 15))  # not a multiple of the ranks
+    ids = torch.randint(0, 64, (2, 15))  # not a multiple of the number of ranks
     outputs = [m(input_ids=ids, labels=ids, use_cache=False) for m in (whole_model, model)]
     for out in outputs:
         out.loss.backward()
@@ -68,7 +68,7 @@ def main(folder: Path, families: list[str]) -> None:
         except Exception:
             found[family] = traceback.format_exc()
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()  # none may leave while another still reads from it
+    dist.barrier()  # no rank may leave while another still reads from it
     dist.destroy_process_group()
 
 

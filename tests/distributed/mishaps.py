@@ -1,4 +1,4 @@
-"""Callbacks of a user, reached by `callbacks.extra` with this folder on PYTHONPATH."""
+"""A user's callbacks, loaded by `callbacks.extra` with this folder on PYTHONPATH."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import torch
 
 
 class Breaks(pl.Callback):
-    """Raises on `rank` at `step`; once only where `marker`, a file that does not exist yet, is given."""
+    """Raises on `rank` at `step`; only once if `marker`, a file that does not exist yet, is given."""
 
     def __init__(self, rank: int, step: int, marker: str | None = None) -> None:
         self.rank, self.step, self.marker = rank, step, Path(marker) if marker else None
@@ -27,7 +27,7 @@ class Breaks(pl.Callback):
 
 
 class BreaksEarly(pl.Callback):
-    """Raises on `rank` before any rank listens to signals; the others are busy for a minute."""
+    """Raises on `rank` before any rank listens to signals, while the others are busy for a minute."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -39,10 +39,10 @@ class BreaksEarly(pl.Callback):
 
 
 class Notes(pl.Callback):
-    """Writes into the run's folder, for each rank, the config it read and what was made of it."""
+    """Writes, for each rank, the config it read and the resulting learning rate into the run's folder."""
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        config = sys.argv[1]  # of lmtrain.run.launch, before the words of trust
+        config = sys.argv[1]  # of lmtrain.run.launch; trust grants follow it
         found = {
             "pid": os.getpid(),
             "config": Path(config).read_text(),
@@ -52,7 +52,7 @@ class Notes(pl.Callback):
 
 
 class NotesParts(pl.Callback):
-    """Writes, for each rank, the bytes it holds of the packed base and of its scales, and of the whole ones."""
+    """Writes the bytes of the packed base and scales that each rank holds, their total, and the bytes of its tables."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         found = {"held": 0, "whole": 0, "tables": 0}
@@ -75,19 +75,19 @@ class CountsCollectives(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if self.profiler is not None:
-            time.sleep(0.5)  # gloo's thread notes a collective's end after it has told who waits for it
+            time.sleep(0.5)  # gloo's thread records a collective's end after it has woken the waiting thread
             self.profiler.stop()
             names = [e.name for e in self.profiler.events() if e.name.startswith("gloo:")]
             self.profiler = None
             if trainer.is_global_zero:
                 self.path.write_text("\n".join(names))
-        if trainer.global_step == self.step:  # from here to the next step's end
+        if trainer.global_step == self.step:  # records from here to the end of the next step
             self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
             self.profiler.start()
 
 
 class WaitsWhenLoaded(pl.Callback):
-    """Rests before the first step for as long as `marker`, which it makes, exists."""
+    """Waits before the first step for as long as `marker`, a file that it creates, exists."""
 
     def __init__(self, marker: str) -> None:
         self.marker = Path(marker)

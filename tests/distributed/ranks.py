@@ -1,4 +1,4 @@
-"""Runs jobs one after the other on ranks that import torch once: `torch.distributed.run ... ranks.py JOBS.json`."""
+"""Runs jobs in turn on ranks that import torch once: `torch.distributed.run ... ranks.py JOBS.json`."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def main(jobs: list[list[str]], results: Path) -> None:
         devices.resolve_auto(config)
         folder = run_dir.RunDir(Path(str(config.run.dir)))
         try:
-            if os.environ["RANK"] == "0":  # as the parent of a run does
+            if os.environ["RANK"] == "0":  # as the launching process of a run does
                 folder = run_dir.open_run(config)
             codes.append(str(Session(config, folder).run()))
         except Exception:

@@ -1,4 +1,4 @@
-"""Runs of one process and of two ranks, to be compared."""
+"""Runs of one process and of two ranks, whose numbers are compared."""
 
 import json
 import os
@@ -24,17 +24,17 @@ LORA = [*SFT, "model=pretrained", "peft=lora", "peft.r=4", "optimizer.lr=1e-2"]
 DPO = [*TINY, *BATCH, "objective=dpo", "data=preference_jsonl", "data.chat_template=vicuna", "data.val_fraction=0.2",
        "data.seq_len=512", "model=pretrained", "optimizer.lr=3e-3"]  # fmt: skip
 DPO_LORA = [*DPO, "peft=lora", "peft.r=4"]
-EXACT = 1e-5  # relative, of losses and gradient norms
+EXACT = 1e-5  # relative tolerance of losses and gradient norms
 
 
 def names_of(settings: list[str]) -> list[str]:
-    """TINY names the sizes of a model from scratch, which a pretrained one brings with it."""
+    """Drops TINY's model sizes for a pretrained model, which has its own."""
     pretrained = "model=pretrained" in settings
     return [s for s in settings if not (pretrained and s.startswith("model.") and "name_or_path" not in s)]
 
 
 def same_weights(one: Path, other: Path) -> None:
-    """Two safetensors files of the same names and, but for rounding, the same values."""
+    """Asserts that two safetensors files have the same names and, up to rounding, the same values."""
     a, b = load_file(one), load_file(other)
     assert a.keys() == b.keys()
     for key in a:
@@ -42,7 +42,7 @@ def same_weights(one: Path, other: Path) -> None:
 
 
 class Runs:
-    """Runs by name: those of one process in this one, those of several ranks all in one launch."""
+    """Named runs: those of one process run in this process, those of several ranks run together in one launch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -77,7 +77,7 @@ class Runs:
         return str(self.folder / name / "checkpoints" / f"step_{step:08d}")
 
     def compare(self, ours: str, theirs: str, rel: float = EXACT) -> None:
-        """All numbers that both logged at the same steps."""
+        """Asserts that all numbers that both runs logged at the same steps are equal."""
         logged = [rows(self.folder / name / "metrics.jsonl") for name in (theirs, ours)]
         a, b = ({(r["step"], "val/loss" in r): r for r in found} for found in logged)
         assert b.keys() <= a.keys()

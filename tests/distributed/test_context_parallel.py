@@ -1,4 +1,4 @@
-"""Rows shared by the ranks of a group: the numbers of one process, checkpoints that travel, what is refused."""
+"""Rows shared by a group of ranks: the numbers equal one process's, checkpoints are portable, and what is refused."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_families_give_the_loss_and_gradients_of_whole_rows(tmp_path: Path) -> N
 
 
 def test_heads_and_tokens_change_places() -> None:
-    """Two ranks, simulated: what rank r sends to rank i is part i of what r has."""
+    """Two simulated ranks exchange slices: rank r sends part i of its slice to rank i."""
     whole = torch.randn(2, 4, 6, 3)  # [B, H, T, D]
     slices = whole.chunk(2, dim=2)
     for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""Log-probabilities of the reference that were computed before training are the same on two ranks (gloo)."""
+"""Two ranks (gloo) give the numbers of one process for DPO with precomputed reference log-probabilities and for KTO."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_numbers_do_not_depend_on_the_ranks(strategy: str, tmp_path: Path, lmtra
 
 @pytest.mark.slow
 def test_unpaired_answers_do_not_depend_on_the_ranks(tmp_path: Path, lmtrain: Run) -> None:
-    """Their reference point is that of all ranks, and so are the means over each kind of answer."""
+    """The KL reference point and the means over each kind of answer are computed over all ranks."""
     answers = write_rows(tmp_path / "answers.jsonl", "unpaired_jsonl")
     changed = ["objective=kto", "data=unpaired_jsonl", "data.global_batch_size=6", "trainer.max_steps=4"]
     for devices, how, micro in ((1, "auto", 6), (2, "ddp", 1)):

@@ -1,4 +1,4 @@
-"""`lmtrain.evaluate` on several gloo ranks: every number is that of one device."""
+"""`lmtrain.evaluate` on several gloo ranks gives exactly the numbers of one device."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ SETTINGS = ["evaluate.batch_size=3", "evaluate.resamples=50", "trainer.accelerat
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two of one tokenizer, with weights as they are drawn."""
+    """Saves two models with one tokenizer and random weights."""
     folder = tmp_path_factory.mktemp("models")
     return [
         save_pretrained(folder / f"model_{r}", max_position_embeddings=512, initializer_range=r) for r in (0.2, 0.3)
@@ -46,7 +46,7 @@ def test_parts_are_the_batches_that_one_would_make(models: list[Path]) -> None:
 
 
 def test_each_rank_does_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of seven items, three ranks do three, two and two; each has all results, in the order of the items."""
+    """Three ranks process three, two and two of seven items; each gets all results, in the order of the items."""
     items, shares = list("abcdefg"), (["a", "d", "g"], ["b", "e"], ["c", "f"])
     monkeypatch.setattr(world, "size", lambda: 3)
     monkeypatch.setattr(world, "together", lambda make: make())
@@ -61,7 +61,7 @@ def test_each_rank_does_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_an_error_of_one_rank_is_raised_on_all(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the others have come less far: each rank is a thread, and every exchange waits for both."""
+    """An error is also raised on ranks that are behind; each rank is a thread, and every exchange waits for both."""
     here, meeting, sent = threading.local(), threading.Barrier(2, timeout=30), [None, None]
 
     def all_gather_object(found: list[object], mine: object) -> None:
@@ -97,7 +97,7 @@ def test_fewer_documents_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_the_numbers_are_those_of_one_device(models: list[Path], corpus: Path, tmp_path: Path) -> None:
-    """Text and a second model, conversations with their answers, pairs against a reference; parts differ in size."""
+    """Text with a second model, chats with answers, and pairs with a reference; the ranks' parts differ in size."""
     chats, pairs = write_chats(tmp_path / "c.jsonl", 30), write_rows(tmp_path / "p.jsonl", "preference_jsonl")
     template = "data.chat_template=vicuna"
     text = ["data=text", f"data.val_path={corpus}", "evaluate.context=64", "evaluate.stride=24", "evaluate.limit=7",
@@ -133,7 +133,7 @@ def test_the_numbers_are_those_of_one_device(models: list[Path], corpus: Path, t
 
 @pytest.mark.slow
 def test_what_one_rank_finds_wrong_is_said_once(models: list[Path], tmp_path: Path, lmtrain: Run) -> None:
-    """Where the second model can't be had, the scores of the first are kept."""
+    """If the second model can't be loaded, one message says so and the scores of the first are kept."""
     (tmp_path / "a.txt").write_text("a line of text\n" * 9)
     argv = [f"run_dir={models[0]}", "data=text", f"data.val_path={tmp_path / 'a.txt'}", "trainer.devices=2"]
     ended = lmtrain("evaluate", *SETTINGS, *argv, f"evaluate.against={models[1]}_x", f"evaluate.dir={tmp_path}")

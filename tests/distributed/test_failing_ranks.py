@@ -1,4 +1,4 @@
-"""What ranks of one launcher print when they fail: one message, by whichever rank met it."""
+"""Ranks of one launcher that fail print one message, from a rank that encountered the error."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ from lmtrain.run import launch
 
 
 def failing(folder: Path, rank: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of a rank whose job raises the error."""
+    """Returns the exit code of a rank whose job raises the error."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr(launch, "_SAME_ERROR_SECONDS", 0)
     (folder / "config.yaml").write_text(compose.dump(compose.check(compose.compose(["data=text", "data.path=x"]))))
@@ -27,7 +27,7 @@ def failing(folder: Path, rank: int, error: Exception, monkeypatch: pytest.Monke
 def test_the_first_rank_prints_before_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another rank that has left meanwhile makes the launcher end this one."""
+    """If another rank has left already, the launcher ends this one soon, so it must print first."""
     printed = list[str]()
     monkeypatch.setattr(launch, "write_atomic", lambda *_: printed.append(capsys.readouterr().err))
     assert failing(tmp_path, 0, UserError("no such file"), monkeypatch) == WRONG_INPUT

@@ -1,4 +1,4 @@
-"""A copy of the model per node, in parts on the node's ranks: two "nodes" of two gloo ranks against one process."""
+"""A copy of the model per node, sharded over the node's ranks: two "nodes" of two gloo ranks against one process."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ NODES, PER_NODE = 2, 2
 
 
 def on_nodes(settings: list[str]) -> None:
-    """Runs them on all nodes; each has to end well."""
+    """Runs training with the settings on all nodes and asserts that each of them succeeds."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}",
                "--master-addr=127.0.0.1", f"--master-port={free_port()}"]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -33,10 +33,10 @@ def on_nodes(settings: list[str]) -> None:
 @pytest.mark.parametrize("sharded", ["false", "true"])
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp_tp"])
 def test_numbers_and_checkpoints_of_two_nodes(strategy: str, sharded: str, corpus: Path, tmp_path: Path) -> None:
-    """fsdp_tp: the two ranks of a node are a group, so that a copy is a model split over them."""
+    """With fsdp_tp the two ranks of a node form a group, so that a copy is a model split over them."""
     r = Runs(tmp_path)
     text = [*CAUSAL, f"data.path={corpus}"]
-    if sharded == "true":  # embeddings and output layer are groups of their own
+    if sharded == "true":  # embeddings and output layer form FSDP groups of their own
         text += ["model=llama_nano", "model.tie_word_embeddings=false"]
     r.one("one", *text)
     settings = [*text, f"trainer.strategy={strategy}", "trainer.fsdp.copy_per_node=true",
@@ -48,7 +48,7 @@ def test_numbers_and_checkpoints_of_two_nodes(strategy: str, sharded: str, corpu
     assert store.damage(Path(r.checkpoint("nodes", 10))) is None
     r.one("back", *text, f"run.resume={r.checkpoint('nodes', 10)}")
     r.compare("back", "one")
-    if strategy == "fsdp_tp":  # what the nodes have saved, and one process
+    if strategy == "fsdp_tp":  # resumes a checkpoint written by one process that had resumed the nodes' checkpoint
         again = [s for s in settings if not s.startswith("run.dir=")]
         on_nodes([*again, f"run.dir={tmp_path / 'again'}", f"run.resume={r.checkpoint('back', 20)}",
                   "trainer.max_steps=24"])  # fmt: skip

@@ -1,4 +1,4 @@
-"""How ranks are started and end: torchrun on two nodes, SLURM, restarts, a rank that fails. Stops: tests/resume."""
+"""How ranks start and end: torchrun on two nodes, SLURM, restarts, a failing rank. Signals: see tests/resume."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ BREAKS = ["run.allow_target=[mishaps]"]
 
 
 def environment() -> dict[str, str]:
-    """With the callbacks of this folder and of tests/resume."""
+    """Returns an environment in which the callbacks of this folder and of tests/resume can be imported."""
     path = os.pathsep.join([str(HERE), str(HERE.with_name("resume")), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
@@ -46,7 +46,7 @@ def numbers(run_dir: Path) -> list[dict]:
 
 
 def on_two_nodes(*settings: str) -> list[tuple[int, str]]:
-    """Exit code and output of torchrun on two "nodes" of one rank each."""
+    """Returns the exit code and output of torchrun on each of two "nodes" of one rank each."""
     port = str(free_port())
     nodes = [
         start(["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}",
@@ -59,7 +59,7 @@ def on_two_nodes(*settings: str) -> list[tuple[int, str]]:
 
 @pytest.mark.slow
 def test_two_nodes_by_torchrun(corpus: Path, tmp_path: Path) -> None:
-    """Each rank finds the time for the folder's name itself, yet all use one folder and one config."""
+    """Each rank determines the time in the folder's name itself, yet all use one folder and one config."""
     settings = [*TEXT, f"data.path={corpus}", f"run.root={tmp_path / 'runs'}", "trainer.strategy=fsdp"]
     for code, output in on_two_nodes(*settings):
         assert code == 0, output
@@ -118,7 +118,7 @@ def test_a_rank_that_fails_ends_all(corpus: Path, tmp_path: Path, rank: int) -> 
     while process.poll() is None and not any(r["step"] >= 5 for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")):
         time.sleep(0.05)
     failed = time.monotonic()
-    output, _ = process.communicate(timeout=600)  # returns when all that hold the pipe are gone
+    output, _ = process.communicate(timeout=600)  # returns when all processes that hold the pipe are gone
     assert time.monotonic() - failed < 60
     assert process.returncode == 1
     assert f"ZeroDivisionError: a mistake on rank {rank}" in output
@@ -129,7 +129,7 @@ def test_a_rank_that_fails_ends_all(corpus: Path, tmp_path: Path, rank: int) -> 
 
 @pytest.mark.slow
 def test_a_rank_that_fails_while_the_other_still_builds(corpus: Path, tmp_path: Path) -> None:
-    """The launcher's SIGTERM ends the other, which could not note that it was not the first."""
+    """The launcher's SIGTERM ends the other rank, which can't note that it was not the first to fail."""
     settings = [*TEXT, f"data.path={corpus}", f"run.dir={tmp_path / 'run'}", "trainer.devices=2", *BREAKS]
     process = start(["-m", "lmtrain.train", *settings, "callbacks.extra=[{_target_: mishaps.BreaksEarly,rank: 1}]"])
     output, _ = process.communicate(timeout=600)
@@ -142,9 +142,9 @@ def test_a_rank_that_fails_while_the_other_still_builds(corpus: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        ("ddp", {"gloo:all_reduce": 2}),  # the gradients, the count of tokens
-        # Of gradients: two blocks and the rest, which gloo reduces by all_reduce. Of weights, for each of two
-        # micro-batches: the rest once, the blocks in forward and backward. The count of tokens, the norm.
+        ("ddp", {"gloo:all_reduce": 2}),  # the gradients, and the count of tokens
+        # Gradients: two blocks and the rest, which gloo reduces by all_reduce; then the token count and the norm.
+        # Weights, for each of two micro-batches: the rest once, and each block in forward and backward.
         ("fsdp", {"gloo:all_reduce": 3 + 2, "gloo:all_gather": 2 * (1 + 2 * 2)}),
     ],
 )
@@ -170,7 +170,7 @@ def test_ranks_are_found_in_the_environment() -> None:
     assert ranks.find(step) == ranks.RankLayout(5, 2, 4, "SLURM")
     assert step["MASTER_ADDR"] == "gpu07"
     assert step["MASTER_PORT"] == "18456"
-    # The script of an sbatch job is not a rank, however many tasks its job has.
+    # The batch script of an sbatch job is not a rank, however many tasks its job has.
     assert ranks.find({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) is None
     uneven = {**{k: v for k, v in step.items() if k.startswith("SLURM")}, "SLURM_STEP_NUM_TASKS": "7"}
     with pytest.raises(UserError, match="--ntasks-per-node"):

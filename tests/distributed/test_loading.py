@@ -1,4 +1,4 @@
-"""A node holds the model about once in host memory while it loads, however many ranks it has."""
+"""While a model loads, a node holds it about once in host memory, however many ranks it has."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """The ranks that a run has started, or the run itself."""
+    """Returns the process ids of the ranks that a run has started, or of the run itself if it has none."""
     try:
         found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -43,7 +43,7 @@ def ranks_of(pid: int) -> list[int]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Host memory of a process that is not a file's; pages it shares with others count by its share."""
+    """Returns a process's host memory that is not backed by files; shared pages count proportionally."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:
@@ -52,10 +52,10 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def most_while_loading(folder: Path, settings: list[str]) -> int:
-    """Most bytes that the ranks of a run held together before their first step."""
+    """Returns the most bytes that the ranks of a run held together before their first step."""
     marker = folder / "loaded"
     callback = f"callbacks.extra=[{{_target_: mishaps.WaitsWhenLoaded,marker: {marker}}}]"
-    # What is freed goes back to the system at once, as a real model's tensors do: glibc keeps those under 32 MiB.
+    # Freed memory goes back to the system at once, as a real model's large tensors do: glibc keeps blocks under 32 MiB.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), env.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "lmtrain.train", *names_of([*TINY, *COMMON, *settings]), callback]
@@ -65,10 +65,10 @@ def most_while_loading(folder: Path, settings: list[str]) -> int:
     while parent.poll() is None and not marker.exists():
         began = time.monotonic()
         held = sum(map(anonymous_bytes, ranks_of(parent.pid)))
-        if time.monotonic() - began < 0.1:  # else the ranks' bytes are of different moments
+        if time.monotonic() - began < 0.1:  # otherwise the ranks were measured at different moments
             most = max(most, held)
         time.sleep(0.005)
-    most = max(most, sum(map(anonymous_bytes, ranks_of(parent.pid))))  # they rest
+    most = max(most, sum(map(anonymous_bytes, ranks_of(parent.pid))))  # now they wait
     marker.unlink(missing_ok=True)
     output, _ = parent.communicate(timeout=600)
     assert parent.returncode == 0, output
@@ -100,12 +100,12 @@ def test_a_node_holds_the_model_once(task: str, llama: Path, corpus: Path, tmp_p
     weights = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(llama).parameters())
     assert weights > 250e6
     print(f"{task}: {(most[0] - most[1]) / weights:.2f} times the model")
-    # Of a pretrained model each rank reads its rows: there is nothing but the parts. In 4 bits a weight is an eighth.
+    # Each rank reads its rows of a pretrained model and holds nothing but its shards. 4-bit weights take an eighth.
     assert most[0] - most[1] < {"pretrained": 1.25, "qlora": 1.0}.get(task, 1.5) * weights
 
 
 def test_ranks_that_resume_do_not_each_read_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
-    """Under ddp a rank holds weights and two moments; another copy of all three while it loads would make it six."""
+    """Under ddp a rank holds weights and two moments; a second copy of all three while loading would make that six."""
     if not Path("/proc/self/smaps_rollup").exists():
         pytest.skip("needs /proc/PID/smaps_rollup")
     most = []
@@ -120,7 +120,7 @@ def test_ranks_that_resume_do_not_each_read_the_checkpoint(corpus: Path, tmp_pat
 
 
 def test_every_kind_of_model_is_loaded_as_by_one_process(tmp_path: Path) -> None:
-    """The second rank builds each without weights: embeddings that grow, tied ones, adapters of several kinds."""
+    """Rank 1 builds each model without weights: growing embeddings, tied ones, and adapters of several kinds."""
     r = Runs(tmp_path)
     sft = [*SFT, f"data.path={write_chats(tmp_path / 'chats.jsonl', 40)}", "model=pretrained"]
     untied, tied = (
@@ -131,7 +131,7 @@ def test_every_kind_of_model_is_loaded_as_by_one_process(tmp_path: Path) -> None
     r.one("first", *lora, "trainer.max_steps=2")
     tokens = 'tokenizer.add_tokens=["<|a|>","<|b|>"]'
     tasks = {
-        "plain": [*sft, untied],  # under fsdp both ranks read their rows of the files, as of plain_tied and gpt2
+        "plain": [*sft, untied],  # under fsdp both ranks read their rows of the files, as for plain_tied and gpt2
         "plain_tied": [*sft, tied],
         "grown": [*sft, untied, tokens],
         "grown_tied": [*sft, tied, tokens],
@@ -145,7 +145,7 @@ def test_every_kind_of_model_is_loaded_as_by_one_process(tmp_path: Path) -> None
                           untied, f"peft.adapter={r.folder / 'first' / 'export'}"],
     }  # fmt: skip
     for task, settings in tasks.items():
-        short = [s for s in settings if s != "tokenizer=bytes"]  # the model's own is the same
+        short = [s for s in settings if s != "tokenizer=bytes"]  # the model's own tokenizer is the same
         short += ["trainer.max_steps=4", "trainer.val_check_interval=4"]
         r.one(task, *short)
         for strategy in ("ddp", "fsdp"):

@@ -1,4 +1,4 @@
-"""Untied embeddings and output layer are gathered by themselves: two ranks against one process, what is held when."""
+"""Untied embeddings and output layer are FSDP groups of their own: equal numbers, and when each is gathered."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ SHAPE = {"num_key_value_heads": 2, "intermediate_size": 48, "tie_word_embeddings
 
 
 def losses(model: LanguageModel, how: str, rows: slice) -> Tensor:
-    """Of some of four rows, a sum over their tokens: the usual loss, or log-probabilities of single tokens."""
+    """Returns a sum over tokens of some of four rows: the usual loss, or negative log-probabilities of tokens."""
     ids = torch.randint(VOCAB, (4, 9), generator=torch.Generator().manual_seed(1))[rows]
     inputs, labels = ids[:, :-1], ids[:, 1:]
     if how != "log_probs":
@@ -35,7 +35,7 @@ def gathered_now(model: Any) -> dict[str, bool]:
 
 
 def rank_of_two(rank: int, folder: str, how: str) -> None:
-    """Two micro-batches of one row each, as a step accumulates them."""
+    """Accumulates two micro-batches, as a step does, and records which groups are gathered after each pass."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     if how == "half":
         sharding._in_half = lambda precision, device_type: True
@@ -54,7 +54,7 @@ def rank_of_two(rank: int, folder: str, how: str) -> None:
         held.append(gathered_now(model))
         total += loss.detach()
     dist.all_reduce(total)
-    gradients = {name: p.grad.full_tensor() * 2 for name, p in model.model.named_parameters()}  # of FSDP's mean, a sum
+    gradients = {name: p.grad.full_tensor() * 2 for name, p in model.model.named_parameters()}  # FSDP's mean to a sum
     torch.save({"loss": total, "gradients": gradients, "held": held}, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -77,7 +77,7 @@ def test_two_ranks_agree_with_one_process(how: str, tmp_path: Path) -> None:
             assert ours.dtype == torch.float32
             scale = p.grad.abs().max()
             torch.testing.assert_close(ours / scale, p.grad / scale, **(near | {"atol": 10 * near["atol"]}))
-        # Embeddings for the lookup alone, the output layer from the loss until its gradient is there.
+        # Embeddings are gathered for the lookup only, the output layer from the loss until its gradient is computed.
         assert found["held"] == [{"embeddings": False, "head": True}, {"embeddings": False, "head": False}] * 2
 
 

@@ -1,4 +1,4 @@
-"""Each rank reads its own rows of pretrained weights out of their files, and nobody sends any."""
+"""Each rank reads its own rows of pretrained weights from the files, and no rank sends any."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ class Tokens(SimpleNamespace):
 
 
 def rank_of_two(rank: int, model: str, folder: str, how: str) -> None:
-    """Writes whole weights, put together from both ranks' parts, and the numbers that were broadcast."""
+    """Writes the whole weights, assembled from both ranks' shards, and how many numbers were broadcast."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     words = ["model=pretrained", f"model.name_or_path={model}", "data=text", "data.seq_len=32"]
     config = check(compose([*words, f"trainer.strategy={'ddp' if how == 'sent' else 'fsdp'}"]))
@@ -68,6 +68,6 @@ def test_ranks_read_their_rows(how: str, tmp_path: Path) -> None:
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["devices"] == ["cpu" if (how, rank) == ("sent", 0) else "meta"]
         if how in ("rows", "node"):
-            assert found["sent"] < 200  # the rotary embedding's frequencies
+            assert found["sent"] < 200  # only the rotary embedding's frequencies
         else:
             assert found["sent"] > bytes_of_weights

@@ -1,4 +1,4 @@
-"""How long ranks wait for one another, where NCCL writes what they waited for, and shares of a reference."""
+"""How long ranks wait for each other, where NCCL writes traces of a hang, and how ranks share a reference's work."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from lmtrain.run import launch
 
 
 def rank_of_two(rank: int, folder: str) -> None:
-    """Writes the seconds after which this rank gives up in the first group, and in those of a mesh."""
+    """Writes the timeouts in seconds of the first group and of those of a mesh, before and after `equal_patience`."""
     ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0", world.MEETING: folder}
     os.environ.update(ranks)
     world.connect("cpu", 7777)
@@ -41,7 +41,7 @@ def test_every_group_waits_as_long_as_the_first(tmp_path: Path) -> None:
     multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
     for rank in (0, 1):
         before, after = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert before[1] == 1800  # what torch gives a group, which is why all are told
+        assert before[1] == 1800  # torch's default for a new group, which is why all groups are set
         assert after == [7777] * 3
 
 
@@ -68,7 +68,7 @@ def test_the_flight_recorder_of_ranks_writes_into_the_runs_folder(
 
 
 def test_a_folder_that_is_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the launcher, or the user's own; under torchrun there is none, and it is the run's."""
+    """A folder set by the launcher or the user is kept; under torchrun none is set, so the run's folder is used."""
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/scratch/trace_")
     world.write_traces_to(Path("runs/one"))
     assert world.traces() == "/scratch/trace_*"
@@ -78,7 +78,7 @@ def test_a_folder_that_is_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_rank_computes_its_parts_and_no_others(tmp_path: Path) -> None:
-    """As the reference of DPO and KTO is made before training."""
+    """Ranks divide the parts like this when the reference of DPO and KTO is computed before training."""
     asked: list[list[int]] = [[], []]
     for rank in (0, 1):
 
@@ -92,7 +92,7 @@ def test_each_rank_computes_its_parts_and_no_others(tmp_path: Path) -> None:
 
 
 def test_the_ranks_of_a_run_share_the_reference_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a folder of its own: it asks for its rows of each split, whatever others have written."""
+    """With separate caches, each rank asks for exactly its own rows of each split, whatever others have written."""
     asked: dict[int, dict[str, list[int]]] = {}
     splits = {"train": range(3 * PART + 1), "val": range(PART + 7)}
     monkeypatch.setattr(world, "size", lambda: 2)

@@ -1,4 +1,4 @@
-"""Two ranks under fsdp, alone and in a sweep: one folder per job, one config on all ranks, nothing left over."""
+"""Two ranks under fsdp, in a run and in a sweep: one folder per job, one config on all ranks, nothing left over."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def train(here: Path, *words: str) -> str:
 
 
 def config_of_ranks(run_dir: Path) -> dict:
-    """The config that both ranks have read, which is the one the run's folder keeps."""
+    """Returns the config that both ranks have read, after checking that it is the one in the run's folder."""
     first, second = (json.loads((run_dir / f"rank_{n}.json").read_text()) for n in (0, 1))
     assert first["pid"] != second["pid"]
     assert first["config"] == second["config"]

@@ -1,4 +1,4 @@
-"""Tokens shared out between layers that are split: the numbers of one process, and what each rank holds."""
+"""Tokens shared out between layers that are split: the numbers equal one process's, and what each rank holds."""
 
 from pathlib import Path
 
@@ -31,8 +31,8 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     text = [*CAUSAL, f"data.path={corpus}", "callbacks.samples.every_n_validations=0"]
     chats = f"data.path={write_chats(r.folder / 'chats.jsonl', 40)}"
     tasks = {
-        "gpt2": text,  # generates, too: one token for two ranks
-        "llama": [*text, *LLAMA, "data.isolate_documents=true", "data.seq_len=31"],  # not a multiple of the ranks
+        "gpt2": text,  # also generates text: one token for two ranks
+        "llama": [*text, *LLAMA, "data.isolate_documents=true", "data.seq_len=31"],  # not divisible by the ranks
         "qwen": [*text, *SHARED_HEADS],
         "sft": [*SFT, chats],
     }
@@ -66,7 +66,7 @@ def test_groups_checkpoints_and_checkpointing(runs: Runs, name: str, task: str) 
 
 
 def rank_of_two(rank: int, folder: str) -> None:
-    """Writes the shape of what a block begins with, and logits, of 7 tokens on two ranks."""
+    """Writes the shapes of the blocks' inputs, and the logits, for 7 tokens on two ranks."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/base")

@@ -1,4 +1,4 @@
-"""A frozen base of 4 bits under FSDP: two gloo ranks hold half of it each, and train what one process trains."""
+"""A frozen 4-bit base under FSDP: two gloo ranks hold half of it each and train like one process."""
 
 import json
 import shutil
@@ -21,15 +21,15 @@ pytest.importorskip("bitsandbytes")
 FSDP = "trainer.strategy=fsdp"
 NF4 = ["peft.quantization=nf4", "peft.double_quant=true"]
 FP4 = ["peft.quantization=fp4", "peft.double_quant=false"]
-IN_BF16 = ("stored", "stored_nf4", "bf16", "mixed")  # whose rounding follows the order of sums
+IN_BF16 = ("stored", "stored_nf4", "bf16", "mixed")  # tasks whose rounding depends on the order of summation
 PARTS = ["run.allow_target=[mishaps]", "callbacks.extra=[{_target_: mishaps.NotesParts}]"]
-# Two ranks, a layer's rows not a multiple of two, packed bytes not of 64: parts are cut anywhere.
+# With two ranks: a layer's rows are not a multiple of two nor packed bytes one of 64, so shards are cut anywhere.
 ODD = {"max_position_embeddings": 512, "intermediate_size": 50, "num_key_value_heads": 1}
 
 
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """All runs of this module; two launches, the second of which continues what the first has saved."""
+    """Runs everything that this module compares; a second launch resumes what the first one saved."""
     r = Runs(tmp_path_factory.mktemp("runs"))
     chats = f"data.path={write_chats(r.folder / 'chats.jsonl', 40)}"
     pairs = f"data.path={write_rows(r.folder / 'pairs.jsonl', 'preference_jsonl', 40)}"
@@ -72,8 +72,8 @@ def test_each_rank_holds_half_of_the_base(runs: Runs, task: str) -> None:
     per_scale = 4 if task == "fp4" else 1
     assert found[0]["whole"] == weights // 2 + weights // 64 * per_scale
     assert sum(part["held"] for part in found) == found[0]["whole"]
-    assert found[0]["held"] == pytest.approx(found[1]["held"], abs=2 * 14)  # a byte a tensor at most
-    # What a rank keeps whole: 16 numbers a layer, with double quantisation 256 more and a number to 256 scales.
+    assert found[0]["held"] == pytest.approx(found[1]["held"], abs=2 * 14)  # up to a byte per tensor
+    # Each rank keeps whole: 16 numbers per layer; with double quantisation 256 more, an offset, one per 256 scales.
     assert found[0]["tables"] == 14 * (64 if task == "fp4" else 64 + 4 + 1024 + 4)
 
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_what_one_process_writes(runs: Runs, task: str) -> None:
 
 
 def test_exports_are_equal(runs: Runs) -> None:
-    """The adapter, the merged model a run writes, and the one that `lmtrain.export` makes of its checkpoint."""
+    """Compares the adapter, the merged model that a run writes, and the one that `lmtrain.export` makes afterwards."""
     one, two = (runs.folder / name for name in ("sft", "sft-fsdp"))
     same_weights(one / "export" / "adapter_model.safetensors", two / "export" / "adapter_model.safetensors")
     same_weights(one / "export_merged" / "model.safetensors", two / "export_merged" / "model.safetensors")
@@ -110,7 +110,7 @@ def test_exports_are_equal(runs: Runs) -> None:
 
 
 def test_every_kind_of_base_and_adapter(corpus: Path, tmp_path: Path) -> None:
-    """The second rank builds each without weights."""
+    """Rank 1 builds each kind of base and adapter without weights, and the numbers equal one process's."""
     r = Runs(tmp_path)
     chats = f"data.path={write_chats(tmp_path / 'chats.jsonl', 40)}"
     unpaired = f"data.path={write_rows(tmp_path / 'unpaired.jsonl', 'unpaired_jsonl', 40)}"
@@ -119,7 +119,7 @@ def test_every_kind_of_base_and_adapter(corpus: Path, tmp_path: Path) -> None:
     tied = save_pretrained(tmp_path / "base_tied", max_position_embeddings=512, tie_word_embeddings=True)
     gpt2 = save_pretrained(tmp_path / "base_gpt2", "gpt2", n_positions=512)
     stored = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    packed = save_pretrained(tmp_path / "base_packed", **ODD)  # its tokenizer stays
+    packed = save_pretrained(tmp_path / "base_packed", **ODD)  # only the model is replaced; the tokenizer stays
     model = AutoModelForCausalLM.from_pretrained(llama, quantization_config=stored, dtype=torch.bfloat16)
     model.save_pretrained(packed)
     r.one("first", *lora, "trainer.max_steps=2")
@@ -138,9 +138,9 @@ def test_every_kind_of_base_and_adapter(corpus: Path, tmp_path: Path) -> None:
         "mixed": [*lora, "trainer.precision=bf16-mixed"],
     }  # fmt: skip
     for task, settings in tasks.items():
-        short = [s for s in settings if s != "tokenizer=bytes"]  # the model's own is the same
+        short = [s for s in settings if s != "tokenizer=bytes"]  # the model's own tokenizer is the same
         short += ["trainer.max_steps=4", "trainer.val_check_interval=4"]
-        if task == "memory":  # the balance of its routers is of a rank's rows: two ranks differ from one by 1e-3
+        if task == "memory":  # each rank balances its routers over its own rows: two ranks differ from one by 1e-3
             r.two(task, *short)
         else:
             r.one(task, *short)

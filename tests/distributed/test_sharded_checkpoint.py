@@ -1,4 +1,4 @@
-"""Checkpoints that two ranks write together hold what rank 0 would have written, and travel as well."""
+"""Checkpoints that two ranks write together have the content of those written by rank 0, and are as portable."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     r = Runs(tmp_path_factory.mktemp("runs"))
     model = f"model.name_or_path={save_pretrained(r.folder / 'llama', max_position_embeddings=512)}"
     tasks = {
-        "text": [*CAUSAL, f"data.path={corpus}", "model.hidden_size=34"],  # does not divide by the ranks evenly
+        "text": [*CAUSAL, f"data.path={corpus}", "model.hidden_size=34"],  # not evenly divisible by the number of ranks
         "muon": [*CAUSAL, f"data.path={corpus}", "optimizer=muon"],
         "lora": [*LORA, f"data.path={write_chats(r.folder / 'chats.jsonl', 40)}", model],
     }
@@ -60,7 +60,7 @@ def test_they_travel(runs: Runs, task: str) -> None:
     for name in ("one", "ddp"):
         runs.compare(f"{task}-to-{name}", f"{task}-full")
     whole = [without_times(r) for r in rows(runs.folder / f"{task}-full" / "metrics.jsonl") if r["step"] > 10]
-    for name in ("to-sharded", "full-to-sharded"):  # on the same ranks nothing at all differs
+    for name in ("to-sharded", "full-to-sharded"):  # on the same number of ranks nothing differs at all
         assert whole == [without_times(r) for r in rows(runs.folder / f"{task}-{name}" / "metrics.jsonl")]
     exports = [next((runs.folder / f"{task}-{name}" / "export").glob("*model.safetensors")).read_bytes()
                for name in ("full", "sharded")]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ranks that compute the same hidden states share out the loss of their tokens: work, loss and gradients."""
+"""Ranks with the same hidden states share the loss computation over tokens: work, loss and gradients."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lmtrain.losses.cross_entropy import CrossEntropy, chunked_cross_entropy
 from lmtrain.models.language_model import shared_cross_entropy
 
-TOKENS = (12, 7, 1)  # of 7 one rank gets a row without a label, of 1 it gets nothing else
+TOKENS = (12, 7, 1)  # of 7 tokens one rank gets a padding row without a label; of 1 token one rank gets nothing else
 
 
 def leaves(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -42,7 +42,7 @@ def rank_of_two(rank: int, folder: str) -> None:
         (loss.loss_sum * 3).backward()
         gradients = [x.grad for x in inputs]
         for gradient in gradients[1:]:
-            dist.all_reduce(gradient)  # FSDP's mean over the ranks
+            dist.all_reduce(gradient)  # as FSDP averages over the ranks
             gradient /= 2
         found.append({"sums": [x.detach() for x in loss], "gradients": gradients, "flops": counter.get_total_flops()})
     torch.save(found, f"{folder}/{rank}.pt")
@@ -63,4 +63,4 @@ def test_two_ranks_share_the_work_and_agree_with_one(tmp_path: Path) -> None:
             assert int(ours["sums"][2]) == int((labels != -100).sum())
             for a, b in zip(ours["gradients"], (hidden.grad, weight.grad, bias.grad), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-            assert ours["flops"] == 2 * -(-tokens // 2) * 8 * 50  # logits of half of the tokens
+            assert ours["flops"] == 2 * -(-tokens // 2) * 8 * 50  # logits of half of the tokens per rank

@@ -1,4 +1,4 @@
-"""What a run does with signals ends with it; what one signal and two do is in tests/resume/test_preemption.py."""
+"""A run's signal handling ends with the run; tests/resume/test_preemption.py tests what one and two signals do."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ def listeners() -> list[threading.Thread]:
 
 
 def wakeup() -> int:
-    """The file descriptor that Python tells of signals."""
+    """Returns the file descriptor that Python writes signals to."""
     found = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(found)
     return found
@@ -22,7 +22,7 @@ def wakeup() -> int:
 def test_it_leaves_nothing_behind() -> None:
     handlers, wakeup_fd, threads = [signal.getsignal(number) for number in SIGNALS], wakeup(), listeners()
     signals = StopSignals()
-    signals.close()  # never listened
+    signals.close()  # without having listened
     for number in SIGNALS:
         signals = StopSignals()
         signals.listen()
@@ -40,4 +40,4 @@ def test_it_leaves_nothing_behind() -> None:
     assert wakeup() == wakeup_fd
     for thread in set(listeners()) - set(threads):
         thread.join(60)
-    assert set(listeners()) <= set(threads)  # an earlier test's may have ended meanwhile
+    assert set(listeners()) <= set(threads)  # a thread of an earlier test may have ended meanwhile

@@ -1,4 +1,4 @@
-"""Numbers, checkpoints and exports don't depend on the strategy: two gloo ranks against one process."""
+"""Numbers, checkpoints and exports don't depend on the strategy: two gloo ranks are compared with one process."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ FSDP = "trainer.strategy=fsdp"
 
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """All runs of this module; two launches, the second of which continues what the first has saved."""
+    """Runs everything that this module compares; a second launch resumes what the first one saved."""
     r = Runs(tmp_path_factory.mktemp("runs"))
     text = [*CAUSAL, f"data.path={corpus}"]
     chats = write_chats(r.folder / "chats.jsonl", 40)
@@ -57,7 +57,7 @@ def test_text_in_other_ways(runs: Runs) -> None:
     runs.compare("text-ddp", "text")
     runs.compare("text-offload", "text")
     runs.compare("text-selective", "text")
-    # Both grow what rounding leaves: Newton-Schulz, and a division by the root of a row's and a column's mean.
+    # Both amplify rounding: Newton-Schulz, and a division by the root of a row's and a column's mean.
     runs.compare("muon-fsdp", "muon", rel=1e-4)
     runs.compare("adafactor-fsdp", "adafactor", rel=1e-4)
     runs.compare("bf16-fsdp", "bf16", rel=5e-3)
@@ -67,7 +67,7 @@ def test_text_in_other_ways(runs: Runs) -> None:
 def test_checkpoints_travel(runs: Runs, task: str) -> None:
     for ours in (f"{task}-fsdp-to-one", f"{task}-one-to-fsdp"):
         runs.compare(ours, task, rel=1e-4 if task == "adafactor" else EXACT)
-    # On the same ranks nothing at all differs.
+    # On the same number of ranks nothing differs at all.
     whole = [without_times(r) for r in rows(runs.folder / f"{task}-fsdp" / "metrics.jsonl") if r["step"] > 10]
     assert whole == [without_times(r) for r in rows(runs.folder / f"{task}-fsdp-to-fsdp" / "metrics.jsonl")]
 

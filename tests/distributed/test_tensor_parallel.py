@@ -1,4 +1,4 @@
-"""Layers split over the ranks of a group: the numbers of one process, checkpoints that travel, the same export."""
+"""Layers split over a group of ranks: numbers and exports equal one process's, and checkpoints are portable."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ from tiny_pretrained import save_pretrained
 
 ADAPTED = ["model=pretrained", "model.name_or_path=somewhere"]
 TP = ["trainer.strategy=fsdp_tp", "trainer.fsdp.tensor_parallel_size=2"]
-# They differ in what matters here: biases, norms per head, queries with keys and values in one matrix.
+# These families differ in biases, per-head norms, and whether queries, keys and values share one matrix.
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "smollm3", "gemma", "gpt_neox")
 SHARED_HEADS = ["model=qwen3_small", "tokenizer=bytes", "model.num_attention_heads=4", "model.num_key_value_heads=2",
                 "model.head_dim=8", "model.intermediate_size=48"]  # fmt: skip
@@ -31,9 +31,9 @@ SHARED_HEADS = ["model=qwen3_small", "tokenizer=bytes", "model.num_attention_hea
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     r = Runs(tmp_path_factory.mktemp("tensor_parallel"))
-    # Attention weights alone may not be dropped: all else is computed alike on the ranks of a group.
+    # Only dropout on attention weights is not allowed: everything else is computed alike on the ranks of a group.
     text = [*CAUSAL, f"data.path={corpus}", "model.dropout=0.1", "+model.extra.attn_pdrop=0.0"]
-    silent = "callbacks.samples.every_n_validations=0"  # text, sft and lora generate
+    silent = "callbacks.samples.every_n_validations=0"  # only text, sft and lora generate samples
     qwen = [*CAUSAL, f"data.path={corpus}", *SHARED_HEADS, silent]
     chats = f"data.path={write_chats(r.folder / 'chats.jsonl', 40)}"
     pairs = f"data.path={write_rows(r.folder / 'pairs.jsonl', 'preference_jsonl', 40)}"
@@ -54,7 +54,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         r.two(f"{task}-one-to-tp", *tasks[task], *TP, f"run.resume={r.checkpoint(task, 10)}")
     r.two("qwen-tp-to-fsdp", *qwen, "trainer.strategy=fsdp", f"run.resume={r.checkpoint('qwen-tp', 10)}")
     r.launch()
-    # Two groups of two; the second run's choices change how parts are gathered and gradients summed.
+    # Two groups of two ranks; the second run's settings change how shards are gathered and gradients reduced.
     r.two("qwen-2x2", *qwen, *TP, "trainer.fsdp.sharded_checkpoint=true", "trainer.activation_checkpointing=selective")
     r.two("qwen-tp-to-2x2", *qwen, *TP, f"run.resume={r.checkpoint('qwen-tp', 10)}", "trainer.fsdp.cpu_offload=true",
           "trainer.fsdp.reduce_each_micro_batch=true", "trainer.activation_checkpointing=true")  # fmt: skip
@@ -71,7 +71,7 @@ def test_numbers_are_those_of_one_process(runs: Runs, task: str) -> None:
 
 @pytest.mark.slow
 def test_muon(runs: Runs) -> None:
-    runs.compare("muon-tp", "muon", rel=5e-4)  # Newton-Schulz grows what rounding leaves
+    runs.compare("muon-tp", "muon", rel=5e-4)  # Newton-Schulz amplifies rounding
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_a_checkpoint_is_what_one_process_writes(runs: Runs, task: str) -> None:
     assert a.keys() == b.keys()
     for key in a:
         torch.testing.assert_close(b[key], a[key], rtol=1e-3, atol=1e-4)
-    for name in ("state_dict", "optimizer_states"):  # all ranks write what rank 0 would
+    for name in ("state_dict", "optimizer_states"):  # all ranks together write what rank 0 would
         assert_equal(two[name], together[name], name)
     s, t = (found["optimizer_states"][0] for found in (one, two))
     assert s["param_groups"] == t["param_groups"]

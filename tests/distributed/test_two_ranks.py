@@ -1,4 +1,4 @@
-"""Two gloo ranks give the numbers of one process: losses, gradient norms, validation, exit codes."""
+"""Two gloo ranks give one process's losses, gradient norms and validation, and end if the parent dies or one hangs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed on two gloo ranks: the numbers of one process, checkpoints that travel, the same export."""
+"""DeepSpeed's ZeRO on two gloo ranks: numbers and exports equal one process's, and checkpoints are portable."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tiny_pretrained import save_pretrained
 
 ZERO = {stage: ["trainer.strategy=deepspeed", f"trainer.deepspeed.stage={stage}"] for stage in (1, 2, 3)}
 QUICK = ["callbacks.samples.every_n_validations=0", "export.enabled=false"]
-# Buckets that several tensors fill; parameters that stay in parts, which those of a small model otherwise don't.
+# Buckets filled by several tensors; parameters that stay sharded, which those of a small model otherwise don't.
 FILES = {
     2: {"zero_optimization": {"stage": 2, "reduce_bucket_size": 3000, "allgather_bucket_size": 3000}},
     3: {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 20000}},
@@ -41,7 +41,7 @@ def tasks(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
 
 @pytest.fixture(scope="module")
 def runs(tasks: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """All runs of this module; two launches, the second of which continues what the first has saved."""
+    """Runs everything that this module compares; a second launch resumes what the first one saved."""
     pytest.importorskip("deepspeed")
     r = Runs(tmp_path_factory.mktemp("zero"))
     offload = "trainer.deepspeed.offload_optimizer=cpu"
@@ -117,7 +117,7 @@ def test_preferences_in_other_ways(runs: Runs) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("task", ["text", "lora", "dpo"])
 def test_exports_are_equal(runs: Runs, task: str, stage: int) -> None:
-    """The one a run writes, and the one `lmtrain.export` makes of its checkpoint."""
+    """Compares the export that a run writes, and the one that `lmtrain.export` makes of its checkpoint."""
     one, two = (runs.folder / name / "export" for name in (task, f"{task}-zero{stage}"))
     same(one, two)
     for folder in (one, two):

@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed file: what clashes with the run's config is refused before anything is built."""
+"""A user's own DeepSpeed file: invalid files are refused before anything is built, and conflicts are overruled."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_what_is_refused(
 
 
 def test_the_plan_and_the_engine_speak_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What clashes in no way stays: values that are the run's, precisions that are off."""
+    """Entries without a conflict are kept: values equal to the run's, and disabled precisions."""
     monkeypatch.chdir(tmp_path)
     zero = {
         "stage": 3,
@@ -81,7 +81,7 @@ def test_the_plan_and_the_engine_speak_of_the_file(tmp_path: Path, monkeypatch: 
 
 
 def test_what_the_file_says_otherwise_is_overruled_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file as people bring it: what agrees is not told, nor what it leaves open."""
+    """For a typical user's file, neither entries that agree with the config nor those left open are reported."""
     monkeypatch.chdir(tmp_path)
     own = {
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto",
@@ -137,7 +137,7 @@ def test_nvme_says_what_to_install(corpus: Path, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 def test_deepspeed_says_nothing_where_it_is_not_used(corpus: Path, lmtrain: Run) -> None:
-    """transformers imports it when a model is saved, to see whether the model is one of its engines."""
+    """transformers imports DeepSpeed when a model is saved, to check whether the model is one of its engines."""
     pytest.importorskip("deepspeed")
     done = lmtrain(
         "train", *TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", "trainer.accelerator=cpu", "run.name=a"

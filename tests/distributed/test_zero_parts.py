@@ -1,4 +1,4 @@
-"""ZeRO-3 of a model that rank 0 alone has built: no other rank ever holds more of it than its part."""
+"""ZeRO-3 of a model that only rank 0 has built: no other rank ever holds more of it than its shards and one block."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from ranks_again import run_ranks
 def test_ranks_take_their_parts_of_a_model_that_rank_0_has(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    # What is freed goes back to the system at once: glibc keeps up to 32 MiB a piece, two blocks of this model.
+    # Freed memory goes back to the system at once: glibc keeps blocks of up to 32 MiB, two blocks of this model.
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = run_ranks([*command, str(Path(__file__).with_name("zero_parts.py")), str(tmp_path)], env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -28,4 +28,4 @@ def test_ranks_take_their_parts_of_a_model_that_rank_0_has(tmp_path: Path) -> No
         assert found["parts"] == pytest.approx(found["whole"] / 2, rel=0.01)
     block = 4 * (4 * 512 * 512 + 3 * 512 * 2048)
     print(f"beside its parts the rank held {(one['peak'] - one['parts']) / block:.2f} blocks")
-    assert one["peak"] < one["parts"] + block  # gathered tensor by tensor, and what broadcasts need
+    assert one["peak"] < one["parts"] + block  # tensors are gathered one by one, and broadcasts need buffers

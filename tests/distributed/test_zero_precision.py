@@ -1,4 +1,4 @@
-"""DeepSpeed's engine and autocast, as they are on CUDA: the engine switches it off around its forward."""
+"""DeepSpeed's engine with autocast as on CUDA, where the engine disables autocast around its forward."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from support import TINY
 
-# Asked without a device, torch answers for CUDA; DeepSpeed asks so. Here its answer is the CPU's.
+# Without a device argument, as DeepSpeed asks, torch answers for CUDA; here it answers for the CPU instead.
 SCRIPT = """
 import json, sys
 import torch

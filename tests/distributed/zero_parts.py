@@ -1,4 +1,4 @@
-"""A rank that takes its part of a model which only rank 0 has: `torch.distributed.run ... zero_parts.py RESULTS`."""
+"""Ranks take their shards of a model that only rank 0 has: `torch.distributed.run ... zero_parts.py RESULTS`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""docs/extending.md: its model and its schedule, as they stand there, train from a package outside the tree."""
+"""The model, schedule and data source of docs/extending.md work unchanged from a package outside the tree."""
 
 import re
 import sys
@@ -23,7 +23,7 @@ MODEL = ["model=custom", "model._target_=small_decoder.SmallDecoder", "run.allow
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The page's files in a folder of their own, which is the working folder."""
+    """Writes the page's files to an empty folder, which becomes the working folder, and returns it."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
@@ -59,7 +59,7 @@ def test_the_decoder_trains_resumes_and_is_exported_with_its_code(
     assert "trust_remote_code=True" in (export / "README.md").read_text()
     ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
     live = sys.modules["small_decoder"].SmallDecoder.from_pretrained(export)(ids).logits
-    # Elsewhere: there is no small_decoder but the one in the folder.
+    # As on another machine: the only small_decoder is the file in the export's folder.
     monkeypatch.delitem(sys.modules, "small_decoder")
     (package / "small_decoder.py").unlink()
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(package / "modules"))

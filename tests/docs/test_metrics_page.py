@@ -1,4 +1,4 @@
-"""docs/metrics.md is what `python docs/metrics.py` makes of the definitions, and the tests that it names exist."""
+"""docs/metrics.md is the output of `python docs/metrics.py`, and the tests that it names exist."""
 
 import importlib.util
 import re

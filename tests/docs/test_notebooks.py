@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last, with fewer steps, and is stored with what it showed."""
+"""Every notebook runs from its first cell to its last, with fewer steps, and is stored with its outputs."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_notebook(notebook: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_shows_what_it_did(notebook: Path) -> None:
-    """On the Python API, run in order, with a picture and without errors or paths of the machine it ran on."""
+    """A stored notebook uses the Python API, was run in order, and has a picture but no errors or machine's paths."""
     cells = code_cells(notebook)
     assert any("lmtrain.build(" in "".join(c["source"]) for c in cells)
     assert [c["execution_count"] for c in cells] == list(range(1, len(cells) + 1))

@@ -1,4 +1,4 @@
-"""KTO and masked diffusion, copied into a package outside the tree, train to the same numbers: no door is missing."""
+"""KTO and masked diffusion, copied to a package outside the tree, train to the same numbers: no hook is missing."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from inprocess import TWO_STEPS, run
 from support import REPO, TINY, rows
 
 SOURCE, CONF = REPO / "src" / "lmtrain", REPO / "conf"
-# What each objective consists of: its modules, its yamls.
+# The modules and the yamls that each objective consists of.
 PARTS = {
     "kto": (
         ["objectives/kto.py", "data/examples/unpaired_rows.py"],
@@ -21,7 +21,7 @@ PARTS = {
 
 
 def copy_out(name: str, folder: Path) -> None:
-    """The parts as the package `my_<name>` and options of the same names with `my_` before them, and nothing else."""
+    """Copies only these parts: modules to the package `my_<name>`, yamls to options whose names begin with `my_`."""
     modules, yamls = PARTS[name]
     moved = {f"lmtrain.{m.removesuffix('.py').replace('/', '.')}": f"my_{name}.{Path(m).stem}" for m in modules}
     (folder / f"my_{name}").mkdir()

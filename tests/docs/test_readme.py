@@ -1,4 +1,4 @@
-"""What README and docs say is so: commands run, links lead somewhere, options and keys exist, and none is forgotten."""
+"""README and docs are correct: commands run, links resolve, options and keys exist, and no option is missing."""
 
 import re
 import shlex
@@ -28,7 +28,7 @@ def without_blocks(page: Path) -> str:
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of a page's bash blocks, comments off, `a && b` apart."""
+    """Returns the commands of a page's bash blocks, without comments and with `a && b` split in two."""
     blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", page.read_text(), flags=re.DOTALL)
     whole = [re.sub(r"\s*\\\n\s*", " ", block) for block in blocks]
     lines = [re.sub(r"\s+#.*", "", line).strip() for block in whole for line in block.splitlines()]
@@ -45,7 +45,7 @@ SHRINK = [
 
 
 def overrides(words: list[str]) -> list[str]:
-    """What stands after the module's name, without flags and bare words."""
+    """Returns the overrides among the words of a command, without flags and bare words."""
     return [w for w in words if not w.startswith("-") and "=" in w]
 
 
@@ -55,7 +55,7 @@ def test_there_are_commands() -> None:
 
 
 def runs() -> Iterator[ParameterSet]:
-    """Each command that runs a verb; those that start processes, or ask the hub, are slow."""
+    """Yields each command that runs a verb; commands that start processes or ask the hub are marked slow."""
     for command in README:
         if command.startswith("python -m lmtrain."):
             words = shlex.split(command)[3:]
@@ -70,7 +70,7 @@ def needs_the_hub(words: list[str]) -> bool:
 
 @pytest.mark.parametrize("command", runs())
 def test_commands_of_the_readme_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with what makes it small; those that need the hub ask the one on this machine, where it is."""
+    """README commands run with small settings; those that need the hub use the loopback hub, if it is available."""
     monkeypatch.chdir(tmp_path)
     _, _, module, *words = shlex.split(command)
     verb = module.removeprefix("lmtrain.")
@@ -93,10 +93,10 @@ def test_commands_of_the_readme_run(command: str, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_command_is_one(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make has the target, the module is a verb, its overrides compose and are accepted, the script exists."""
+    """Make targets, verbs and scripts of every command exist, and its overrides compose and are accepted."""
     monkeypatch.syspath_prepend(tmp_path)
     for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), flags=re.DOTALL):
-        (tmp_path / name).write_text(text)  # which a command may name a class of
+        (tmp_path / name).write_text(text)  # a command may name a class in it
     for command in commands(page):
         words = shlex.split(command)
         if words[0] == "make":
@@ -128,13 +128,13 @@ def test_the_steps_of_contributing_name_what_is_there() -> None:
 
 
 def table(page: Path) -> dict[str, str]:
-    """{group: cell} of the rows whose cell begins with `group=`."""
+    """Returns {group: cell} of the table rows whose cell begins with `group=`."""
     rows = re.findall(r"^\|[^|]*\| `(\w+)=` ([^|]*)\|$", page.read_text(), flags=re.MULTILINE)
     return dict(rows)
 
 
 def options_named(cell: str) -> set[str]:
-    """The listed names: single words, or the word in backticks that a phrase begins with."""
+    """Returns the option names listed in a cell: single words, or the word in backticks that a phrase begins with."""
     listed = re.sub(r"\([^)]*\)", "", cell.split(";")[0])
     items = [item.strip() for item in re.split(r",|:| or ", listed)]
     return {item.split()[0].strip("`") for item in items if item and (" " not in item or item.startswith("`"))}
@@ -153,7 +153,7 @@ def code_spans(page: Path) -> list[str]:
 
 
 def known_keys() -> set[str]:
-    """Every dotted key that a yaml sets."""
+    """Returns every dotted key that a yaml of conf/ sets."""
     keys: set[str] = set()
     for file in CONF.glob("*/*.yaml"):
         text = file.read_text()
@@ -162,7 +162,7 @@ def known_keys() -> set[str]:
     return keys
 
 
-NO_KEYS = {"trainer.callback_metrics", "trainer.accumulate_grad_batches", "peft.optimizers"}  # written like keys
+NO_KEYS = {"trainer.callback_metrics", "trainer.accumulate_grad_batches", "peft.optimizers"}  # look like keys
 KEYS = known_keys() | NO_KEYS
 
 

@@ -1,4 +1,4 @@
-"""Every key=value that docs, README and messages recommend is one that can be typed."""
+"""Every key=value that docs, README and messages recommend is accepted on the command line."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 KEY = r"[+]?[a-z_]+(?:[./][a-z_0-9]+)*"
 DOTTED = r"[+]?[a-z_]+(?:[.][a-z_0-9]+)+"
 VALUE = r"(?:\[[^\]\0]*\]|\{[^}\0]*\}|[^\s,;:)(\"'`\0\[\]{}]+)"
-# What has to be chosen for a key to be there.
+# Settings that bring further keys into the config; a recommended key may need any of them.
 CONTEXTS: list[list[str]] = [
     [],
     ["objective=sft", "data=chat_jsonl", "tokenizer=hub"],
@@ -36,7 +36,7 @@ CONTEXTS: list[list[str]] = [
     ["model=memory_nano"],
     ["sweep=optuna"],
 ]
-# No override of lmtrain: other programs' words, and what a message says is wrong.
+# No overrides of lmtrain: settings of other programs, and values that a message calls wrong.
 OTHERS = {
     "assistant_only_loss=True", "hydra/launcher=ray", "core.fsmonitor=false", "trust_remote_code=True", "install=zsh",
     "top_k=1", "sft.optimizer.lr=1e-4", "sft.optimizer.lr=a", "answers.evaluate.limit=100",
@@ -54,8 +54,8 @@ def in_pages() -> Iterator[tuple[str, str]]:
 
 
 def in_messages() -> Iterator[tuple[str, str]]:
-    """From the strings of the source; what a value was put into can't be tried."""
-    files = [f for f in sorted((REPO / "src").rglob("*.py")) if f.name != "new.py"]  # holds templates of source
+    """Yields the settings in strings of the source, except those with an interpolated value, which cannot be tried."""
+    files = [f for f in sorted((REPO / "src").rglob("*.py")) if f.name != "new.py"]  # it holds source templates
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -69,7 +69,7 @@ def in_messages() -> Iterator[tuple[str, str]]:
 
 
 def words_of(text: str) -> list[str]:
-    """As a shell gives them; a choice of values, a|b, is each of them."""
+    """Returns the words of a command as a shell splits them, or one word for each value of a choice a|b."""
     words = shlex.split(text)
     choices = [w for w in words if re.fullmatch(r"[a-z]+=[a-z_0-9]+(\|[a-z_0-9]+)+", w)]
     if not choices:
@@ -79,11 +79,11 @@ def words_of(text: str) -> list[str]:
 
 
 def not_ours(text: str) -> bool:
-    return text in OTHERS or text.startswith("pipeline=")  # of another verb
+    return text in OTHERS or text.startswith("pipeline=")  # for the verb pipeline
 
 
 def is_an_example(text: str) -> bool:
-    """Whether a value stands there, and not a place for one."""
+    """Returns whether a setting has a concrete value and not a placeholder."""
     place = re.search(r"=[A-Z]{2}|NAME|<[a-z ]+>|\.\.\.|\$\{stage", text)
     return place is None and not text.endswith("=")
 
@@ -93,7 +93,7 @@ def composed(words: list[str]) -> DictConfig:
 
 
 def refused(words: list[str]) -> str | None:
-    """Why no config takes these words."""
+    """Returns the first refusal of these words if every context refuses them, else None."""
     problems = []
     for context in CONTEXTS:
         try:
@@ -106,7 +106,7 @@ def refused(words: list[str]) -> str | None:
 
 
 def taken_together(settings: list[str]) -> set[str]:
-    """Those of them that some context takes; many are composed at once, which is quicker."""
+    """Returns the settings that some context accepts; composing many at once is faster than one by one."""
     taken: set[str] = set()
     for context in CONTEXTS:
         tree = composed(context)
@@ -118,7 +118,7 @@ def taken_together(settings: list[str]) -> set[str]:
                 composed([*context, *batch.values()])
                 taken |= set(batch.values())
             except UserError:
-                break  # one by one
+                break  # the rest is tried one by one
             here = [s for s in here if s not in taken]
     return taken
 
@@ -158,6 +158,6 @@ def test_what_hydras_grammar_alone_refuses(typed: str, key: str, value: object) 
 
 
 def test_a_page_is_read() -> None:
-    """The collector sees what it is for."""
+    """The collectors find the kinds of settings they are meant to find."""
     assert ("sft.md", "'data.columns={prompt: question}'") in list(in_pages())
     assert any(text == "callbacks.early_stopping.enabled=true" for _, text in in_messages())

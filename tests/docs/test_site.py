@@ -1,4 +1,4 @@
-"""The documentation site: every page and every API page builds, with warnings as errors."""
+"""The documentation site: every page and every API page builds, with warnings treated as errors."""
 
 import html
 import os
@@ -52,6 +52,6 @@ def test_the_picture_of_the_readme_is_a_real_run_and_fits() -> None:
 
 
 def test_a_terminals_last_screen() -> None:
-    """A bar that is drawn over and over is one line, as on a terminal."""
+    """A progress bar that is redrawn repeatedly becomes one line, as on a terminal."""
     text = "plan\r\n\x1b[2Kbar 1\r\x1b[2Kbar 2\r\n\x1b[1A\x1b[2Kbar \x1b[31m3\x1b[0m\r\nend\r\n"
     assert screen.screen(text) == ["plan", "bar \x1b[31m3\x1b[0m", "end"]

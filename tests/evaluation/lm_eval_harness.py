@@ -1,8 +1,9 @@
-"""Run by test_harness.py in an environment that has lm-evaluation-harness: tasks on models, and our own numbers.
+"""Run by test_harness.py in an environment that has lm-evaluation-harness; compares its numbers with our own.
 
     python lm_eval_harness.py FOLDER_OF_TASKS EVALUATIONS MODEL...
 
-Prints JSON: for each model, the harness's log-likelihoods of every answer and lmtrain's of the same tokens.
+Prints JSON: for each model the log-likelihoods of all answers by the harness and by lmtrain, the exit code of an
+evaluation, and the exit code and message of one with an unknown task.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ ASKED = ["evaluate.tasks=[cities]", "evaluate.batch_size=3"]
 
 
 def both(name: str, settings: list[str]) -> dict[str, Any]:
-    """Log-likelihoods of the answers by the harness and by lmtrain, and what the verb writes."""
+    """Returns the log-likelihoods of the answers by the harness and by lmtrain."""
     config = check(compose([f"run_dir={name}", *settings]))
     who = subject.load(name, "best", config)
     samples = harness.run(who, config, harness.find(config))["samples"]["cities"]

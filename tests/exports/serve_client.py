@@ -1,4 +1,4 @@
-"""OpenAI's own client: a chat, the same streamed, and a completion, greedily; run by test_serve.py.
+"""Asks a server through OpenAI's own client, greedily: a chat, the same streamed, a completion. Run by test_serve.py.
 
 python serve_client.py http://localhost:8000/v1 MODEL QUESTION PROMPT
 """

@@ -1,4 +1,4 @@
-"""The exported folder is the trained model: same logits, text from it, and nothing that other readers stumble over."""
+"""The exported folder is the trained model: equal logits, generated text, and nothing that breaks other readers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs that train an adapter: what they keep, export, merge and refuse."""
+"""Runs that train an adapter: what they save, export, merge and refuse."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_adapter_and_merged_export_equal_the_live_model(kind: str, corpus: Path,
     config = json.loads((folder.export / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tied)
     assert not (folder.export / "model.safetensors").exists()
-    if kind != "qlora":  # AutoPeft would load the base unquantised
+    if kind != "qlora":  # AutoPeft would load the base without quantising it
         theirs = AutoPeftModelForCausalLM.from_pretrained(folder.export)
         assert (logits(theirs, IDS) - expected).abs().max() < 1e-5 * largest
         base = AutoModelForCausalLM.from_pretrained(tied)
@@ -101,7 +101,7 @@ def test_without_an_adapter_there_is_nothing_to_merge(corpus: Path, tied: Path, 
 
 
 def test_rows_of_added_tokens_reach_the_exported_adapter(corpus: Path, tied: Path, tmp_path: Path) -> None:
-    """peft writes no row of a token that was only added: then it would load as noise, without a word."""
+    """By default peft writes no row of a token that was only added, which would then silently load as noise."""
     done = train(corpus, tied, tmp_path / "run", *KINDS["added tokens"])
     assert done.code == 0, done.err
     weights = load_file(tmp_path / "run" / "export" / "adapter_model.safetensors")
@@ -128,7 +128,7 @@ def test_generate_from_a_run_and_from_its_adapter(corpus: Path, tied: Path, tmp_
 
 @pytest.mark.parametrize("peft", thinned(["lora", "qlora"], 2))
 def test_validations_change_nothing(peft: str, corpus: Path, tied: Path, tmp_path: Path) -> None:
-    """Train, validate, train equals train, train, bit for bit."""
+    """Training with a validation after each step equals training without validations, bit for bit."""
     if peft == "qlora":
         pytest.importorskip("bitsandbytes")
     states = []
@@ -156,7 +156,7 @@ def test_what_a_resumed_run_must_share(corpus: Path, tied: Path, tmp_path: Path)
     done = train(corpus, tied, where, "peft=none", *longer)
     assert done.code == 2
     assert "peft.method (then lora, now none)" in message(done.err)
-    moved = tied.rename(tied.with_name("moved"))  # the same weights elsewhere are the same base
+    moved = tied.rename(tied.with_name("moved"))  # the same weights in another folder are the same base
     done = train(corpus, moved, where, "peft=lora", *longer)
     moved.rename(tied)
     assert done.code == 0, done.err

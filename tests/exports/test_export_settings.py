@@ -1,4 +1,4 @@
-"""generation_config.json and the tokenizer's files of an export: the base's own, and what a user sets."""
+"""generation_config.json and the tokenizer files of an export: the base's own settings, and those a user sets."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,10 @@ from lmtrain.data import tokenizers
 from lmtrain.exports.hf_folder import generation_config
 from tiny_pretrained import SHORT, save_pretrained
 
-# What published models say: sampling, several ends, a pad token, a value that is transformers' default.
+# As published models have it: sampling, several end tokens, a pad token, a value that equals transformers' default.
 SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 50, "eos_token_id": [0, 7],
             "pad_token_id": 5, "bos_token_id": 0, "repetition_penalty": 1.1, "max_new_tokens": 40}  # fmt: skip
-# And a temperature for greedy decoding, which transformers loads but won't save.
+# With a temperature for greedy decoding, which transformers loads but refuses to save.
 GREEDY = {"do_sample": False, "temperature": 0.6, "eos_token_id": [0, 7], "max_length": 40}
 KINDS = {"full": [], "adapter": ["peft=lora"], "merged": ["peft=lora", "export.merge=true"]}
 
@@ -55,7 +55,7 @@ def test_a_base_without_generation_settings(corpus: Path, tmp_path: Path) -> Non
 
 
 def test_from_scratch_they_are_neutral(corpus: Path, tmp_path: Path) -> None:
-    """Greedy unless asked, and what ends a text fills up a batch: no warning, no other choice to make."""
+    """A model from scratch decodes greedily by default and pads with its end token, so transformers doesn't warn."""
     assert train_tiny(corpus, f"run.dir={tmp_path / 'run'}").code == 0
     found = written(tmp_path / "run" / "export")
     assert {k: v for k, v in found.items() if v not in (None, False, True)} == {
@@ -91,7 +91,7 @@ def test_a_temperature_says_that_the_model_samples(
 ) -> None:
     model = tiny("llama")
     model.generation_config = GenerationConfig(**own)
-    ends = SimpleNamespace(pad_token_id=3)  # all that is asked of the tokenizer
+    ends = SimpleNamespace(pad_token_id=3)  # the only attribute that is read of the tokenizer
     assert generation_config(model, ends, [3], changes).do_sample is samples
 
 
@@ -112,7 +112,7 @@ def test_settings_that_are_refused_before_training(wrong: str, said: str, corpus
 
 
 def with_sentencepiece(folder: Path) -> Path:
-    """Any bytes do: transformers reads tokenizer.json where there is one."""
+    """Saves a base with a sentencepiece file of arbitrary bytes, since transformers prefers tokenizer.json."""
     base = save_pretrained(folder)
     (base / "tokenizer.model").write_bytes(b"a sentencepiece model")
     return base
@@ -125,7 +125,7 @@ def test_the_sentencepiece_model_is_kept(kind: str, corpus: Path, tmp_path: Path
     assert done.code == 0, done.err
     folder = tmp_path / "run" / ("export_merged" if kind == "merged" else "export")
     assert (folder / "tokenizer.model").read_bytes() == b"a sentencepiece model"
-    # The sentencepiece model has no added tokens: llama.cpp's converter reads them here.
+    # The sentencepiece model lacks added tokens: llama.cpp's converter reads them from this file.
     stated = json.loads((folder / "tokenizer_config.json").read_text())["added_tokens_decoder"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert {int(i): t["content"] for i, t in stated.items()} == {
@@ -143,7 +143,7 @@ def test_the_sentencepiece_model_is_kept(kind: str, corpus: Path, tmp_path: Path
 
 
 def test_the_sentencepiece_model_of_a_name_on_the_hub(tmp_path: Path) -> None:
-    """From the hub's cache, as from a folder."""
+    """A sentencepiece model is copied from the hub's cache as it is from a folder."""
     repository = tmp_path / "cache" / "models--acme--tiny"
     with_sentencepiece(repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
@@ -166,7 +166,7 @@ def test_no_sentencepiece_model_no_more_files(corpus: Path, tmp_path: Path) -> N
 def test_a_template_without_the_beginning_of_text_is_pointed_out(
     written_by_template: bool, corpus: Path, tmp_path: Path
 ) -> None:
-    """llama.cpp begins every chat with it, which the model would never have seen."""
+    """llama.cpp begins every chat with the BOS token, which the model would never have seen."""
     base = save_pretrained(tmp_path / "base", max_position_embeddings=1024)
     file = base / "tokenizer.json"
     tokenizer = json.loads(file.read_text())

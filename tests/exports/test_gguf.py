@@ -1,4 +1,4 @@
-"""An export as GGUF, made by llama.cpp's own script and run by llama.cpp: the tokens and the text of transformers."""
+"""An export converted to GGUF by llama.cpp's own script gives transformers' tokens and text in llama.cpp."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SMOLLM2 = HUB / "models" / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
 TEXTS = ["Once upon a time", "  two spaces\n\nand  twice é☃ 日本", "Lily's 12 cats!",
          " <|im_start|>user\nx<|im_end|>\n "]  # fmt: skip
 QUESTIONS = [f"how far is {city}?" for city in CITIES]
-# ChatML after a beginning of text: llama.cpp puts that before every chat where the tokenizer puts it before texts.
+# ChatML after the BOS token: llama.cpp puts that before every chat if the tokenizer puts it before texts.
 TEMPLATE = """{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}
 {{ message['content'] }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
@@ -54,7 +54,7 @@ def llama_cpp(*argv: object) -> None:
 
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Real weights, with the sentencepiece model that their tokenizer was made from."""
+    """Copies real weights and writes the sentencepiece model that their tokenizer was made from."""
     folder = tmp_path_factory.mktemp("base") / "stories260K"
     shutil.copytree(STORIES, folder, copy_function=shutil.copyfile)
     folder.chmod(0o755)
@@ -63,7 +63,7 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(kind: str, request: pytest.FixtureRequest, folder: Path) -> Path:
-    """The folder that a fine-tuned model was exported to."""
+    """Fine-tunes a model and returns the folder that it was exported to."""
     given = [f"data.path={write_chats(folder / 'chats.jsonl', 60)}", f"run.dir={folder / 'run'}", *KINDS[kind]]
     if kind == "byte-level":
         given.append(f"tokenizer.name_or_path={SMOLLM2}")
@@ -77,7 +77,7 @@ def export(kind: str, request: pytest.FixtureRequest, folder: Path) -> Path:
 
 
 def transformers_answer(model: Any, tokenizer: Any, question: str) -> dict[str, Any]:
-    """As anyone would ask: the folder's chat template, generation settings and model."""
+    """Answers as any user would ask: with the folder's chat template, generation settings and model."""
     turn = [{"role": "user", "content": question}]
     given = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():

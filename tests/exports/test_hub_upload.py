@@ -1,4 +1,4 @@
-"""export.push_to: huggingface_hub's real client against a stand-in of the hub that keeps what it is sent."""
+"""export.push_to with huggingface_hub's real client and a stand-in for the hub that stores what is uploaded."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ from lmtrain.exports.export import push
 
 
 class Hub(ThreadingHTTPServer):
-    """The calls of an upload: a repository is made, files come within the commit."""
+    """A stand-in for the hub that handles an upload: a repository is created, and the files come inside the commit."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
                 elif line["key"] == "header":
                     hub.commits.append(line["value"]["summary"])
             self._answer({"commitUrl": f"{address}/me/tiny/commit/1", "commitOid": "1" * 40, "success": True})
-        else:  # validate-yaml
+        else:  # a request to validate-yaml
             self._answer({"errors": [], "warnings": []})
 
     def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""README.md of every export: metadata that the hub reads, code that runs, numbers of the run, and no path of it."""
+"""README.md of every export: metadata that the hub reads, code that runs, the run's numbers, and no local paths."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ from tiny_pretrained import SHORT, save_pretrained
 
 
 def code_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the card's Python prints in its folder."""
+    """Runs the card's Python code in its folder and returns what it prints."""
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), flags=re.DOTALL)
     monkeypatch.chdir(folder)
     out = io.StringIO()
@@ -59,7 +59,7 @@ def test_an_adapter_and_a_chat_model(corpus: Path, tmp_path: Path, monkeypatch: 
     assert ended.code == 0, ended.err
     card = ModelCard.load(tmp_path / "lora" / "export" / "README.md")
     assert card.data.library_name == "peft"
-    assert card.data.base_model is None  # a folder of this machine is not a name on the hub
+    assert card.data.base_model is None  # a local folder is not a name on the hub
     assert "An adapter of `base`" in card.text
     assert code_runs(tmp_path / "lora" / "export", monkeypatch)
     assert ModelCard.load(tmp_path / "lora" / "export_merged" / "README.md").data.library_name == "transformers"

@@ -1,4 +1,4 @@
-"""`transformers serve` on an export, asked by OpenAI's client: the greedy answers of `lmtrain`'s own generation."""
+"""`transformers serve` on an export, asked by OpenAI's client, gives the greedy answers of lmtrain's own generation."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Run by test_answers.py where sacrebleu and rouge-score are: their scores of the pairs in a file, as JSON."""
+"""Prints the scores of sacrebleu and rouge-score for the pairs in a file, as JSON. Run by test_answers.py."""
 
 import json
 import sys

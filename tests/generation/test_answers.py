@@ -1,5 +1,4 @@
-"""Answers beside references while training: deterministic, ended where a turn ends, scored, and without a trace in
-the training itself."""
+"""Sampled answers in training: deterministic, ended with the turn, scored against references, no effect on training."""
 
 import json
 import os
@@ -31,7 +30,7 @@ NO_EXPORT = "export.enabled=false"
 
 
 class Length(Metric):
-    """A user's own: the mean number of characters of an answer, and of a reference."""
+    """A user's own metric: the mean number of characters of answers and of references."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ def sft(chats: Path, run_dir: Path, *argv: str) -> Ended:
 
 @pytest.fixture(scope="module")
 def whole(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """A run with everything on."""
+    """Trains a run with all options of samples and scores enabled."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     own = "{_target_: test_answers.Length, scale: 2.0}"
     scores = [f"callbacks.samples.metrics=[bleu,rouge,exact_match,{own}]", "run.allow_target=[test_answers]"]
@@ -85,7 +84,7 @@ def test_training_is_not_disturbed(whole: tuple[Path, Ended], chats: Path, tmp_p
 
 
 def test_answers_and_scores_are_those_of_the_saved_weights(whole: tuple[Path, Ended], chats: Path) -> None:
-    """Written again from the last checkpoint; scored by hand."""
+    """Answers can be generated again from the last checkpoint, and their scores equal those computed by hand."""
     folder, _ = whole
     model, tokenizer = trained.load(str(folder), "last", OPEN)
     kept = [row for row in rows(folder / "samples.jsonl") if row["step"] == 3]
@@ -152,7 +151,7 @@ def test_generate_asks_in_the_chat_template(whole: tuple[Path, Ended]) -> None:
 
 
 def test_an_answer_ends_with_its_turn() -> None:
-    """A model that can only say one token: generation stops at it if it ends a turn, and only then."""
+    """For a model that always predicts one token, generation stops at that token if and only if it ends a turn."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
     from lmtrain.config.schema_data import TokenizerConfig
@@ -174,7 +173,7 @@ def test_an_answer_ends_with_its_turn() -> None:
 
 def test_metrics_against_values_worked_out_by_hand() -> None:
     scores = TextMetrics(["bleu", "rouge", "exact_match"]).score(["the cat sat down", " a "], ["the cat sat up", "a"])
-    # LCS 3 of 4 words both ways and 1 of 1; n-grams matched 4/5, 2/3, 1/2 and 0/1.
+    # LCS: 3 of 4 words both ways, and 1 of 1. Matched n-grams: 4/5, 2/3, 1/2 and 0/1.
     assert scores["rouge"] == pytest.approx((0.75 + 1) / 2)
     assert scores["exact_match"] == pytest.approx(0.5)
     assert scores["bleu"] == 0.0
@@ -203,7 +202,7 @@ def test_wrong_settings(wrong: list[str], said: str, chats: Path, tmp_path: Path
 
 
 def test_text_is_compared_with_what_follows_in_the_data(corpus: Path, tmp_path: Path) -> None:
-    own = "{_target_: torchmetrics.text.EditDistance, reduction: none}"  # a number for each row
+    own = "{_target_: torchmetrics.text.EditDistance, reduction: none}"  # one number per row
     text = [
         f"callbacks.samples.metrics=[bleu,{own}]",
         "callbacks.samples.rows=3",
@@ -214,7 +213,7 @@ def test_text_is_compared_with_what_follows_in_the_data(corpus: Path, tmp_path: 
     assert ended.code == 0, ended.err
     kept = rows(tmp_path / "run" / "samples.jsonl")
     texts = [p.read_text() for p in corpus.glob("*.txt")]
-    held_out = {a + b for a in texts for b in texts}  # a row may end one and begin another
+    held_out = {a + b for a in texts for b in texts}  # a row may end one text and begin another
     assert len(kept) == 3
     assert all(any(row["prompt"] + row["reference"] in two for two in held_out) for row in kept)
     distances = [edit_distance(row["text"], row["reference"]) for row in kept]
@@ -226,7 +225,7 @@ def test_text_is_compared_with_what_follows_in_the_data(corpus: Path, tmp_path: 
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Levenshtein's, by its recursion."""
+    """Returns the Levenshtein distance by its recursion."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         before, row = row, [i]
@@ -268,7 +267,7 @@ def test_preferences_have_answers_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_score_as_one(chats: Path, tmp_path: Path, lmtrain: Run) -> None:
-    """Each rank writes its part of the answers, the first scores all: a metric that waited for others would hang."""
+    """Each rank generates a part of the answers and rank 0 scores all; a metric that synchronized ranks would hang."""
     for devices in (1, 2):
         settings = ["data.global_batch_size=8", "model.dropout=0", f"trainer.devices={devices}", NO_EXPORT]
         scores = ["callbacks.samples.metrics=[bleu,rouge]", f"run.dir={tmp_path}/{devices}", f"data.path={chats}"]
@@ -282,7 +281,7 @@ def test_two_ranks_score_as_one(chats: Path, tmp_path: Path, lmtrain: Run) -> No
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BERT of two layers with weights as they are initialised, and a tokenizer of letters."""
+    """Saves a randomly initialised two-layer BERT and a tokenizer of letters."""
     folder = tmp_path_factory.mktemp("encoder")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
     (folder / "vocab.txt").write_text("\n".join(words))
@@ -294,7 +293,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bertscore_is_torchmetrics_pair_by_pair(encoder: Path) -> None:
-    """One pair at a time: of several, torchmetrics scores answers against the references of others."""
+    """The reference scores single pairs: of several, torchmetrics compares answers with other pairs' references."""
     answers, references = ["a b c d", "x y", "k l m n o p"], ["a b d", "x y z", "k l m o"]
     theirs = []
     for answer, reference in zip(answers, references, strict=True):
@@ -324,7 +323,7 @@ def test_a_metric_that_cannot_be_is_refused_before_training(
 
 @pytest.mark.slow
 def test_bleu_and_rouge_are_sacrebleus_and_rouge_scores(tmp_path: Path) -> None:
-    """200 pairs, from hardly a word in common to nearly the same."""
+    """The 200 pairs range from hardly a word in common to nearly identical."""
     command = Path(os.environ.get("LMTRAIN_LM_EVAL_PYTHON", REPO / ".venv-lm-eval" / "bin" / "python"))
     if not command.exists():
         pytest.skip(f"needs sacrebleu and rouge-score: make env-lm-eval ({command} isn't there)")
@@ -346,7 +345,7 @@ def test_bleu_and_rouge_are_sacrebleus_and_rouge_scores(tmp_path: Path) -> None:
 
 
 def test_special_tokens_of_a_completion_are_in_no_score(tmp_path: Path) -> None:
-    """A model's answer is decoded without them, so its reference is compared without them, too."""
+    """A model's answer is decoded without special tokens, so its reference is compared without them too."""
     one = {"prompt": "one and one is ", "completion": "<two>"}
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(one) for _ in range(60)))
     words = [*TINY, "objective=sft", "data=chat_jsonl", f"data.path={tmp_path}/rows.jsonl", "data.val_fraction=0.2",

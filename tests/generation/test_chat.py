@@ -1,4 +1,4 @@
-"""`lmtrain.chat` and prompts from a file: what the model is asked, what it answers, what is kept."""
+"""`lmtrain.chat` and prompts from a file: what the model is asked, what it answers, and what is saved."""
 
 import io
 import json
@@ -22,7 +22,7 @@ GREEDY = ["generate.temperature=0", "generate.max_new_tokens=12", "generate.chec
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was taught a few steps of vicuna's turns."""
+    """Trains a run for a few steps on turns of the vicuna template."""
     path = tmp_path_factory.mktemp("chat")
     chats = write_chats(path / "chats.jsonl", 30)
     ended = run("train", *TINY, "data.chat_template=vicuna", "model.max_position_embeddings=256", "data.seq_len=256",
@@ -40,7 +40,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, verb: str, text: str, *argv: str) -> 
 
 
 def expected(folder: Path, messages: list[dict[str, str]]) -> str:
-    """The answer to a whole conversation, through transformers' own rendering of the template."""
+    """Returns the answer to a whole conversation, with the template rendered by transformers."""
     model, tokenizer = trained.load(str(folder), "last", {})
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     stop = end_ids(tokenizer, own_template(tokenizer))
@@ -60,8 +60,8 @@ def test_turns_follow_one_another_and_are_kept(folder: Path, tmp_path: Path, mon
         assert first[turn]["content"] in ended.out
     assert second[0] == {"role": "system", "content": "Be brief."}
     assert second[2]["content"] == expected(folder, second[:2])
-    assert third == second[:1]  # a new conversation under the same system turn
-    assert ended.out.count("/exit") == 2  # the help, at the start and for what is no command
+    assert third == second[:1]  # a new conversation with the same system turn
+    assert ended.out.count("/exit") == 2  # the help, at the start and after an unknown command
 
 
 def test_an_answer_comes_word_by_word_and_an_interrupted_turn_is_forgotten(folder: Path) -> None:
@@ -83,7 +83,7 @@ def test_an_answer_comes_word_by_word_and_an_interrupted_turn_is_forgotten(folde
         talk.ask("and Rome?", stop, print)
     assert talk.turns == before
     said: list[str] = []
-    for _ in range(6):  # more than 256 positions hold
+    for _ in range(6):  # more turns than fit into 256 positions
         talk.ask("Please tell me: how far is Quito?", lambda _: None, said.append)
     assert said
     assert talk.turns[0]["role"] == "user"
@@ -107,7 +107,7 @@ def test_a_model_without_a_template_continues_text(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("form", ["txt", "jsonl", "-"])
 def test_prompts_of_a_file(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of prompts of several lengths: each greedy answer is the one the prompt has alone."""
+    """In batches of prompts of different lengths, each greedy answer equals that of the prompt alone."""
     model = save_pretrained(tmp_path / "model", max_position_embeddings=256)
     prompts = ["a", "a longer prompt, much longer", "words", "é", "one more"]
     name = {"txt": str(tmp_path / "p.txt"), "jsonl": str(tmp_path / "p.jsonl"), "-": "-"}[form]

@@ -40,7 +40,7 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title=
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has learned to answer with markup, whatever it is asked."""
+    """Trains a run that answers every question with markup."""
     path = tmp_path_factory.mktemp("page")
     rows = [{"prompt": f"Question {i}?", "response": LEARNED} for i in range(30)]
     (path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def talk(tmp_path_factory: pytest.TempPathFactory) -> Talk:
-    """With a model that has learned nothing."""
+    """Returns a conversation with an untrained model."""
     base = save_pretrained(tmp_path_factory.mktemp("base") / "base", max_position_embeddings=512)
     model, tokenizer = trained.load(str(base), "last", {})
     tokenizer.chat_template = TEMPLATE
@@ -63,7 +63,7 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Talk:
 
 @pytest.fixture(scope="module")
 def port(talk: Talk) -> Iterator[int]:
-    """The server of one model, in a thread of this process."""
+    """Serves one model in a thread of this process and yields the port."""
     listening = socket.create_server(("127.0.0.1", 0))
     number = listening.getsockname()[1]
     server = uvicorn.Server(uvicorn.Config(application(["mine"], [talk], number), log_level="warning"))
@@ -75,7 +75,7 @@ def port(talk: Talk) -> Iterator[int]:
 
 
 def ask(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, str, dict[str, str]]:
-    """Status, text and headers of the answer."""
+    """Sends a request and returns status, text and headers of the answer."""
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, given)
@@ -121,7 +121,7 @@ def test_an_answer_comes_in_events_and_is_the_models(talk: Talk, port: int) -> N
     ],
 )
 def test_other_pages_are_refused(port: int, path: str, headers: dict[str, str]) -> None:
-    """By a name that was made to point here, or by a form or a script of another page."""
+    """Refuses DNS names that were made to point to this server, and forms and scripts of other pages."""
     named = {name: value.format(port=port) for name, value in headers.items()}
     status, text, _ = ask(port, path, question("Hi") if path == "/answer" else None, **named)
     assert status == 403
@@ -165,7 +165,7 @@ def test_two_models_are_for_the_page(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(browser.CHROMIUM is None or browser.DRIVER is None, reason=browser.MISSING)
 def test_in_a_browser(folder: Path, tmp_path: Path) -> None:
-    """Two models side by side: answers stream in as text, Stop ends one, a new conversation begins; at 400 px too."""
+    """Two models side by side: answers stream in as text, Stop ends one, a new conversation starts; also at 400 px."""
     endless = save_pretrained(tmp_path / "<b>endless", max_position_embeddings=20_000)
     words = [str(folder), str(endless), "--web", "generate.temperature=0", "generate.max_new_tokens=15000"]
     server = subprocess.Popen([sys.executable, "-m", "lmtrain.chat", *words], stdout=subprocess.PIPE, text=True)

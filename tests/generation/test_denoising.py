@@ -1,4 +1,4 @@
-"""Texts of masked diffusion: a model that knows one text by heart writes it from masks, as does its export."""
+"""Texts of masked diffusion: a model that has memorized one text writes it from masks, and so does its export."""
 
 import json
 from pathlib import Path
@@ -58,11 +58,11 @@ def test_the_seed_decides(learned: Path) -> None:
 @pytest.mark.parametrize("steps", [1, 5, 7, 100])
 @pytest.mark.parametrize("temperature", [0.0, 0.01, 50.0])
 def test_no_mask_is_left(exported: tuple[PreTrainedModel, object], steps: int, temperature: float) -> None:
-    """Of any number of steps; and no id is drawn that is no token's."""
+    """For any number of steps all masks are replaced, and only ids of tokens are drawn."""
     model, tokenizer = exported
     n_ids, mask_id = len(tokenizer), model.config.mask_token_id  # type: ignore[arg-type]
     assert mask_id >= n_ids
-    for mask in (mask_id, 7):  # a token's own id may be the mask's
+    for mask in (mask_id, 7):  # the mask may also have the id of a token
         ids = denoise(model.eval(), [116, 104], 13, mask_id=mask, n_ids=n_ids, temperature=temperature, top_k=None,
                       generator=torch.Generator().manual_seed(0), steps=steps)  # fmt: skip
         assert len(ids) == 13
@@ -71,7 +71,7 @@ def test_no_mask_is_left(exported: tuple[PreTrainedModel, object], steps: int, t
 
 
 def test_the_surest_are_uncovered_first(exported: tuple[PreTrainedModel, object]) -> None:
-    """With a token a step: each is the likeliest of all predictions, given those before, by a loop of its own."""
+    """With one token per step, each step uncovers the likeliest of all predictions, as in this loop of our own."""
     model, tokenizer = exported
     model.eval()
     mask_id, prompt = model.config.mask_token_id, [102, 111, 120]
@@ -86,7 +86,7 @@ def test_the_surest_are_uncovered_first(exported: tuple[PreTrainedModel, object]
 
 
 def test_the_folder_says_what_it_holds(learned: Path, exported: tuple[PreTrainedModel, object]) -> None:
-    """transformers attends in both directions by its config; servers of causal models don't know the architecture."""
+    """The config makes transformers attend in both directions; servers of causal models don't know the architecture."""
     model, _ = exported
     ids = torch.tensor([[116, 104, 101, 32, 102, 111]])
     changed = ids.index_fill(1, torch.tensor([5]), 33)

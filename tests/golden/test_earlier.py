@@ -1,9 +1,8 @@
-"""What lmtrain wrote at commit 69cd62e (22 November 2026) is read today: a checkpoint, an export and a data cache.
+"""A checkpoint, an export and a data cache that lmtrain wrote at commit 69cd62e (22 November 2026) can still be read.
 
-`earlier/` is the folder in which that commit's code ran three steps of the command in run/summary.json; losses.json
-holds what the same code logged when it went on to six. Only paths were made relative, and the two files of the
-checkpoint are kept as JSON and safetensors, from which they are made again: git shows what changes, and nothing here is
-a pickle.
+In `earlier/`, the code of that commit ran three steps of the command in run/summary.json; losses.json holds what the
+same code logged when it continued to six. Only the paths were made relative, and the two files of the checkpoint are
+stored as JSON and safetensors, from which they are rebuilt: git can show changes, and nothing here is a pickle.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ EARLIER = Path(__file__).parent / "earlier"
 
 
 def restored(content: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The object of a checkpoint's file: dicts are written as pairs, tensors by their names."""
+    """Rebuilds the object of a checkpoint file: dicts are stored as pairs, tensors by name."""
     if isinstance(content, list):
         return [restored(inner, tensors) for inner in content]
     if not isinstance(content, dict):
@@ -36,7 +35,7 @@ def restored(content: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def make_checkpoint(folder: Path) -> None:
-    """Makes model.pt and trainer.pt, and puts their sizes and checksums into the manifest."""
+    """Rebuilds model.pt and trainer.pt, and writes their sizes and checksums into the manifest."""
     tensors = load_file(folder / "tensors.safetensors")
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["sha256"]
@@ -78,4 +77,4 @@ def test_an_export_is_read(here: Path) -> None:
     ended = run("evaluate", "run_dir=export", *where, "trainer.accelerator=cpu", "evaluate.name=now")
     assert ended.code == 0, ended.err
     found = json.loads((here / "outputs" / "evaluations" / "now.json").read_text())["scores"]
-    assert found["loss"] == pytest.approx(5.707926836325016, abs=1e-5)  # what `lmtrain.evaluate` said then
+    assert found["loss"] == pytest.approx(5.707926836325016, abs=1e-5)  # what that commit's `lmtrain.evaluate` gave

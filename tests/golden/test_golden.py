@@ -1,4 +1,4 @@
-"""A change that should not alter numbers must not: 30 steps of each experiment against the losses kept in git."""
+"""Guards against unintended numeric changes: 30 steps of each experiment must give the losses kept in git."""
 
 import json
 

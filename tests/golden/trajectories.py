@@ -2,8 +2,8 @@
 
 python tests/golden/trajectories.py [EXPERIMENT ...]
 
-records them, or all; it refuses a tree with uncommitted changes, so that the commit that changes the numbers is the one
-that says why.
+records the named experiments, or all. It refuses a tree with uncommitted changes, so that the commit that changes the
+numbers is the one that explains why.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
-sys.path.insert(0, str(REPO / "tests" / "helpers"))  # as a script; pytest finds it anyway
+sys.path.insert(0, str(REPO / "tests" / "helpers"))  # when run as a script; pytest finds it anyway
 
 from chats import write_rows  # noqa: E402
 from lmtrain.config.compose import compose  # noqa: E402
@@ -25,7 +25,7 @@ from tiny_pretrained import save_pretrained  # noqa: E402
 
 FILE = HERE / "losses.json"
 STEPS = 30
-# Every experiment on the same small text, in fp32 on one thread, shrunk to what a CPU does in seconds.
+# Every experiment runs on the same small text, in fp32 on one thread, at a size that takes a CPU seconds.
 COMMON = [
     "trainer.precision=32-true",
     "trainer.num_threads=1",
@@ -49,16 +49,16 @@ SHRINK = [
     "data=text", "data.seq_len=64",
     "tokenizer=bytes", "model.num_hidden_layers=2", "model.hidden_size=64", "model.num_attention_heads=4",
 ]  # fmt: skip
-# Fine-tuning begins with a tiny random model; conversations are plain text, its tokenizer being bytes.
+# Fine-tuning starts from a tiny random model; conversations are plain text, since its tokenizer is bytes.
 FINE_TUNE = ["data.source=files", "data.seq_len=512", "data.chat_template=vicuna", "optimizer.lr=0.003"]
-# Every x86 CPU then takes the same kernels, and rounds alike.
+# With these, all x86 CPUs use the same kernels and round alike.
 KERNELS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
-# An experiment that is small as it stands is run as it stands.
+# Experiments that are small enough already are not shrunk.
 AS_IT_STANDS = {"shakespeare_char"}
 
 
 def experiments() -> list[str]:
-    """All but those that train on what they sample, which differs between CPUs (tests/objectives/test_grpo.py)."""
+    """Returns all experiments but those that train on their own samples, which differ between CPUs (test_grpo.py)."""
     return sorted(p.stem for p in (REPO / "conf" / "experiment").glob("*.yaml") if not p.stem.startswith("grpo"))
 
 
@@ -67,7 +67,7 @@ def takes_muon(name: str) -> bool:
 
 
 def make_text(path: Path) -> None:
-    """About 60 kB of sentences with a rule to learn; the same on every machine."""
+    """Writes about 60 kB of sentences that follow a rule, the same on every machine."""
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     lines = [
         f"{words[a % 10]} plus {words[b % 10]} is {(a % 10) + (b % 10)}." for a in range(50) for b in range(a, a + 40)
@@ -76,7 +76,7 @@ def make_text(path: Path) -> None:
 
 
 def material(name: str, folder: Path, data: Path) -> list[str]:
-    """Writes what the experiment learns from into the folder `data`; returns the overrides that make it small."""
+    """Writes the experiment's training data into the folder `data`; returns the overrides that make it small."""
     data.mkdir()
     fine_tuned = {"sft_gsm8k": "gsm8k"}.get(name) or next(
         (option for part, option in (("dpo", "preference_jsonl"), ("sft", "chat_jsonl")) if part in name), None
@@ -90,9 +90,9 @@ def material(name: str, folder: Path, data: Path) -> list[str]:
 
 
 def trajectory(name: str) -> dict[str, Any]:
-    """{train: losses of each step, val: losses of each validation} of one experiment, by the real command.
+    """Returns {train: losses of all steps, val: losses of all validations} of one experiment, run by the real command.
 
-    With Muon also {muon: bf16 or fp32}, in which it orthogonalises on this CPU.
+    With Muon also {muon: bf16 or fp32}, the precision in which it orthogonalises on this CPU.
     """
     with tempfile.TemporaryDirectory() as folder:
         data, run_dir = Path(folder) / "data", Path(folder) / "run"
@@ -120,7 +120,7 @@ def trajectory(name: str) -> dict[str, Any]:
 
 
 def main(names: list[str]) -> int:
-    """Records these experiments, or all."""
+    """Records the named experiments, or all."""
     dirty = subprocess.run(
         ["git", "status", "--porcelain"], cwd=REPO, check=True, capture_output=True, text=True
     ).stdout.strip()

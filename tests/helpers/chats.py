@@ -1,4 +1,4 @@
-"""Conversations made up for tests: of different lengths, with words that repeat."""
+"""Generated conversations for tests: of different lengths, with words that repeat."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Quito"]
 
 
 def conversation(number: int) -> dict[str, Any]:
-    """One to three questions and answers."""
+    """Returns a conversation of one to three questions and answers."""
     turns = []
     for turn in range(1 + number % 3):
         city = CITIES[(number + turn) % len(CITIES)]
@@ -19,12 +19,12 @@ def conversation(number: int) -> dict[str, Any]:
 
 
 def pair(number: int) -> dict[str, Any]:
-    """A question with a good and a bad answer."""
+    """Returns a question with a good and a bad answer."""
     *before, answer = conversation(number)["messages"]
     return {"prompt": before, "chosen": [answer], "rejected": [{**answer, "content": "I do not know that city."}]}
 
 
-# The same as the columns of well-known formats.
+# The same data in the columns of well-known formats.
 def alpaca(number: int) -> dict[str, Any]:
     ask, answer = conversation(3 * number)["messages"]
     return {"instruction": ask["content"], "input": "", "output": answer["content"], "context": "",
@@ -49,7 +49,7 @@ def orca(number: int) -> dict[str, Any]:
     return {"system": "", "question": ask["content"], "chosen": answer["content"], "rejected": "I do not know."}
 
 
-# Rows that suit each option of conf/data for conversations or preferences.
+# Row generators for the options of conf/data for conversations or preferences.
 ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "chat_jsonl": conversation, "ultrachat": conversation, "alpaca": alpaca, "code_alpaca": alpaca, "dolly": alpaca,
     "gsm8k": alpaca, "oasst": tree, "preference_jsonl": pair, "ultrafeedback": pair, "hh_rlhf": hh,
@@ -63,7 +63,7 @@ def write_rows(path: Path, option: str, number: int = 40) -> Path:
 
 
 def write_chats(path: Path, rows: list[dict[str, Any]] | int = 40) -> Path:
-    """Rows, or so many of `conversation`, as JSON lines."""
+    """Writes the rows, or that many of `conversation`, as JSON lines."""
     rows = [conversation(i) for i in range(rows)] if isinstance(rows, int) else rows
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -1,8 +1,8 @@
-"""Composes the yamls of conf/ once in a process for each choice of options, and parses a file or text once: tests ask
-for thousands of configs.
+"""Caches Hydra's composition of conf/ per choice of options, and parsed YAML files and texts, within one process: tests
+compose thousands of configs.
 
-Values that are set come on top of a copy, as Hydra sets them. Processes that tests start have nothing of this. What is
-kept is pickled, in this process alone: OmegaConf's nodes are read back six times as fast as they are copied.
+Values are set on a copy, as Hydra sets them. Processes that tests start don't use this cache. Cached configs are
+pickled, in this process only: OmegaConf's nodes are unpickled six times as fast as they are copied.
 """
 
 import copy
@@ -21,18 +21,18 @@ from omegaconf import DictConfig
 
 from support import REPO
 
-# Hydra's own options and ours, which no test writes; those of a user's folder are looked at each time.
+# Hydra's own options and ours, which no test changes; a user's folder is checked for changes each time.
 OURS = {"hydra.conf", str(REPO / "conf"), ""}
 
 
 def written_in(folder: str) -> tuple[Any, ...]:
-    """The yamls of a folder of options and what tells that one was changed."""
+    """Returns the YAML files of a folder of options with what reveals a change of one: inode, mtime and size."""
     found = ((path, path.stat()) for path in sorted(Path(folder).rglob("*.yaml")))
     return tuple((str(path), stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in found)
 
 
 class _Defaults(list[Any]):
-    """A list of defaults that knows what it was made of."""
+    """A list of defaults with the key of the choices that it was made from."""
 
     def __init__(self, defaults: list[Any], key: tuple[Any, ...]) -> None:
         super().__init__(defaults)
@@ -48,7 +48,7 @@ def install() -> None:
     lists: dict[tuple[Any, ...], DefaultsList] = {}
     trees: dict[tuple[Any, ...], bytes] = {}
     files: dict[tuple[Any, ...], bytes] = {}
-    Plugins.instance()  # it imports and registers the sources
+    Plugins.instance()  # imports and registers the sources
     source: Any = SourcesRegistry.instance().resolve("file")
     of_file = source.load_config
     texts = functools.lru_cache(512)(load)
@@ -89,4 +89,4 @@ def install() -> None:
     source.load_config = file_loaded
     loader.create_defaults_list = defaults_of
     loader.ConfigLoaderImpl._compose_config_from_defaults_list = composed  # type: ignore[method-assign]
-    yaml.load = loaded  # of which yaml.safe_load makes use
+    yaml.load = loaded  # yaml.safe_load calls it

@@ -1,4 +1,4 @@
-"""Tokenized examples written to a folder, without rows or a tokenizer behind them."""
+"""Writes tokenized examples to a folder directly, without rows or a tokenizer."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Completions and rewards that stand in a file instead of being sampled, so that two trainers train on the same."""
+"""Completions and rewards from a file instead of sampling, so that two trainers train on the same ones."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from lmtrain.objectives.grpo import GRPO
 from lmtrain.rewards.base import Reward
 from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
 
-FILE = "LMTRAIN_TEST_COMPLETIONS"  # {prompt's ids joined by spaces: its completions' ids}
+FILE = "LMTRAIN_TEST_COMPLETIONS"  # path of JSON {ids of a prompt, joined by spaces: ids of its completions}
 
 
 class FixedEngine(Engine):
@@ -34,7 +34,7 @@ class FixedGRPO(GRPO):
 
 
 class OfIds(Reward):
-    """Any number that follows from a completion's ids."""
+    """An arbitrary reward that depends only on a completion's ids."""
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
         return [reward_of(ids) for ids in columns["completion_ids"]]

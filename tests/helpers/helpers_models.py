@@ -22,7 +22,7 @@ COMMON: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
-    # Large weights, so that what a token sees shows in its logits.
+    # Large weights, so that the tokens that a token attends to affect its logits visibly.
     "initializer_range": 0.3,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def tiny_config(family: str, **changes: Any) -> ScratchModelConfig:
 
 
 def tiny(family: str, **changes: Any) -> Any:
-    """A transformers model of the family with random weights, the same every time."""
+    """Builds a transformers model of the family with random weights that are the same every time."""
     torch.manual_seed(0)
     return build_model(tiny_config(family, **changes), VOCAB, 0, seq_len=32)
 
@@ -61,11 +61,11 @@ def wrapped(family: str, **changes: Any) -> LanguageModel:
     return LanguageModel(tiny(family, **changes), objective())
 
 
-LENGTHS = [[5, 9, 2, 1, 3], [7, 7, 6], [20]]  # documents of each of three rows of 20 tokens
+LENGTHS = [[5, 9, 2, 1, 3], [7, 7, 6], [20]]  # lengths of the documents in each of three rows of 20 tokens
 
 
 def packed(lengths: list[list[int]] = LENGTHS, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A micro-batch of packed documents: positions start again in each, its last token has no label."""
+    """Returns a micro-batch of packed documents: each restarts the positions, and its last token has no label."""
     generator = torch.Generator().manual_seed(seed)
     rows, length = len(lengths), sum(lengths[0])
     ids = torch.randint(0, VOCAB, (rows, length), generator=generator)

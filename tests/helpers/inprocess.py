@@ -1,4 +1,4 @@
-"""Runs a verb in this process, as `python -m lmtrain.VERB` would: quick, since everything is imported once."""
+"""Runs verbs in this process, as `python -m lmtrain.VERB` would: fast, since everything is imported only once."""
 
 import contextlib
 import importlib
@@ -28,7 +28,7 @@ class Ended:
 
 
 def run(verb: str, *argv: str) -> Ended:
-    """The exit code and what was printed; exceptions that would be a traceback come through."""
+    """Returns the exit code and the output of a verb; exceptions that would print a traceback propagate."""
     out, err = io.StringIO(), io.StringIO()
     started = time.perf_counter()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -37,12 +37,12 @@ def run(verb: str, *argv: str) -> Ended:
 
 
 def train_tiny(corpus: Path, *argv: str) -> Ended:
-    """Two steps of a tiny model on the corpus, changed by `argv`."""
+    """Trains a tiny model for two steps on the corpus, with the settings `argv` on top."""
     return run("train", *TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", *argv)
 
 
 class StopsAt(pl.Callback):
-    """Asks the run to stop after a step, as a signal does."""
+    """A callback that asks the run to stop after a step, by SIGTERM."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -51,17 +51,17 @@ class StopsAt(pl.Callback):
         if trainer.global_step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
             preemption = next(c for c in trainer.callbacks if isinstance(c, Preemption))  # type: ignore[attr-defined]
-            while preemption.stop.signals.first is None:  # a thread notes it, at its own time
+            while preemption.stop.signals.first is None:  # a thread records the signal, with some delay
                 time.sleep(0.001)
 
 
 def stops_at(step: int) -> list[str]:
-    """Settings of a run that is asked to stop after a step."""
+    """Returns settings with which a run is asked to stop after a step."""
     return [f"callbacks.extra=[{{_target_: {__name__}.StopsAt, step: {step}}}]", f"run.allow_target=[{__name__}]"]
 
 
 def few_modules(patch: pytest.MonkeyPatch) -> list[Path]:
-    """Makes data=stdlib_questions and stdlib_pairs ask about some modules only, which is quicker; their files."""
+    """Restricts data=stdlib_questions and stdlib_pairs to a few modules, for speed; returns the modules' files."""
     wanted = ("collections/__init__.py", "json/decoder.py", "shutil.py", "string.py", "textwrap.py", "threading.py")
     files = [file for file in stdlib.stdlib_files() if file.as_posix().endswith(wanted)]
     patch.setattr(stdlib, "question_files", lambda: files)
@@ -69,7 +69,7 @@ def few_modules(patch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Everything below: files with their time of change and content, folders by name."""
+    """Returns everything below a folder: files with modification time and content, folders by name."""
     return {
         str(p.relative_to(folder)): (p.lstat().st_mtime_ns, p.read_bytes()) if p.is_file() else (0, b"")
         for p in sorted(folder.rglob("*"))
@@ -77,7 +77,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def message(err: str) -> str:
-    """The one message on standard error; what may stand before it is how preparing the data went."""
+    """Returns the single error message on standard error; only progress of data preparation may precede it."""
     *before, last = err.splitlines()
     assert last.startswith("error: "), err
     assert all(
@@ -90,7 +90,7 @@ def message(err: str) -> str:
 
 
 class Breaks(pl.Callback):
-    """A user's callback with a mistake in it."""
+    """A user's callback that raises at a step."""
 
     def __init__(self, at: int) -> None:
         self.at = at

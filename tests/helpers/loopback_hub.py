@@ -1,4 +1,4 @@
-"""The Hugging Face Hub's stand-in on this machine, where a checkout of it lies beside the repository."""
+"""A local stand-in for the Hugging Face Hub, available if a checkout of it lies next to the repository."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ HUB = REPO.parent / "shared" / "hub"
 
 @contextlib.contextmanager
 def serving(home: Path) -> Iterator[dict[str, str]]:
-    """Serves while the block runs; gives the environment of a process that asks it, with an empty HF_HOME."""
+    """Serves within the block; yields the environment for a process that uses it, with an empty HF_HOME."""
     if not (HUB / "serve.py").exists():
         pytest.skip(f"needs the loopback hub, which is not in {HUB}")
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -1,4 +1,4 @@
-"""Rewards with mistakes in them."""
+"""Faulty rewards."""
 
 import math
 import time

@@ -1,13 +1,13 @@
-"""A port for the ranks of a test to meet at."""
+"""A free port for the rendezvous of a test's ranks."""
 
 import random
 import socket
 
 
 def free_port() -> int:
-    """Below those that the system gives to whoever asks for any: nobody else takes it before the ranks do."""
+    """Returns a free port below the ephemeral range, so that no other process is given it before the ranks bind it."""
     while True:
-        port = random.SystemRandom().randint(15000, 24999)  # runs in this process seed the other
+        port = random.SystemRandom().randint(15000, 24999)  # runs in this process seed the global generator
         with socket.socket() as s:
             try:
                 s.bind(("127.0.0.1", port))

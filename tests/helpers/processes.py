@@ -1,4 +1,4 @@
-"""The processes that others have started, as /proc shows them: ranks, loader workers, what tokenizes text."""
+"""Processes that others have started, read from /proc: ranks, loader workers, tokenizing processes."""
 
 import time
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Process:
     pid: int
-    started: str  # in clock ticks since boot: a process id that is used again is another process
+    started: str  # in clock ticks since boot: distinguishes processes with a reused id
     parent: int
     command: str
 
@@ -18,7 +18,7 @@ class Process:
 
 
 def read(pid: int) -> Process | None:
-    """None where it is gone, or ended and not yet waited for."""
+    """Returns the process, or None if it is gone, or has ended and has not been waited for."""
     try:
         state, parent, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
@@ -28,7 +28,7 @@ def read(pid: int) -> Process | None:
 
 
 def below(pid: int) -> list[Process]:
-    """All that a process has started, and what those have."""
+    """Returns all descendants of a process."""
     everything = [read(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()]
     children: dict[int, list[Process]] = {}
     for process in everything:
@@ -43,12 +43,12 @@ def below(pid: int) -> list[Process]:
 
 
 def started_by(parent: int, module: str) -> list[Process]:
-    """Those that run `python -m module` for it."""
+    """Returns the direct children of a process that run `python -m module`."""
     return [p for p in below(parent) if p.parent == parent and f"-m {module} " in p.command]
 
 
 def ranks(parent: int) -> list[int]:
-    """Process ids of a launcher's ranks, rank 0 first."""
+    """Returns the process ids of a launcher's ranks, rank 0 first."""
     found = started_by(parent, "lmtrain.run.launch")
     return [p.pid for p in sorted(found, key=lambda p: int(_variable(p.pid, "RANK")))]
 

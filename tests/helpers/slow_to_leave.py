@@ -1,4 +1,4 @@
-"""Ranks that meet the same mistake: rank 1 first, whose interpreter then takes long to end."""
+"""Ranks that raise the same error, rank 1 first; its interpreter then takes a minute to exit."""
 
 import os
 import sys

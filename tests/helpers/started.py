@@ -1,4 +1,4 @@
-"""What this process has started: a list that an audit hook fills, from the first import of this module on."""
+"""A list of the processes that this process starts, filled by an audit hook from the first import of this module on."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""What tests share besides fixtures: settings of a tiny run, reading its rows."""
+"""What tests share besides fixtures: settings of a tiny run, and reading its rows."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 REPO = Path(__file__).resolve().parents[2]
-# A model and data small enough that a run is dominated by imports.
+# A model and data so small that imports dominate the time of a run.
 TINY = [
     "tokenizer=bytes",
     "model.num_hidden_layers=2",
@@ -27,21 +27,21 @@ TINY = [
     "report.enabled=false",
 ]
 
-Run = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `lmtrain` gives
+Run = Callable[..., subprocess.CompletedProcess[str]]  # the type of the fixture `lmtrain`
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl."""
+    """Returns the rows of a JSON Lines file such as metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def lingers(step: int) -> list[str]:
-    """Settings of a run that has `step` behind it for a while before it ends, so that it can be interrupted there."""
+    """Returns settings with which steps from `step` on take longer, so that a run can be interrupted there."""
     return [f"callbacks.extra=[{{_target_: slow.Lingers, step: {step}}}]", "run.allow_target=[slow]"]
 
 
 def thinned(cases: Iterable[Any], every: int) -> list[ParameterSet]:
-    """Parameters that walk the same path: each `every`-th is quick, the others are slow."""
+    """Returns parameters of cases that run the same code: each `every`-th is quick, the others are marked slow."""
     marks: list[list[Any]] = [[], [pytest.mark.slow]]
     values = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*case, marks=marks[number % every > 0]) for number, case in enumerate(values)]

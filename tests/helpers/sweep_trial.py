@@ -1,4 +1,4 @@
-"""What befalls trials in tests of sweeps, as a user's callbacks; nothing, once there is a file `repaired`."""
+"""Failures of trials in tests of sweeps, as a user's callbacks; none occurs once a file `repaired` exists."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ class Raises(pl.Callback):
 
 
 class IsKilled(pl.Callback):
-    """As the kernel does when memory runs out."""
+    """Kills the process after a step, as the kernel does when memory runs out."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if not Path("repaired").exists():
@@ -25,7 +25,7 @@ class IsKilled(pl.Callback):
 
 
 class Waits(pl.Callback):
-    """At the end of the second step, until a signal is noticed; writes its process id for the test."""
+    """Writes the process id for the test at the end of step 2 and waits until a signal is noticed."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if trainer.global_step == 2 and not Path("repaired").exists():

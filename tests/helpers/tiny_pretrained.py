@@ -1,4 +1,4 @@
-"""A tiny pretrained model with a tokenizer, as a folder: what adapters start from in tests."""
+"""A tiny pretrained model with a tokenizer, saved as a folder: what adapters start from in tests."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
     },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
-# Overrides of a short run that adapts it.
+# Overrides of a short run that fine-tunes it.
 SHORT = [
     "model=pretrained",
     "model.dropout=0.0",
@@ -42,7 +42,7 @@ SHORT = [
 
 
 def save_pretrained(folder: Path, family: str = "llama", spare_rows: int = 0, **changes: Any) -> Path:
-    """Weights large enough that what a layer adds shows in the logits; the tokenizer is bytes."""
+    """Saves a model, with weights so large that each layer's effect shows in the logits, and a bytes tokenizer."""
     cfg = TokenizerConfig(kind="bytes")
     tokenizer = tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
     config_class = {"llama": LlamaConfig, "gpt2": GPT2Config}[family]
@@ -55,7 +55,7 @@ def save_pretrained(folder: Path, family: str = "llama", spare_rows: int = 0, **
 
 
 def load_pretrained(folder: Path, vocab_size: int, **options: Any) -> PreTrainedModel:
-    """The folder's model as a run of model=pretrained loads it."""
+    """Loads the folder's model as a run with model=pretrained does."""
     cfg = LoadedModelConfig(
         name="pretrained",
         init="pretrained",

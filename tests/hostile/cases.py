@@ -1,4 +1,4 @@
-"""What a hostile input is: the kind, the command that reads it, who makes it, and what may come of it."""
+"""Definition of a hostile input: its kind, the command that reads it, its files, and the permitted outcome."""
 
 import json
 import shutil
@@ -12,9 +12,9 @@ from guard import WORD
 
 from support import TINY
 
-SECRET = "planted-4f1d-secret-value"  # the value of a variable of the environment that nobody asks for
+SECRET = "planted-4f1d-secret-value"  # the value of an environment variable that must not leak
 STEPS = ["trainer.max_steps=2", "trainer.val_check_interval=1", "trainer.limit_val_batches=1", "run.name=mine"]
-JS = "pwnedjs()"  # what script in data would call
+JS = "pwnedjs()"  # what injected scripts would call
 SCRIPTS = [
     f"<script>{JS}</script>", f"</script><script>{JS}</script>", f"<img src=x onerror={JS}>", f'"><svg onload={JS}>',
     f"' onmouseover='{JS}", f"<iframe src=javascript:{JS}></iframe>", f"</style><script>{JS}</script>",
@@ -29,11 +29,11 @@ STEERS = [
 
 @dataclass
 class Place:
-    """Folders of one case. The user stands in `work`; the attacker's files are in `work/stranger`."""
+    """The folders of one case: the user works in `work`, and the attacker's files are in `work/stranger`."""
 
     area: Path
-    trained: Path  # a run's folder, to be copied
-    chat: Path  # an exported folder with a chat template, to be copied
+    trained: Path  # the folder of a run, to be copied
+    chat: Path  # an export with a chat template, to be copied
     corpus: Path
     bins: Path  # prepared text, to be copied
     writable: list[Path] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Place:
         return self.area / WORD
 
     def filled(self, value: Any) -> Any:
-        """A copy with {marker}, {stranger}, {key} and {area} in its texts filled in."""
+        """Returns a copy with {marker}, {stranger}, {key} and {area} filled in in all strings."""
         if isinstance(value, dict):
             return {self.filled(k): self.filled(v) for k, v in value.items()}
         if isinstance(value, list | tuple):
@@ -80,7 +80,7 @@ class Place:
         return self.text(name, tree if isinstance(tree, str) else yaml.safe_dump(self.filled(tree), sort_keys=False))
 
     def text(self, name: str, text: str | bytes) -> Path:
-        """A file of the attacker's."""
+        """Writes a file of the attacker."""
         file = self.stranger / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(text if isinstance(text, bytes) else self.filled(text).encode("utf-8", "surrogatepass"))
@@ -90,7 +90,7 @@ class Place:
         return self.text(name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def run(self) -> Path:
-        """A run's folder that the attacker sends; the verbs may write into it."""
+        """Copies a run's folder that the attacker sends; verbs may write into it."""
         folder = self.stranger / "run"
         shutil.copytree(self.trained, folder, symlinks=True)
         self.writable.append(folder)
@@ -100,7 +100,7 @@ class Place:
         return Path(shutil.copytree(self.trained / "export", self.stranger / "export"))
 
     def train(self, *words: str, data: bool = True) -> list[str]:
-        """The command of a tiny run."""
+        """Returns the command of a tiny run."""
         found = ["data=text", f"data.path={self.corpus}"] if data else []
         return ["train", *TINY, *STEPS, *found, *words]
 
@@ -110,11 +110,11 @@ class Case:
     """One hostile input.
 
     Args:
-        make: writes the attacker's files; returns the verb and its words.
-        says: what the message names where the input is refused.
-        must: refused, harmless (exit code 0), or None for either.
+        make: writes the attacker's files; returns the verb and its arguments.
+        says: words that the message must contain if the input is refused.
+        must: "refused", "harmless" (exit code 0), or None for either.
         stdin: what the user types.
-        reads: whether a file of the user's may be read (through a link); it must be shown and written nowhere.
+        reads: whether a file of the user may be read (through a link); it must not be shown or written anywhere.
     """
 
     kind: str

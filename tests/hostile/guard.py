@@ -1,7 +1,7 @@
-"""Watches what a hostile input makes this process do: an audit hook that notes and stops what nothing of ours does.
+"""Watches what a hostile input makes this process do: an audit hook records and stops what lmtrain itself never does.
 
-An audit hook can't be removed, so it is added once and does nothing but while `watching`. What it sees are Python's
-own doors (PEP 578); what a C library does behind them is looked for afterwards: files that appeared, children that run.
+An audit hook can't be removed, so it is added once and is inactive except within `watching`. It sees Python's own audit
+events (PEP 578); what C libraries do without them is checked afterwards: files that appeared, child processes.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-WORD = "PWNED"  # in every payload: the file it would touch, the text it would run
-MODULE = "pwned"  # how modules of the attacker's begin
+WORD = "PWNED"  # in every payload: the file it would create, the code it would run
+MODULE = "pwned"  # prefix of the attacker's modules
 
 _PROCESSES = {
     "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.spawn", "os.fork", "os.forkpty", "os.startfile",
@@ -27,7 +27,7 @@ _SOCKETS = {
     "socket.sendto", "socket.sendmsg", "urllib.Request", "ftplib.connect", "smtplib.connect", "poplib.connect",
     "imaplib.open", "telnetlib.Telnet.open", "nntplib.connect",
 }  # fmt: skip
-# Of each event that changes a file system: the places of paths in its arguments, with those of folders they are relative to.
+# For each event that changes a file system: positions of its paths, each with that of the folder it is relative to.
 _CHANGES = {
     "os.rename": ((0, 2), (1, 3)), "os.remove": ((0, 1),), "os.rmdir": ((0, 1),), "os.mkdir": ((0, 2),),
     "os.symlink": ((1, 2),), "os.link": ((0, 2), (1, 3)), "os.chmod": ((0, 2),), "os.chown": ((0, 3),),
@@ -36,15 +36,15 @@ _CHANGES = {
 }  # fmt: skip
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _STEERING = {"LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONHOME", "PATH", "HF_ENDPOINT"}
-_GIT = ["git", "-c", "core.fsmonitor=false"]  # which commit lmtrain's own source is at
-# What libraries unpickle of their own; a payload names anything else.
+_GIT = ["git", "-c", "core.fsmonitor=false"]  # asks for the commit of lmtrain's own source
+# Packages whose objects libraries unpickle themselves; a payload names anything else.
 _PICKLED = ("torch", "numpy", "collections", "_codecs", "copyreg", "datetime", "lmtrain", "tokenizers", "transformers")
-_TEMPLATE = "<template>"  # what jinja2 compiles a chat template to, in its sandbox; what that opens or starts is seen
+_TEMPLATE = "<template>"  # name of chat templates' code, which jinja2 sandboxes; what it opens or starts is seen
 _DEVICES = ("/dev/null", "/dev/shm", "/dev/tty", "/proc/self")
 
 
 class Caught(RuntimeError):
-    """Raised in the place of what an attack would have done."""
+    """Raised instead of performing what an attack would have done."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ class Watch:
     """What one input may do, and what else it did.
 
     Args:
-        writable: folders, or files, below which anything may be written.
-        hostile: folders of the attacker: no code, module or library of theirs is loaded.
-        secret: folders of which nothing may be read.
+        writable: folders or files at or below which anything may be written.
+        hostile: the attacker's folders, from which no code, module or library may be loaded.
+        secret: folders from which nothing may be read.
     """
 
     writable: list[Path]
@@ -74,7 +74,7 @@ _caches = tuple(os.path.realpath(p) for p in {sys.prefix, sys.base_prefix, sysco
 
 @contextlib.contextmanager
 def watching(watch: Watch) -> Iterator[Watch]:
-    """Within it, what this process does is watched; nested, the inner one counts."""
+    """Watches what this process does within the block; if nested, the inner watch applies."""
     global _now, _added
     if not _added:
         sys.addaudithook(_hook)
@@ -127,12 +127,12 @@ def _below(path: str, folders: list[Path]) -> bool:
 
 
 def _real(path: Any) -> str | None:
-    """The file that a path names, links followed; None for an open file's number."""
+    """Returns the file that a path names, with links resolved, or None for a file descriptor."""
     return None if isinstance(path, int) else os.path.realpath(os.fsdecode(path))
 
 
 def _beside(path: Any) -> str:
-    """The file of that name itself, be it a link or not."""
+    """Returns the path with links resolved in its folder only, so that it may name a link itself."""
     parent, name = os.path.split(os.path.abspath(os.fsdecode(path)))
     return os.path.join(os.path.realpath(parent), name)
 
@@ -162,14 +162,14 @@ def _changed(watch: Watch, event: str, path: Any, folder: Any) -> None:
     if isinstance(folder, int) and folder >= 0 and not os.path.isabs(text):
         with contextlib.suppress(OSError):
             text = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text)
-    real = _beside(text)  # the link itself is what is changed
+    real = _beside(text)  # the link itself is changed, not its target
     made_already = event == "os.mkdir" and os.path.isdir(real)
     if not made_already and not _may_write(watch, real):
         watch.note(f"{event}: {real}")
 
 
 def _theirs(watch: Watch, file: str) -> bool:
-    """Whether a file is the attacker's; names such as <string> are none."""
+    """Returns whether a file is the attacker's; names such as <string> are not files."""
     return not file.startswith("<") and _below(os.path.realpath(file), watch.hostile)
 
 
@@ -181,7 +181,7 @@ def _ran(watch: Watch, code: types.CodeType) -> None:
 
 
 def _names(code: types.CodeType) -> bool:
-    """Whether a payload's word stands in the code, or in a function of it."""
+    """Returns whether the marker word occurs in the code's constants and names, or in those of a nested function."""
     if "/tests/hostile" in code.co_filename:
         return False
     return any(
@@ -215,7 +215,7 @@ def _unpickled(watch: Watch, module: str, name: str) -> None:
 
 
 def _kept_by_tests() -> bool:
-    """Whether tests/helpers/composed_once.py reads back what it has kept in this process."""
+    """Returns whether tests/helpers/composed_once.py is unpickling what it cached in this process."""
     frame = sys._getframe(1)
     while frame is not None and Path(frame.f_code.co_filename).name != "composed_once.py":
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Data that a stranger sends: text for pages and terminals, archives, bombs, links, addresses, prepared tokens with lies."""
+"""Data from an attacker: text for pages and terminals, archives, bombs, links, addresses, false token metadata."""
 
 import bz2
 import gzip
@@ -24,7 +24,7 @@ MiB = 1 << 20
 
 
 def look(place: Place, data: Any, *words: str, option: str = "text") -> list[str]:
-    """The inspection of a path of data, with its page."""
+    """Returns the command that inspects data at a path and writes a page about it."""
     page = place.work / "outputs" / "page.html"
     page.parent.mkdir(exist_ok=True)
     plain = [w for w in place.train(data=False) if not w.startswith("run.name")]
@@ -365,7 +365,7 @@ def _odd_files() -> Iterator[Case]:
 
 
 def _addresses() -> Iterator[Case]:
-    """Addresses in a stranger's yaml: nothing is chained, fetched or written."""
+    """Yields addresses in an attacker's YAML: nothing may be chained, fetched or written."""
     for address in (
         "zip://../../PWNED::file://{stranger}/a.zip",
         "simplecache::file://{stranger}/a.txt",
@@ -413,7 +413,7 @@ def _addresses() -> Iterator[Case]:
 
 
 def _prepared() -> Iterator[Case]:
-    """Folders of tokens whose sidecar lies."""
+    """Yields folders of tokens whose metadata is false."""
 
     def make(place: Place, change: Callable[[Place, Path, dict[str, Any]], None]) -> list[str]:
         folder = Path(shutil.copytree(place.bins, place.stranger / "bins"))

@@ -1,4 +1,4 @@
-"""Models, tokenizers, adapters and chat templates that a stranger sends, as Hugging Face folders."""
+"""Models, tokenizers, adapters and chat templates from an attacker, as Hugging Face folders."""
 
 import json
 import os
@@ -18,7 +18,7 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 def chat_export(export: Path, folder: Path) -> Path:
-    """A copy of an export, with a chat template."""
+    """Copies an export and gives it a chat template."""
     shutil.copytree(export, folder)
     _set(folder / "tokenizer_config.json", chat_template=PLAIN)
     return folder
@@ -29,7 +29,7 @@ def _set(file: Path, **values: Any) -> None:
 
 
 def with_own_code(place: Place, export: Path, *names: str) -> None:
-    """A model, a config and a tokenizer with code of their own."""
+    """Gives the export code of its own for model, config and tokenizer, or for those that are named."""
     payloads(place)
     code = (place.stranger / "pwned_script.py").read_text()
     for name in ("modeling_pwned", "configuration_pwned", "tokenization_pwned"):

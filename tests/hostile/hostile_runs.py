@@ -1,4 +1,4 @@
-"""Runs' folders that a stranger sends, given to the verbs that read them."""
+"""Run folders from an attacker, given to the verbs that read them."""
 
 import json
 import os
@@ -19,7 +19,7 @@ EVALUATE = ("evaluate.resamples=10", "evaluate.limit=2")
 
 
 def command(verb: str, run: Path) -> list[str]:
-    """How a verb is told of a run's folder."""
+    """Returns a verb's command for a run's folder."""
     return {
         "evaluate": ["evaluate", f"run_dir={run}", *EVALUATE],
         "generate": ["generate", f"run_dir={run}", "generate.prompt=a", "generate.max_new_tokens=2"],
@@ -39,7 +39,7 @@ def command(verb: str, run: Path) -> list[str]:
 
 
 def poisoned(change: Callable[[Place, dict[str, Any]], None], verb: str) -> Callable[[Place], list[str]]:
-    """A run whose config.yaml was changed, and the command that reads it."""
+    """Returns a maker of a run with a changed config.yaml and of the command that reads it."""
 
     def make(place: Place) -> list[str]:
         run = place.run()
@@ -130,7 +130,7 @@ def _configs() -> Iterator[Case]:
     }
     for key, value in places.items():
         for verb in ("evaluate", "generate")[: 1 if key.startswith(("run", "trainer")) else 2]:
-            # A path of data may lead anywhere: its text is scored, and neither shown nor written.
+            # data.path may name any file: its text is scored, but neither shown nor written.
             make = poisoned(_set(key, value), verb)
             yield Case("keys of a run", f"{key}={value}, {verb}"[:70], make, reads=key == "data.path")
     for key in ("model.hidden_size", "model.num_hidden_layers", "run.dir"):
@@ -138,7 +138,7 @@ def _configs() -> Iterator[Case]:
 
 
 class Runs:
-    """A pickle that touches the marker where it is loaded."""
+    """An object whose pickle creates the marker when it is loaded."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -148,7 +148,7 @@ class Runs:
 
 
 def _fit(checkpoint: Path) -> None:
-    """Makes a manifest say what the files are by now."""
+    """Updates the sizes and checksums in a manifest to the current files."""
     content = manifest.read(checkpoint)
     for name in content["files"]:
         file = checkpoint / name
@@ -247,7 +247,7 @@ def _replace(file: Path, target: Path) -> None:
 
 
 def _links() -> Iterator[Case]:
-    """What a verb writes in a run's folder must not go through a link to somewhere else."""
+    """Yields runs with links: what a verb writes into a run's folder must not go through a link to somewhere else."""
     writes = {
         "report": ["report.html"],
         "evaluate": ["evaluations"],
@@ -316,7 +316,7 @@ def _links() -> Iterator[Case]:
 
 
 def _pages() -> Iterator[Case]:
-    """Text of a stranger's in the page of a run and in the list of runs."""
+    """Yields runs with an attacker's text, for the page of a run and the list of runs."""
 
     def make(place: Place, text: str, where: str, verb: str) -> list[str]:
         run = place.run()
@@ -372,7 +372,7 @@ def _pages() -> Iterator[Case]:
 
 
 def _spread(value: Any, text: str, keys: tuple[str, ...] | None = None) -> Any:
-    """A copy with the text in the place of texts (of these keys only, where given)."""
+    """Returns a copy in which the text replaces all strings, or those of the given keys only."""
     if isinstance(value, dict):
         return {
             k: text if isinstance(v, str) and (keys is None or k in keys) and k != "status" else _spread(v, text, keys)
@@ -384,7 +384,7 @@ def _spread(value: Any, text: str, keys: tuple[str, ...] | None = None) -> Any:
 
 
 def _files() -> Iterator[Case]:
-    """Types that nobody expects, in the files that runs and report read."""
+    """Yields files of unexpected types or contents, for the verbs `runs` and `report`."""
     values: dict[str, str] = {
         "a list": "[]",
         "null": "null",

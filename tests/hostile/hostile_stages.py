@@ -1,4 +1,4 @@
-"""Pipelines and sweeps that a stranger wrote, and folders of theirs that would be gone on with."""
+"""Pipelines and sweeps from an attacker, and folders of an attacker that would be resumed."""
 
 import json
 from collections.abc import Iterator

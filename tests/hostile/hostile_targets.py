@@ -1,4 +1,4 @@
-"""`_target_` where a yaml of a stranger's can write it: what runs, what writes, what loads; nested, partial, disguised."""
+"""`_target_` wherever an attacker's YAML can write it: what runs, writes or loads; nested, partial and disguised."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ SH = ["/bin/sh", "-c", "touch {marker}"]
 CODE = "open('{marker}', 'w')"
 SOURCE = "{stranger}/pwned_script.py"
 
-# What runs, loads, writes or removes where it is called. The names of known packages are the more dangerous ones.
+# Calls that run, load, write or remove something. Those in well-known packages are the more dangerous ones.
 CALLS: list[dict[str, Any]] = [
     {"_target_": "os.system", "command": "touch {marker}"},
     {"_target_": "posix.system", "_args_": ["touch {marker}"]},
@@ -101,7 +101,7 @@ TIMER, LAMBDA = "lightning.pytorch.callbacks.Timer", "lightning.pytorch.callback
 
 
 def payloads(place: Place) -> None:
-    """What those calls would load: a script, a pickle, a torch.hub folder."""
+    """Writes what those calls would load: a script, a pickle, a torch.hub folder."""
     touch = f"open({str(place.marker)!r}, 'w')\n"
     for name in ("pwned_script.py", "hubconf.py", "__init__.py"):
         place.text(name, f"{touch}class Model: pass\ndef model(): pass\n")
@@ -110,7 +110,7 @@ def payloads(place: Place) -> None:
 
 
 def experiment(place: Place, tree: Any, *words: str, verb: str = "train", data: bool = True) -> list[str]:
-    """The command with an experiment of the stranger's, whose folder is --config-dir."""
+    """Returns the command with an attacker's experiment, whose folder is --config-dir."""
     payloads(place)
     text = tree if isinstance(tree, str) else place.yaml("scratch.yaml", tree).read_text()
     place.yaml("experiment/theirs.yaml", f"# @package _global_\n{place.filled(text)}")
@@ -119,7 +119,7 @@ def experiment(place: Place, tree: Any, *words: str, verb: str = "train", data: 
 
 
 def as_root(place: Place, tree: dict[str, Any], *words: str) -> list[str]:
-    """The command with a whole config of the stranger's, as a run's folder has; it is composed in half the time."""
+    """Returns the command with an attacker's whole config, as in a run's folder; it composes in half the time."""
     payloads(place)
     whole = yaml.safe_load((place.trained / "config.yaml").read_text())
     whole["run"] |= {"name": None, "dir": None, "root": "outputs"}
@@ -141,12 +141,12 @@ def _merged(whole: Any, tree: Any) -> Any:
 
 
 def of(kind: str, name: str, tree: Any, *says: str, must: str | None = "refused", **options: Any) -> Case:
-    """A tree of the stranger's as an experiment."""
+    """Returns a case with the attacker's tree as an experiment."""
     return Case(kind, name, lambda place: experiment(place, tree, **options), says, must)
 
 
 def root(kind: str, name: str, tree: dict[str, Any], *says: str, must: str | None = "refused") -> Case:
-    """A tree of the stranger's in a whole config."""
+    """Returns a case with the attacker's tree merged into a whole config."""
     return Case(kind, name, lambda place: as_root(place, tree), says, must)
 
 
@@ -186,7 +186,7 @@ def cases() -> Iterator[Case]:
 
 
 def _elsewhere() -> Iterator[Case]:
-    """Keys that name code in other ways."""
+    """Yields other keys and sections that can name code."""
     for name in ("subprocess.Popen", "torch.utils.collect_env.subprocess.Popen", "pwned_script.Model"):
         yield of("target as data.rows", name, {"data": {"rows": name}}, "data.")
         yield of("target as model", name, {"model": {"_target_": name}}, "model")
@@ -202,7 +202,7 @@ def _elsewhere() -> Iterator[Case]:
 
 
 def disguised() -> Iterator[Case]:
-    """Hydra's own words beside a target, odd spellings of names, interpolated names."""
+    """Yields targets with Hydra's own keys beside them, unusual spellings of names, and interpolated names."""
     run = CALLS[14]
     for words in ({"_partial_": True}, {"_recursive_": False}, {"_convert_": "all"}, {"_mode_": "call"}):
         entry = {**run, **words}

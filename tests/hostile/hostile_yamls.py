@@ -1,4 +1,4 @@
-"""Yaml files of a stranger's: interpolations, tags, bombs, gates they would open themselves, Hydra's own settings."""
+"""YAML from an attacker: interpolations, tags, bombs, permissions it grants itself, and Hydra's own settings."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -76,7 +76,7 @@ def _resolvers() -> Iterator[Case]:
 
 
 def _secrets() -> Iterator[Case]:
-    """A variable of the environment must reach no file and no screen."""
+    """Yields YAML that reads an environment variable, which must reach no file and no screen."""
     env = "${oc.env:PLANTED_TOKEN}"
     spread = {
         "a prompt": {"callbacks": {"samples": {"prompts": [env]}}},
@@ -202,7 +202,7 @@ def _bombs() -> Iterator[Case]:
 
 
 def _gates() -> Iterator[Case]:
-    """A file that opens for itself what only the user may open."""
+    """Yields files that grant themselves what only the user may grant."""
     call = {"_target_": "pwned_script.Model"}
     for allow in (["subprocess"], ["pwned_script"], ["os"], ["builtins"], [""], ["*"], ["torch.utils"], ["importlib"]):
         tree = {"run": {"allow_target": allow}, "callbacks": {"extra": [call]}}
@@ -241,7 +241,7 @@ def _gates() -> Iterator[Case]:
 
 
 def _hydra() -> Iterator[Case]:
-    """Hydra reads settings of its own from the same files."""
+    """Yields settings of Hydra itself, which it reads from the same files."""
     handler = {
         "version": 1,
         "handlers": {"h": {"()": "torch.utils.collect_env.run", "command": SH}},
@@ -280,7 +280,7 @@ def _hydra() -> Iterator[Case]:
         yield of("hydra's own settings", name, {"hydra": tree}, must=None)
 
         def as_root(place: Place, tree: Any = tree) -> list[str]:
-            """A run's config.yaml, which takes the place of lmtrain's own root."""
+            """Returns the command with a run's config.yaml, which replaces lmtrain's own root config."""
             run, _ = place.run(), payloads(place)
             file = run / "config.yaml"
             file.write_text(file.read_text() + place.yaml("scratch.yaml", {"hydra": tree}).read_text())
@@ -309,7 +309,7 @@ def _hydra() -> Iterator[Case]:
 
 
 def _defaults() -> Iterator[Case]:
-    """Lists of defaults that reach for other files."""
+    """Yields lists of defaults that refer to other files."""
     for entry in (
         "/etc/passwd",
         "../../../../../../etc/passwd",
@@ -344,7 +344,7 @@ def _defaults() -> Iterator[Case]:
 
 
 def _writes() -> Iterator[Case]:
-    """Places to write to, named by a file and not by the user."""
+    """Yields paths to write to that are set by a file instead of the user."""
     for key, value in {
         "run.dir": "{marker}",
         "run.root": "{marker}",

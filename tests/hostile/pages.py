@@ -1,11 +1,11 @@
-"""What a page or a terminal would do with an attacker's text."""
+"""Checks for what an attacker's text would do in a page or a terminal."""
 
 from html.parser import HTMLParser
 from pathlib import Path
 
 from cases import JS
 
-# What lmtrain's pages are made of; anything else came out of somebody's text.
+# All tags of lmtrain's pages; any other tag comes from injected text.
 TAGS = {
     "html",
     "wbr",
@@ -72,7 +72,7 @@ class _Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.wrong: list[str] = []
-        self.inside: str | None = None  # script or style
+        self.inside: str | None = None  # script, style or json
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
@@ -97,7 +97,7 @@ class _Page(HTMLParser):
 
 
 def wrong_in(page: Path) -> list[str]:
-    """Tags, handlers and addresses that lmtrain's own pages never have."""
+    """Returns the tags, handlers and addresses in a page that lmtrain's own pages never contain."""
     reader = _Page()
     reader.feed(page.read_text(encoding="utf-8"))
     reader.close()
@@ -105,5 +105,5 @@ def wrong_in(page: Path) -> list[str]:
 
 
 def unprintable(text: str) -> list[str]:
-    """Characters that steer a terminal."""
+    """Returns the characters of the text that control a terminal."""
     return [c for c in text if c != "\n" and not c.isprintable()]

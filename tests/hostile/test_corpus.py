@@ -1,6 +1,7 @@
-"""Every hostile input, each by the verb that reads it, under a guard: nothing runs, is written elsewhere, or is sent.
+"""Runs every hostile input with the verb that reads it, under a guard: nothing may run, be sent or written elsewhere.
 
-One of every fourth kind is quick; the others are `slow`, since composing a config takes a quarter of a second.
+One input of every fourth kind is quick, and every eighth of the kinds that compose no config, which takes 0.25 s; the
+others are `slow` and `nightly`.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ CASES: list[Case] = [
     for module in (hostile_targets, hostile_yamls, hostile_runs, hostile_models, hostile_data, hostile_stages)
     for case in module.cases()
 ]
-SECONDS, ROOM = 60, 6 << 30  # an input may cost so much time, and so many bytes of address space
+SECONDS, ROOM = 60, 6 << 30  # limits of an input's time and of its additional address space
 
 LIGHT = ("page of a run", "terminal of a run", "files of a run", "state of a sweep")  # a twentieth of a second each
 
@@ -51,7 +52,7 @@ class Shared:
 
 @pytest.fixture(scope="module")
 def shared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """A run of two steps, the export of a chat model, prepared text."""
+    """Prepares a run of two steps, the export of a chat model, and prepared text."""
     folder = tmp_path_factory.mktemp("trained")
     ended = train_tiny(corpus, "run.name=run", f"run.root={folder}", "trainer.save_every_n_steps=1")
     assert ended.code == 0, ended.err
@@ -83,7 +84,7 @@ class Result:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Within it, what takes too long or too much memory raises."""
+    """Raises within the block if it takes too long or too much memory."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"it took more than {SECONDS} s")
@@ -92,7 +93,7 @@ def bounded() -> Iterator[None]:
     before, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGRTMIN, late)
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, before[1]))
     main = threading.get_ident()
-    timer = threading.Timer(SECONDS, lambda: signal.pthread_kill(main, signal.SIGRTMIN))  # lmtrain has the alarm
+    timer = threading.Timer(SECONDS, lambda: signal.pthread_kill(main, signal.SIGRTMIN))  # SIGALRM is lmtrain's
     timer.start()
     try:
         yield
@@ -104,14 +105,14 @@ def bounded() -> Iterator[None]:
 
 
 def _run(verb: str, argv: list[str], stdin: str) -> Result:
-    """One command in this process; a traceback comes through as the exception it is."""
+    """Runs one command in this process; exceptions propagate instead of printing a traceback."""
     out, err = io.StringIO(), io.StringIO()
     main = importlib.import_module(f"lmtrain.{verb}").main
     before, sys.stdin = sys.stdin, io.StringIO(stdin)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main(argv)
-    except SystemExit as left:  # argparse's
+    except SystemExit as left:  # raised by argparse
         code = int(left.code or 0)
     finally:
         sys.stdin = before
@@ -119,7 +120,7 @@ def _run(verb: str, argv: list[str], stdin: str) -> Result:
 
 
 def _files(*folders: Path) -> dict[Path, tuple[int, int]]:
-    """All files below, with size and time of change."""
+    """Returns all files below the folders, with size and modification time."""
     found = {}
     for folder in folders:
         for file in folder.rglob("*"):
@@ -130,7 +131,7 @@ def _files(*folders: Path) -> dict[Path, tuple[int, int]]:
 
 
 def judge(case: Case, place: Place) -> list[str]:
-    """Runs a case; what is wrong with what it did."""
+    """Runs a case and returns everything that is wrong with what it did."""
     argv = case.make(place)
     before, home = _files(place.stranger), _files(place.home, place.trained, place.chat, place.corpus, place.bins)
     watch = Watch(place.writable, [place.work], [] if case.reads else [place.home])
@@ -148,7 +149,7 @@ def judge(case: Case, place: Place) -> list[str]:
 
 
 def _told(case: Case, result: Result) -> list[str]:
-    """What is wrong with the exit code and with what was printed."""
+    """Returns what is wrong with the exit code and the output."""
     wrong = []
     text = result.out + result.err
     if unprintable(text):
@@ -177,7 +178,7 @@ def _message(err: str) -> str:
 
 
 def _written(place: Place, before: dict[Path, tuple[int, int]]) -> list[str]:
-    """What is wrong with pages, and files that hold the secret."""
+    """Returns what is wrong with written pages, and which written files contain the secret."""
     wrong = []
     for file, facts in _files(place.area).items():
         if before.get(file) == facts or file.is_symlink() or file.is_relative_to(place.home):
@@ -191,7 +192,7 @@ def _written(place: Place, before: dict[Path, tuple[int, int]]) -> list[str]:
 
 
 def _quick(cases: list[Case]) -> Iterator[Case]:
-    """One of every fourth kind, and of those that compose no config every eighth."""
+    """Yields one case of every fourth kind, and every eighth case of the kinds that compose no config."""
     for number, kind in enumerate(dict.fromkeys(case.kind for case in cases)):
         found = [case for case in cases if case.kind == kind]
         if kind in LIGHT:
@@ -213,7 +214,7 @@ def test_a_hostile_input(case: Case, place: Place) -> None:
 
 
 def test_there_are_enough_of_them() -> None:
-    """At least 300 inputs of at least 15 kinds, no two alike."""
+    """There are at least 300 inputs of at least 15 kinds, and no two have the same name."""
     kinds = Counter(case.kind for case in CASES)
     print(f"{len(CASES)} hostile inputs of {len(kinds)} kinds: {dict(kinds)}")
     assert len(CASES) >= 300

@@ -1,7 +1,7 @@
 """Flipped bits and cuts in every small file that a run, a sweep, a pipeline or prepared data leaves.
 
-What is read is what was written, or a message names the file; never another exception. A manifest has a checksum, so no
-change of its content passes; in the others, which people may edit, another value of the same kind is taken.
+Either the file is read or a message names it; no other exception occurs. A manifest has a checksum, so changes of its
+content are always detected; in the others, which people may edit, another value of the same type is accepted.
 """
 
 import json
@@ -29,7 +29,7 @@ SLOW = ("cut", "report of metrics", "report of summary", "report of starts", "re
 
 
 def make_run(folder: Path) -> RunDir:
-    """The small files of a run, as a run of two steps leaves them."""
+    """Writes the small files of a run, as a run of two steps leaves them."""
     run = RunDir(folder)
     path = run.checkpoints / store.name_of(2)
     weights = {"state_dict": {"w": torch.ones(4)}, "global_step": 2, "metrics": {"val/loss": 1.5}, "scored_on": "ab"}
@@ -78,7 +78,7 @@ def pipeline(folder: Path) -> Path:
 
 
 def places(folder: Path) -> dict[str, tuple[Path, Callable[[], Any]]]:
-    """Each reader with the file that is changed."""
+    """Returns each reader with the file that is changed."""
     run = make_run(folder / "run")
     checkpoint = run.checkpoints / store.name_of(2)
     of_sweep, of_pipeline, of_bins = sweep(folder / "s"), pipeline(folder / "p"), bins_folder(folder / "b")
@@ -109,7 +109,7 @@ def places(folder: Path) -> dict[str, tuple[Path, Callable[[], Any]]]:
 
 
 def changed(data: bytes, chance: random.Random) -> bytes:
-    """One to three flipped bits, a cut, or a part that is left out."""
+    """Flips one to three bits, cuts the end off, or removes a part."""
     kind = chance.randrange(4)
     if kind == 0:
         return data[: chance.randrange(len(data))]
@@ -124,7 +124,7 @@ def changed(data: bytes, chance: random.Random) -> bytes:
 
 
 def result(read: Callable[[], Any], file: Path) -> Any:
-    """What is read, or REFUSED where a message names the file or its folder; any other exception comes through."""
+    """Returns what is read, or REFUSED if a message names the file or its folder; other exceptions propagate."""
     try:
         return read()
     except (UserError, RunError) as error:

@@ -1,4 +1,4 @@
-"""The guard sees each kind of thing that it is there for, so that a corpus without a finding says something."""
+"""The guard detects every kind of act that it is meant for, so that a corpus without findings is meaningful."""
 
 import ctypes
 import io
@@ -55,7 +55,7 @@ def _unpickled(folder: Path) -> None:
 
 
 def _spawned(folder: Path) -> None:
-    """What raises no event: the door below subprocess.Popen."""
+    """Starts a process without an audit event, through the function below subprocess.Popen."""
     from multiprocessing import util
 
     pid = util.spawnv_passfds(b"/bin/sleep", [b"sleep", b"5"], ())

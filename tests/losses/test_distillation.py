@@ -1,4 +1,4 @@
-"""Distillation's divergences against their definitions and PyTorch's, however the tokens are cut into chunks."""
+"""Distillation's chunked divergences against closed forms, for several chunk sizes."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from lmtrain.losses.distillation import OutputHead, chunked_divergence, divergence
 
-N, D, V, ROWS = 13, 6, 11, 16  # ROWS: of the embeddings, of which the last are no token's
+N, D, V, ROWS = 13, 6, 11, 16  # ROWS: rows of the student's embeddings, of which only the first V belong to tokens
 
 
 def models() -> tuple[torch.Tensor, OutputHead, torch.Tensor, OutputHead]:
@@ -27,7 +27,7 @@ def log_probs(hidden: torch.Tensor, head: OutputHead, temperature: float) -> tor
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("chunk", [1, 5, 100])
 def test_equals_the_closed_form(beta: float, chunk: int) -> None:
-    """Divergence of each token, and the gradients of hidden states, weight and bias, at a temperature."""
+    """Each token's divergence and the gradients of hidden states, weight and bias equal the closed form."""
     student, head, teacher, other = models()
     found = chunked_divergence(student, head, teacher, other, vocabulary=V, beta=beta, temperature=1.7,
                                chunk_tokens=chunk)  # fmt: skip
@@ -53,7 +53,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn() -> None:
 
 
 def test_full_logits_are_never_held() -> None:
-    """The largest tensor that the forward keeps for the backward is no larger than hidden states and embeddings."""
+    """The largest tensor that the forward saves for the backward is no larger than hidden states and embeddings."""
     student, teacher = torch.randn(4096, 8, requires_grad=True), torch.randn(4096, 8)
     weight = torch.randn(512, 8, requires_grad=True)
     kept: list[int] = []

@@ -1,4 +1,4 @@
-"""Chunked log-probabilities against torch's log_softmax on full logits: values, and gradients that differ by token."""
+"""Chunked log-probabilities and their gradients against torch's log_softmax on full logits."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ N, D, V = 37, 8, 23
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(losses, "CPU_BLOCK_BYTES", 4 * V * 5)  # five rows a block
+    monkeypatch.setattr(losses, "CPU_BLOCK_BYTES", 4 * V * 5)  # five rows per block
 
 
 def make(dtype=torch.float64, bias=False):
@@ -122,7 +122,7 @@ def test_forward_keeps_no_logits_for_backward():
 
 
 def test_a_factor_of_all_tokens_scales_the_weights_gradient_by_itself():
-    """1.3477 is 1.3516 in bf16: rounded before it is multiplied, the gradient would be 0.3 % too long."""
+    """1.3477 is 1.3516 in bf16: if the factor were rounded first, the gradient would be 0.3 % too large."""
     hidden, weight, _, targets = (None if t is None else t.detach() for t in make(torch.float32))
     weight = weight.bfloat16().requires_grad_()
     one, factor = (

@@ -1,4 +1,4 @@
-"""The chunked loss against torch's own on full logits, and against closed forms."""
+"""The chunked cross-entropy against PyTorch's own on full logits, and against closed forms."""
 
 import math
 
@@ -14,8 +14,8 @@ N, D, V = 37, 8, 23
 
 @pytest.fixture(autouse=True)
 def _always_chunked(monkeypatch):
-    """Without the shortcut for logits that fit in a cache, which these small ones would take."""
-    monkeypatch.setattr(losses, "CPU_BLOCK_BYTES", 4 * V * 5)  # five rows a block
+    """Disables the shortcut for logits that fit in a cache, which these small ones would take."""
+    monkeypatch.setattr(losses, "CPU_BLOCK_BYTES", 4 * V * 5)  # five rows per block
 
 
 def make(dtype=torch.float64, ignored=0.3, bias=False):
@@ -33,7 +33,7 @@ def gradients(loss, *tensors, scale=0.7):
 
 
 def reference(hidden, weight, labels, bias=None, z_loss=0.0, smoothing=0.0, softcap=None, scale=1.0):
-    """The formula of the docstring, written out on full logits."""
+    """Returns (loss sum, NLL sum) by the formula in chunked_cross_entropy's docstring, computed on full logits."""
     logits = scale * hidden @ weight.T + (0 if bias is None else bias)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -115,7 +115,7 @@ def test_no_labelled_token_gives_zero_not_nan():
 
 
 def test_improbable_label_has_a_finite_exact_loss():
-    """Its probability underflows in fp32, its logarithm must not."""
+    """The label's probability underflows in fp32, but its logarithm must not."""
     hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
     weight = torch.tensor([[300.0], [0.0], [-300.0]] + [[0.0]] * (V - 3))
     out = chunked_cross_entropy(hidden, weight, torch.tensor([2, 0]), chunk_tokens=1)
@@ -184,7 +184,7 @@ def test_the_shortcut_for_small_logits_gives_the_same(monkeypatch):
 
 
 def test_logits_of_one_chunk_are_the_largest_tensor_ever_made(monkeypatch):
-    """No operation gives a tensor of more elements than a chunk's logits or the weight."""
+    """No operation creates a tensor with more elements than one chunk's logits or the weight."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     monkeypatch.setattr(losses, "CPU_BLOCK_BYTES", 4 * 1000)
@@ -231,7 +231,7 @@ def test_equals_torchs_own_chunked_loss():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gradients_of_chunks_add_up_in_fp32_on_a_gpu():
-    """By one kernel a chunk where torch has it: the sum is as close to fp64's as fp32 allows."""
+    """With one kernel per chunk where torch supports it, the sum is as close to fp64's as fp32 allows."""
     gradient, h = torch.randn(3, 64, 96), torch.randn(3, 64, 32)
     sums = WeightGradient(torch.zeros(96, 32, device="cuda"))
     for g, x in zip(gradient, h, strict=True):

@@ -1,4 +1,4 @@
-"""Policy-gradient losses against plain loops from the papers, however a step is split."""
+"""Policy-gradient losses against plain loops written from the papers, for several splits of a step."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ LENGTHS = [3, 9, 1, 5, 2, 7, 4, 6]
 
 
 def completions() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """Log-probabilities of each completion's tokens under policy, sampler and reference; rewards [2, G]."""
+    """Returns per-completion token log-probabilities of policy, sampler and reference, and the rewards [2, G]."""
     torch.manual_seed(1)
     old = [-2 * torch.rand(n, dtype=torch.float64) for n in LENGTHS]
     policy = [(o + 0.3 * torch.randn_like(o)).clamp(max=-1e-3).requires_grad_() for o in old]
@@ -33,7 +33,7 @@ def completions() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Te
 
 
 def by_the_paper(name: str, policy: Any, old: Any, advantage: list[float], low: float, high: float) -> torch.Tensor:
-    """The loss of all completions as the variant's paper writes it, one token after the other."""
+    """Computes the loss of all completions by the formula of the variant's paper, token by token."""
     each, lengths = [], [len(p) for p in policy]
     for p, o, a in zip(policy, old, advantage, strict=True):
         if name == "reinforce":
@@ -58,7 +58,7 @@ def by_the_paper(name: str, policy: Any, old: Any, advantage: list[float], low: 
 @pytest.mark.parametrize("split", [[8], [4, 4], [3, 5]])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equals_the_paper(name: str, split: list[int]) -> None:
-    """Loss and gradients of ragged completions, off-policy, with some ratios clipped."""
+    """Loss and gradients equal the paper's for completions of uneven lengths, off-policy, with some ratios clipped."""
     variant = VARIANTS[name]._replace(clip_low=0.1, clip_high=0.15)
     policy, old, _, rewards = completions()
     compared = advantages(rewards, variant).flatten()
@@ -103,7 +103,7 @@ def test_a_completion_nobody_could_score_takes_no_part() -> None:
 
 
 def test_kl_estimates() -> None:
-    """Of a known distribution: k1 and k3 agree with its KL in the mean, the gradient of k2 with its gradient."""
+    """On a known distribution, the means of k1 and k3 equal its KL, and the gradient of k2 is the KL's gradient."""
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(6, dtype=torch.float64).log_softmax(0)

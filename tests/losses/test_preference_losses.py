@@ -1,4 +1,4 @@
-"""Preference losses against their papers' formulae, written out in plain floats, and against limits."""
+"""Preference losses against their papers' formulas, computed with plain floats, and in limiting cases."""
 
 import math
 
@@ -32,7 +32,7 @@ def make_pairs(dtype=torch.float64, n=40):
 
 
 def by_hand(name, o, c, r, nc, nr, rc, rr):
-    """The loss of one pair (floats) from the papers' formulae; c, r, rc, rr are summed log-probabilities."""
+    """Computes the loss of one pair (floats) by its paper's formula; c, r, rc, rr are summed log-probabilities."""
     a, b, beta, eps = c - rc, r - rr, o.beta, o.label_smoothing
     if o.length_normalize:
         a, b = a / nc, b / nr
@@ -76,7 +76,7 @@ def test_equals_the_formula(name, options):
     assert not any(part.requires_grad for part in out[1:])
 
 
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"kto_pair"}))  # differences see through its reference points
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"kto_pair"}))  # its reference points are detached
 def test_gradient_equals_finite_differences(name):
     pairs = make_pairs(n=12)
     options = LossOptions(beta=0.3, label_smoothing=0.1, dpop_lambda=2.0, sft_weight=0.3)
@@ -126,7 +126,7 @@ def test_a_pair_does_not_depend_on_the_others():
 
 
 def test_certain_answers_have_finite_gradients():
-    """Probability 1 has infinite odds, and large margins saturate the sigmoid."""
+    """Losses and gradients stay finite where probability 1 has infinite odds and large margins saturate the sigmoid."""
     for extreme in (0.0, -1e-9, -1e4):
         pairs = Pairs(
             *(torch.full((1,), x, requires_grad=True) for x in (extreme, -1e4 - extreme)),

@@ -1,4 +1,4 @@
-"""Router losses are their closed forms, and their gradients what finite differences give."""
+"""Router losses against their closed forms, and their gradients against finite differences."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_load_balance_of_a_layer_equals_transformers() -> None:
 
 
 def test_load_balance_is_k_when_even_and_grows_when_not() -> None:
-    even = torch.eye(4, dtype=torch.float64).repeat(8, 1) * 1e-9  # ties broken evenly, probabilities uniform
+    even = torch.eye(4, dtype=torch.float64).repeat(8, 1) * 1e-9  # ties are broken evenly, probabilities are uniform
     assert load_balance(even, 1).item() == pytest.approx(1.0, abs=1e-8)
     collapsed = torch.tensor([[40.0, 0.0, 0.0, 0.0]], dtype=torch.float64).repeat(32, 1)
     assert load_balance(collapsed, 1).item() == pytest.approx(4.0, abs=1e-8)
@@ -45,7 +45,7 @@ def test_load_balance_is_k_when_even_and_grows_when_not() -> None:
 
 
 def test_z_loss_is_st_moes() -> None:
-    """Zoph et al. 2022, eq. 5: 1 / B sum_i (log sum_j exp x_ij)^2, one by one."""
+    """The z-loss equals Zoph et al. 2022, eq. 5: 1 / B sum_i (log sum_j exp x_ij)^2, computed token by token."""
     logits = random_logits(5, 3)
     expected = sum(torch.log(torch.exp(row).sum()) ** 2 for row in logits) / 5
     torch.testing.assert_close(z_loss(logits), expected, rtol=1e-12, atol=0)
@@ -75,7 +75,7 @@ def test_layers_are_summed_or_averaged() -> None:
 
 @pytest.mark.parametrize("layers", [2, 6])
 def test_joint_layers_are_transformers(layers: int) -> None:
-    """One loss over the tokens of all layers, of micro-batches with the totals of their step too."""
+    """The joint load-balancing loss over all layers' tokens equals transformers', also summed over micro-batches."""
     generator = torch.Generator().manual_seed(1)
     logits = [
         (torch.randn(50, 6, generator=generator) * (1 + i) + torch.randn(6, generator=generator)).requires_grad_()
@@ -94,7 +94,7 @@ def test_joint_layers_are_transformers(layers: int) -> None:
 
 
 def test_parts_add_up_to_the_whole() -> None:
-    """Value and gradient of each term: of uneven parts with the totals of all, of all at once."""
+    """The terms and gradients of uneven parts, computed with the totals of all parts, add up to those of the whole."""
     logits = random_logits()
     parts = logits.split([3, 20, 27])
     whole = Totals(*(sum(values) for values in zip(*(totals(part, 2) for part in parts), strict=True)))

@@ -1,4 +1,4 @@
-"""Tiny models of every causal language model family in transformers, and variants of what their attention sees."""
+"""Tiny models of every causal language model family in transformers, and variants of their attention settings."""
 
 import copy
 from typing import Any, NamedTuple
@@ -9,9 +9,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lmtrain.models.probe import enlarge, shrink
 
-LAYERS = 6  # the longest period of layer kinds in families of transformers' that have one
-ALWAYS = 10**6  # a row length that every window is shorter than
-# Those that read more than tokens, or can't be built here, by why.
+LAYERS = 6  # the longest period of a pattern of layer kinds in any family of transformers
+ALWAYS = 10**6  # a row length longer than every attention window
+# Families that read more than tokens, or can't be built here, by reason.
 _EXCLUDED = {
     "it reads images; its text part is another": "aria_text emu3 fuyu gemma3 gemma3n gemma4 gemma4_assistant "
     "gemma4_unified gemma4_unified_assistant git got_ocr2 llama4 mllama moss_transcribe_diarize qwen3_5 qwen3_5_moe "
@@ -23,7 +23,7 @@ _EXCLUDED = {
     "its default config isn't valid": "cohere_compass_text dbrx qwen4_exp_text dots3_note_text",
 }
 EXCLUDED = {name: why for why, names in _EXCLUDED.items() for name in names.split()}
-# Whose rows can't always hold several documents, or which can't be trained: probed at the start of every run.
+# Families whose rows can't always hold several documents, or which can't be trained: probed at the start of every run.
 _PROBED = (
     "axk2 bailing_hybrid bamba bert bert-generation big_bird biogpt bloom camembert codegen data2vec-text "
     "deepseek_v32 deepseek_v4 doge electra ernie falcon falcon_h1 falcon_mamba glm_moe_dsa gpt_neo "
@@ -34,7 +34,7 @@ _PROBED = (
     "xlstm zamba zamba2 zaya"
 )
 PROBED = tuple(_PROBED.split())
-# What a family's default config lacks.
+# Settings that a family's default config lacks.
 NEEDED: dict[str, dict[str, Any]] = {
     "gemma3n_text": {
         **{"num_kv_shared_layers": 2, "activation_sparsity_pattern": None},
@@ -48,7 +48,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
 }
-AS_DEEP_AS_THEY_ARE = ("gpt_neo", "zamba", "zamba2")  # whose defaults fit together with their own number of layers only
+AS_DEEP_AS_THEY_ARE = ("gpt_neo", "zamba", "zamba2")  # their other defaults fit only their own number of layers
 _ENCODERS = (
     "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
     "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl"
@@ -124,13 +124,13 @@ class Variant(NamedTuple):
 
 
 def variants() -> list[Variant]:
-    """Every family as it is by default, and its changes."""
+    """Returns every family with its default config, and its variants from CHANGES."""
     families = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in EXCLUDED]
     return [Variant(name, changes) for name in families for changes in ({}, *CHANGES.get(name, []))]
 
 
 def config_of(variant: Variant) -> PretrainedConfig:
-    """Widths of a few dozen, windows of 4 tokens, six layers where the family lets them be told."""
+    """Returns a config with small widths, windows of 4 tokens, and LAYERS layers if the depth can be changed."""
     fields = {**NEEDED.get(variant.family, {}), **variant.changes}
     make = CONFIG_MAPPING[variant.family]
     if variant.family not in AS_DEEP_AS_THEY_ARE:
@@ -139,7 +139,7 @@ def config_of(variant: Variant) -> PretrainedConfig:
 
 
 def build(config: PretrainedConfig) -> Any:
-    """The model with random weights, large enough that what a token sees shows; without dropout."""
+    """Builds the model without dropout, with random weights large enough that every visible token matters."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     enlarge(model)

@@ -1,4 +1,4 @@
-"""Bytes that a forward of four blocks holds for its backward, for each way of checkpointing: printed as JSON."""
+"""Prints as JSON how many bytes a forward of four blocks keeps for its backward, per kind of checkpointing."""
 
 import ctypes
 import gc
@@ -37,5 +37,5 @@ def held(family: str, kept: bool | str) -> int:
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: freed memory is returned to the system at once
     print(json.dumps([held(sys.argv[1], kept) for kept in (False, "selective", True)]))

@@ -1,4 +1,4 @@
-"""Our attention against transformers' eager attention and a plain softmax; documents that must not see each other."""
+"""lmtrain's attention against transformers' eager attention and a plain softmax, and the isolation of documents."""
 
 import inspect
 
@@ -21,14 +21,14 @@ def family(request):
 
 
 def softmax_attention(q, k, v, scaling, visible):
-    """Plain softmax attention; visible [B, T, T]. Returns [B, T, H, D]."""
+    """Computes plain softmax attention with the mask visible [B, T, T]. Returns [B, T, H, D]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scaling
     return (scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1) @ v).transpose(1, 2)
 
 
 def visible(lengths: list[list[int]], window: int | None) -> torch.Tensor:
-    """[B, T, T], written as a loop over pairs: same document, not later, not further back than the window."""
+    """Returns a mask [B, T, T], computed pair by pair: same document, not later, not further back than the window."""
     total = sum(lengths[0])
     seen = torch.zeros(len(lengths), total, total, dtype=torch.bool)
     for b, row in enumerate(lengths):
@@ -68,7 +68,7 @@ def test_equals_plain_softmax_attention(method, kv_heads, window):
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_a_dense_mask_that_is_added_to_scores_is_made_once(kv_heads, window):
-    """What CUDA gets: as torch makes it out of a bool mask in every layer, to the bit."""
+    """The additive mask used on CUDA gives bit for bit what torch computes from a bool mask, and is built only once."""
     q, k, v = projections(kv_heads=kv_heads)
     seen = Documents(packed()["cu_seqlens"], 3, 20, "dense_mask")
     added = Documents(packed()["cu_seqlens"], 3, 20, "dense_mask", bias_dtype=q.dtype)
@@ -99,7 +99,7 @@ def test_empty_documents_at_the_end_are_ignored():
 
 @pytest.mark.parametrize("method", CPU_METHODS)
 def test_no_token_reaches_another_document(family, method):
-    """Changing any one token of a document moves no hidden state and no gradient outside it."""
+    """Changing any one token of a document changes no hidden state and no gradient outside it."""
     model = wrapped(family, attention=method)
     batch = packed()
     embeddings = model.model.get_input_embeddings().weight
@@ -238,7 +238,7 @@ def test_a_gpu_without_flash_attention_takes_the_dense_mask(monkeypatch):
 
 
 def test_varlen_gets_flat_tokens_and_an_upper_bound_known_without_the_gpu(monkeypatch):
-    """The kernel itself runs on CUDA only; here a plain softmax stands in for it, through the same arguments."""
+    """The kernel runs on CUDA only, so here a plain softmax replaces it and gets the same arguments."""
     calls = []
 
     def stand_in(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
@@ -268,7 +268,7 @@ def test_torchs_varlen_has_the_parameters_we_use():
 @pytest.mark.parametrize("method", [None, *CPU_METHODS])
 @pytest.mark.parametrize("extra", ["softcap", "s_aux"])
 def test_capped_scores_and_sinks_equal_their_formula(extra, method, kv_heads, window):
-    """Gemma 2: a score is c tanh(s / c). gpt-oss: a logit of each head joins the softmax, no value goes with it."""
+    """Gemma 2: a score is c tanh(s / c). gpt-oss: each head has an extra logit in the softmax that has no value."""
     q, k, v = projections(kv_heads=kv_heads)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
     lengths = LENGTHS if method else [[20]] * 3
@@ -298,7 +298,7 @@ def test_what_it_does_not_do_is_refused(extra):
 
 
 def test_no_mask_is_built(family, monkeypatch):
-    """transformers hands our attention no mask, so none costs time or memory."""
+    """transformers passes our attention no mask, so none costs time or memory."""
     masks = []
     original = attention.attention
 

@@ -1,4 +1,4 @@
-"""Models from the config: shapes, initialisation, presets, and what is refused."""
+"""Models built from the config: shapes, initialization, presets, and what is refused."""
 
 import math
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_pretrained_uses_its_own_tokenizer():
 
 
 def test_gpt2_initialisation():
-    """N(0, 0.02), residual projections divided by sqrt(2 L), zero biases, unit norms (Radford et al. 2019)."""
+    """Weights are N(0, 0.02), residual projections divided by sqrt(2 L), biases 0, norms 1 (Radford et al. 2019)."""
     model = tiny("gpt2", hidden_size=128, num_hidden_layers=8, initializer_range=0.02)
     for name, p in model.named_parameters():
         if p.ndim == 1:
@@ -191,7 +191,7 @@ def test_a_shape_that_does_not_fit_is_refused(family, changes, message):
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A bf16 Llama on disk with a pad id, as the hub has them."""
+    """Saves a bf16 Llama with a padding id, as checkpoints on the hub have one."""
     model = tiny("llama").to(torch.bfloat16)
     model.config.pad_token_id = 0
     model.save_pretrained(tmp_path / "model")

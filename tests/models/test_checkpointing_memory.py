@@ -1,4 +1,4 @@
-"""What blocks keep for their backward with activation checkpointing: less, by as much as the plan says."""
+"""Activation checkpointing reduces what blocks keep for their backward by as much as the memory estimate says."""
 
 import json
 import subprocess
@@ -36,6 +36,6 @@ def test_selective_holds_the_products(family: str) -> None:
     for kept in (False, "selective", True):
         config.trainer.activation_checkpointing = kept
         computed.append(flops.memory_estimate(model, config)["activations"])
-    block = computed[2] - ROWS * LENGTH * 4 * 256 * 4  # of the one at work in backward, which here is none
+    block = computed[2] - ROWS * LENGTH * 4 * 256 * 4  # estimated for the block being recomputed
     assert none - whole == pytest.approx(computed[0] - computed[2] + block, rel=0.05)
     assert selective - whole == pytest.approx(computed[1] - computed[2], rel=0.05)

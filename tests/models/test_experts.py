@@ -1,4 +1,4 @@
-"""A mixture's experts under autocast."""
+"""The experts of a mixture-of-experts model under autocast."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Every causal language model family of transformers: right to 1e-6, or refused with a message; never silently wrong.
+"""Every causal language model family of transformers is right to 1e-6 or refused with a message, never silently wrong.
 
-The reference is transformers' own loss of each document alone, with its own eager attention.
+The reference is transformers' own loss for each document alone, with its own eager attention.
 """
 
 import copy
@@ -22,12 +22,12 @@ from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.probe import TESTED, WINDOW
 
-RTOL = {"zamba": 1e-5}  # of 76 layers; of the others 1e-6
-ROW = 10**6  # as data.seq_len: longer than every window
+RTOL = {"zamba": 1e-5}  # zamba has 76 layers; all other families have 1e-6
+ROW = 10**6  # a data.seq_len longer than every window
 
 
 def lmtrain_model(model) -> LanguageModel:
-    """As build_model does with a model of this config."""
+    """Prepares a model as build_model does for a model of this config."""
     builder._forget_padding(model.config)
     builder._let_padding_learn(model)
     probe.set_attention("auto", model, ROW)
@@ -40,7 +40,7 @@ def documents(batch) -> list[torch.Tensor]:
 
 
 def reference(model, alone: list[torch.Tensor]) -> torch.Tensor:
-    """Summed over the documents, each run by itself."""
+    """Returns the loss summed over the documents, each run by itself."""
     model.set_attn_implementation("eager")
     losses = [
         model(ids[None], labels=ids[None], use_cache=False).loss * (len(ids) - 1) for ids in alone if len(ids) > 1
@@ -49,7 +49,7 @@ def reference(model, alone: list[torch.Tensor]) -> torch.Tensor:
 
 
 def padded(alone: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A row for each document, padded after it with tokens of the vocabulary."""
+    """Returns one row per document, padded on the right with tokens of the vocabulary."""
     longest = max(map(len, alone))
     ids = torch.full((len(alone), longest), 3)
     labels = torch.full_like(ids, -100)
@@ -60,14 +60,14 @@ def padded(alone: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Answers:
-    """Two answers to one prompt, as PairRows reads them."""
+    """Two answers to one prompt, with the interface that PairRows reads."""
 
     def __init__(self) -> None:
         prompt, chosen, rejected = (
             packed(seed=1)["input_ids"][0][part] for part in (slice(6), slice(6, 11), slice(11, 20))
         )
         self.examples = [torch.cat([prompt, answer]) for answer in (chosen, rejected)]
-        self.shards = ()  # no row says a margin
+        self.shards = ()  # no row has a margin
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -86,7 +86,7 @@ def answer_log_probs(model: LanguageModel, rows: PairRows) -> torch.Tensor:
 
 
 def reference_log_probs(model, answers: Answers) -> torch.Tensor:
-    """Of each answer's tokens, summed, each sequence run by itself."""
+    """Returns each answer's summed token log-probabilities, with each sequence run by itself."""
     sums = []
     for ids in answers.examples:
         log_probs = model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
@@ -102,7 +102,7 @@ def refused(message: str, model) -> str:
 
 @torch.no_grad()
 def outcome(variant: Variant) -> str:
-    """packed, unpacked or refused, with why; fails where a number isn't transformers'."""
+    """Returns "packed", or "unpacked" or "refused" with the reason; fails where a number differs from transformers'."""
     model = build(config_of(variant))
     theirs = copy.deepcopy(model)
     batch = packed()
@@ -129,20 +129,20 @@ def outcome(variant: Variant) -> str:
     return "packed" if ours.unpacked_because is None else f"unpacked: {ours.unpacked_because}"
 
 
-# One for each way in which families differ.
+# One representative for each way in which families differ.
 REPRESENTATIVE = [
-    Variant("gpt2", {}),  # positions that are learned
-    Variant("phimoe", {"sliding_window": 64}),  # a window that isn't handed on
+    Variant("gpt2", {}),  # learned positions
+    Variant("phimoe", {"sliding_window": 64}),  # its window isn't passed to the attention
     Variant("gemma2", {}),  # capped scores, layers with and without a window
-    Variant("gpt_oss", {}),  # sinks
+    Variant("gpt_oss", {}),  # attention sinks
     Variant("cohere2", {}),  # some layers without positions
     Variant("deepseek_v3", {}),  # latent keys and values
-    Variant("nemotron", {}),  # borders that aren't handed on
+    Variant("nemotron", {}),  # document boundaries aren't passed to the attention
     Variant("minimax", {}),  # lightning attention
     Variant("mamba", {}),
     Variant("lfm2", {"layer_types": ["conv", "full_attention"] * 3}),
-    Variant("bloom", {}),  # alibi, an attention of its own
-    Variant("deepseek_v32", {}),  # chooses its keys
+    Variant("bloom", {}),  # ALiBi, its own attention
+    Variant("deepseek_v32", {}),  # selects its keys
     Variant("bert", {}),  # not causal
 ]
 UNPACKED = {"phimoe", "nemotron", "minimax", "mamba", "lfm2", "bloom", "deepseek_v32"}
@@ -156,7 +156,7 @@ def test_a_family_is_right_or_refused(variant):
 
 @pytest.mark.slow
 def test_every_family_is_right_or_refused():
-    """About 250 variants; those of a family that isn't probed before a run all have to be right in packed rows."""
+    """About 250 variants are right or refused; families not probed before a run must be right in packed rows."""
     outcomes: dict[str, set[str]] = {}
     wrong = []
     for variant in variants():
@@ -169,7 +169,7 @@ def test_every_family_is_right_or_refused():
 
 
 def test_every_family_of_transformers_is_in_the_sweep():
-    """A new release of transformers brings new families: put each into a list, and run the sweep."""
+    """A new release of transformers brings new families; each has to be added to a list and the sweep run again."""
     seen = {*TESTED, *PROBED, *EXCLUDED}
     new = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - seen
     assert not new, (
@@ -205,7 +205,7 @@ def test_an_attention_that_does_not_fit_is_refused_where_it_was_asked_for():
 
 def test_code_of_others_is_probed_whatever_it_calls_its_family():
     class Blind(LlamaForCausalLM):
-        """Hands nothing on to its layers, as code that comes with a hub model may."""
+        """A model that passes no keyword arguments on to its layers, as custom code of a hub model may."""
 
         def __init__(self, config) -> None:
             super().__init__(config)

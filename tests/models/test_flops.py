@@ -1,4 +1,4 @@
-"""Estimates against what torch counts and keeps."""
+"""FLOP and memory estimates against what torch counts and keeps."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def model_of(family: str, **changes):
 @pytest.mark.parametrize("tied", [True, False])
 def test_flops_per_token_equal_the_counted_ones(family, tied):
     model = model_of(family, tie_word_embeddings=tied, attention="transformers")
-    model.set_attn_implementation("eager")  # counts all T keys of a token, as the formula does
+    model.set_attn_implementation("eager")  # eager attention computes all T keys of a token, as the formula assumes
     ids = torch.zeros(2, 128, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(ids, use_cache=False).logits.sum().backward()
@@ -36,7 +36,7 @@ def test_flops_per_token_equal_the_counted_ones(family, tied):
 
 
 def test_idle_experts_cost_nothing():
-    """A mixture that chooses 2 of 8 costs what one with 2 of 2 does, but for its router."""
+    """A mixture that activates 2 of 8 experts costs as much as one with 2 of 2, except for its router."""
     shape = {"hidden_size": 64, "moe_intermediate_size": 96, "num_experts_per_tok": 2}
     few, many = (flops.flops_per_token(tiny("qwen3_moe", num_experts=n, **shape), 32) for n in (2, 8))
     layers, width = 2, 64
@@ -45,9 +45,9 @@ def test_idle_experts_cost_nothing():
 
 @pytest.mark.parametrize("share_bank", [True, False])
 def test_chapters_that_are_not_read_cost_nothing(share_bank):
-    """Reading 2 of 8 chapters costs what torch counts for reading all of 2, but for the router.
+    """Reading 2 of 8 chapters costs what torch counts for reading all of 2, except for the router.
 
-    Of a shared bank, which is there once, each layer reads as much as of one of its own.
+    With a shared bank, which exists once, each layer reads as much as from a bank of its own.
     """
     shape = {"attention": "transformers"}
 
@@ -64,7 +64,7 @@ def test_chapters_that_are_not_read_cost_nothing(share_bank):
     counted = []
     for model in (few, plain):
         model.set_attn_implementation("eager")
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the fused one is not counted
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the fused kernel is not counted
             model(torch.zeros(16, 128, dtype=torch.long), use_cache=False).logits.sum().backward()
         counted.append(counter.get_total_flops() / (16 * 128))
     assert given[0] - given[2] == pytest.approx(counted[0] - counted[1], rel=0.02)  # a tile or two are half empty
@@ -105,7 +105,7 @@ def run_config(*overrides: str):
 
 
 def kept_for_backward(model, mixed: bool) -> int:
-    """Bytes of distinct tensors that the blocks' autograd graph holds, parameters apart."""
+    """Returns the bytes of distinct tensors that the blocks' autograd graph keeps, without parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -151,7 +151,7 @@ def test_memory_by_part():
 
 
 def test_untied_embeddings_and_output_layer_are_gathered_at_different_times() -> None:
-    """Two blocks and the output layer, or the embeddings alone, if these are more."""
+    """FSDP gathers two blocks and the output layer, or the embeddings alone if these are larger."""
     two = ["trainer.devices=2", "data.micro_batch_size=1", "data.global_batch_size=2", "trainer.strategy=fsdp"]
     for tied in (False, True):
         model = model_of("llama", vocab_size=40_000, tie_word_embeddings=tied)
@@ -169,7 +169,7 @@ def test_untied_embeddings_and_output_layer_are_gathered_at_different_times() ->
 
 
 def test_what_a_device_of_a_tensor_parallel_group_holds():
-    """Two groups of two: the sum over all four is the model; at work a device has its half of two blocks."""
+    """With two tensor-parallel groups of two devices, all four share the state; each gathers its half of two blocks."""
     model = model_of("llama", num_attention_heads=4)
     total = flops.parameter_counts(model)[0]
     four = ["trainer.devices=4", "data.global_batch_size=4", "data.micro_batch_size=2", "model.num_attention_heads=4"]
@@ -177,15 +177,15 @@ def test_what_a_device_of_a_tensor_parallel_group_holds():
         flops.memory_estimate(model, run_config(*four, f"trainer.strategy={name}")) for name in ("fsdp", "fsdp_tp")
     )
     blocks = [sum(p.numel() for p in block.parameters()) for block in decoder_blocks(model)]
-    assert split["gradients"] == total  # 4 bytes over 4 devices; nothing accumulates over two groups
+    assert split["gradients"] == total  # 4 bytes per parameter over 4 devices; two groups need no gradient accumulation
     assert split["optimizer"] == fsdp["optimizer"] == 2 * total
-    beside = total - sum(blocks) - model.get_input_embeddings().weight.numel()  # which are gathered for the lookup
+    beside = total - sum(blocks) - model.get_input_embeddings().weight.numel()  # these are gathered for the lookup only
     assert split["parameters"] == total + 4 * beside + 4 * blocks[0]
     assert 0.5 * fsdp["activations"] < split["activations"] < 0.75 * fsdp["activations"]
 
 
 def test_what_a_device_holds_under_zero():
-    """On four devices: parts of state and of what is stepped on, and DeepSpeed's buckets, which hold a small model."""
+    """On four devices, each holds its shard of the state, and DeepSpeed's buckets, which fit a whole small model."""
     model = model_of("llama")
     total = flops.parameter_counts(model)[0]
     four = ["trainer.devices=4", "data.global_batch_size=4", "data.micro_batch_size=1", "trainer.strategy=deepspeed"]
@@ -214,7 +214,7 @@ def test_muon_keeps_one_momentum_for_matrices():
 
 
 def test_only_layers_that_compare_all_tokens_grow_with_the_row():
-    """Mamba has none, LFM2's convolutions are none: a row twice as long costs the same there."""
+    """FLOPs per token grow with row length only for attention layers, not for Mamba's or LFM2's convolutions."""
     mamba = build(config_of(Variant("mamba", {})))
     assert flops.flops_per_token(mamba, 1024) == flops.flops_per_token(mamba, 64)
     lfm2 = build(config_of(Variant("lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 2})))

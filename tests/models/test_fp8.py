@@ -1,6 +1,6 @@
 """trainer.precision=fp8: which layers multiply in 8 bits, what they compute, and where it is refused.
 
-A CPU has no products of 8 bits: torchao emulates them, with the same rounding and an fp32 product.
+CPUs have no 8-bit products, so torchao emulates them with the same rounding and an fp32 product.
 """
 
 import copy
@@ -30,7 +30,7 @@ from lmtrain.run_folder import folder as run_dir
 from support import TINY, rows
 
 float8 = pytest.importorskip("torchao.float8")
-# The feed-forward's first two layers are wide enough to gain, its last and attention's are not.
+# The first two feed-forward layers are wide enough to gain; the last one and attention's layers are not.
 WIDE = ["model=llama_nano", "model.num_key_value_heads=2", "model.intermediate_size=1040"]
 RUN = [*WIDE, "optimizer=adamw", "trainer.precision=fp8", "export.dtype=float32"]
 KINDS = ("gate_proj", "up_proj")
@@ -41,7 +41,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     real = fp8.recipe
     monkeypatch.setattr(fp8, "why_not", lambda trainer: None)
     monkeypatch.setattr(fp8, "recipe", lambda config: dataclasses.replace(real(config), emulate=True))
-    tensorwise = float8._auto_filter_for_recipe("tensorwise", [])  # rowwise's layers are too wide for a test
+    tensorwise = float8._auto_filter_for_recipe("tensorwise", [])  # layers for rowwise are too wide for a test
     monkeypatch.setattr(float8, "_auto_filter_for_recipe", lambda recipe, names: tensorwise)
 
 
@@ -57,13 +57,13 @@ def fp8_config(*overrides: str) -> Config:
 
 
 def shapes(family: str, **changes: Any) -> Any:
-    """A model without weights."""
+    """Builds a model on the meta device, without weights."""
     with torch.device("meta"):
         return tiny(family, **changes)
 
 
 LLAMA = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 8192}
-TENSORWISE = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # keys and values have 512 outputs
+TENSORWISE = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # k_proj and v_proj have only 512 outputs
 ROWWISE = {"gate_proj", "up_proj"}
 
 
@@ -158,9 +158,9 @@ def test_a_run_is_a_plain_loop_over_torchaos_layers(recipe: str, corpus: Path, t
         expected.append(loss.item())
     found = losses(tmp_path / "fp8")
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
-    # Rounding to 8 bits makes a step of its grid of a last bit, which depends on the order of a sum and so on the CPU,
-    # and AdamW follows a gradient's sign. Seen in six steps: 1.4e-5 of a loss, and 0.003 of the way that a tensor has
-    # gone, where products in bf16 are off by 0.07 in the layers converted.
+    # Sums depend on the CPU in their last bit. Rounding to 8 bits can turn that into a step of the 8-bit grid, and
+    # AdamW's updates follow the gradient's sign. Measured over six steps: a relative error of 1.4e-5 in a loss, and of
+    # 0.003 in a tensor's change since the start; with bf16 products the converted layers would be off by 0.07.
     assert found == pytest.approx(expected, rel=5e-5)
     trained = dict(ours.objective.model.named_parameters())
     for name, p in plain.named_parameters():

@@ -30,7 +30,7 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def transformers_loss(model, ids: torch.Tensor) -> torch.Tensor:
-    """transformers' own loss with its own eager attention, summed over tokens."""
+    """Returns transformers' own loss with its own eager attention, summed over tokens."""
     model.set_attn_implementation("eager")
     return model(ids, labels=ids, use_cache=False).loss * (ids.numel() - ids.shape[0])
 
@@ -77,13 +77,13 @@ def test_activation_checkpointing_changes_nothing(family, kept, mixed):
         a, b = plain(**batch), recomputed(**batch)
     torch.testing.assert_close(a.loss_sum, b.loss_sum, rtol=0, atol=0)
     expected, found = gradients(plain, a.loss_sum), gradients(recomputed, b.loss_sum)
-    assert calls["forwards"] == 2 * len(decoder_blocks(recomputed.model))  # once forward, once in backward
+    assert calls["forwards"] == 2 * len(decoder_blocks(recomputed.model))  # once in the forward, once in the backward
     for name in expected:
         torch.testing.assert_close(expected[name], found[name], msg=name)
 
 
 def count_calls(model: LanguageModel) -> dict[str, int]:
-    """Counts the forwards of attention modules, which recomputation runs again."""
+    """Counts the forwards of attention modules, which checkpointing runs again in the backward."""
     calls = {"forwards": 0}
 
     def count(*_):
@@ -96,7 +96,7 @@ def count_calls(model: LanguageModel) -> dict[str, int]:
 
 
 def test_compiled_blocks_keep_names_and_values():
-    """Every block runs compiled code, shared between blocks: layers and steps cause no compilation of their own."""
+    """Blocks share one compiled code: neither further layers nor further steps cause another compilation."""
     from torch._dynamo.testing import CompileCounter
 
     torch._dynamo.reset()
@@ -132,7 +132,7 @@ def test_blocks_stay_whole_inside_ddp(ours: bool, tmp_path: Path, monkeypatch: p
     try:
         counter, model = CompileCounter(), wrapped("llama", num_hidden_layers=2)
         compile_model(model.model, backend=counter)
-        if not ours:  # as torch has it, which compile_model has changed
+        if not ours:  # torch's default, which compile_model has changed
             torch._dynamo.config.optimize_ddp = True
         ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
         ids = packed()["input_ids"]
@@ -183,7 +183,7 @@ def test_router_loss_of_one_layer_equals_transformers():
 
 
 class Words(list):
-    """What is asked of a tokenizer."""
+    """The part of a tokenizer's interface that is used here."""
 
     eos_token_id = 0
 
@@ -201,7 +201,7 @@ MIXTURES = {
 @pytest.mark.parametrize("layers", [2, 6])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_loaded_mixtures_coefficient_means_what_its_authors_meant(family, layers, tmp_path):
-    """The loss that is trained, coefficient and all, and its gradients: as transformers' own, for model=pretrained."""
+    """With model=pretrained, the loss, including the router loss, and its gradients equal transformers' own."""
     other_family(family, **MIXTURES[family], num_hidden_layers=layers, initializer_range=0.3,
                  router_aux_loss_coef=0.5).save_pretrained(tmp_path)  # fmt: skip
     config = check(compose(["model=pretrained", f"model.name_or_path={tmp_path}", "data.seq_len=16"]))
@@ -294,7 +294,7 @@ def test_convolutions_refuse_packed_documents():
 
 
 def test_generation_inside_training_uses_transformers_attention_with_masks(family):
-    """Padded batches generate what each prompt generates alone, and training goes on as before."""
+    """A padded batch generates what each prompt generates alone, and training is unaffected afterwards."""
     model, batch = wrapped(family), packed()
     before = model(**batch).loss_sum
     hf = model.model.eval()

@@ -1,4 +1,4 @@
-"""What conf/model says of a null holds in every family of transformers, or the family is refused."""
+"""What conf/model says about null values holds in every family of transformers, or the family is refused."""
 
 import pytest
 import torch
@@ -26,10 +26,10 @@ def config_of(family: str) -> PretrainedConfig:
 
 
 def holds(family: str) -> bool:
-    """Whether the family takes what the nulls stand for; False where it is refused, by us or by transformers."""
+    """Returns whether the family uses the values that null stands for; False if lmtrain or transformers refuses it."""
     try:
         config = config_of(family)
-    except Exception:  # whatever a family's code raises
+    except Exception:  # a family's code may raise anything
         return False
     for name, value in MEANING.items():
         assert getattr(config, name, None) in (None, value), (family, name)
@@ -42,7 +42,7 @@ def holds(family: str) -> bool:
 
 @pytest.mark.parametrize("family", KNOWN)
 def test_nulls_are_what_their_comments_say(family: str) -> None:
-    """4 x hidden_size wide, with as many key and value heads, each hidden / heads wide."""
+    """MLPs are 4 x hidden_size wide, there are as many key-value heads as heads, and heads are hidden / heads wide."""
     assert holds(family)
 
 

@@ -1,4 +1,4 @@
-"""Documents that go on from a part of the one before, against the same documents each with that part of its own."""
+"""Documents that continue a prefix of the preceding document, against the same documents each with its own prefix."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from lmtrain.models import attention
 from lmtrain.models.documents import Documents, Prefixes
 from lmtrain.models.language_model import LanguageModel
 
-LENGTHS, SEEN = [7, 5, 4, 1, 6, 6], [0, 3, 0, 4, 0, 6]  # documents and how much of the one before each goes on from
+LENGTHS, SEEN = [7, 5, 4, 1, 6, 6], [0, 3, 0, 4, 0, 6]  # of documents, and of the prefix each has in the previous
 STARTS = np.cumsum([0, *LENGTHS])
 
 
@@ -30,7 +30,7 @@ def layout(method: str, device: str = "cpu") -> Documents:
 
 
 def visible(window: int | None) -> torch.Tensor:
-    """[1, T, T], written as a loop over documents and what each sees, token by token."""
+    """Returns a mask [1, T, T], computed token by token from what each document sees."""
     seen = torch.zeros(1, STARTS[-1], STARTS[-1], dtype=torch.bool)
     for i, (length, prefix) in enumerate(zip(LENGTHS, SEEN, strict=True)):
         tokens = [*range(STARTS[i - 1], STARTS[i - 1] + prefix), *range(STARTS[i], STARTS[i] + length)]
@@ -56,7 +56,7 @@ def test_equals_plain_softmax_attention(method: str, kv_heads: int, window: int 
 
 @pytest.fixture
 def pairs(tmp_path) -> Examples:
-    """Prompts of 0 to 8 tokens, answers of 1 to 9; one pair parts before its answers do."""
+    """Writes pairs with prompts and answers of 1 to 9 tokens; in one pair the prompts differ in their last token."""
     generator = np.random.default_rng(0)
     writer = ExampleWriter(tmp_path)
     for i in range(9):
@@ -72,7 +72,7 @@ ALL = np.array([[0, i] for i in range(9)])
 
 
 def answers(model: LanguageModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Log-probabilities of all scored tokens of a micro-batch."""
+    """Returns the log-probabilities of all scored tokens of a micro-batch."""
     prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
     return model.log_probs(
         batch["input_ids"],
@@ -129,7 +129,7 @@ def test_rows_hold_each_prompt_once(pairs: Examples) -> None:
     assert PairRows(pairs, share_prompts=False).epoch_tokens == int(apart["seen"])
     assert shared["prefix_lengths"].tolist() == [n for prompt in prompts for n in (0, prompt)]
     assert "kv_index" not in apart
-    for name in ("input_ids", "position_ids"):  # what the scored tokens and those before them are is the same
+    for name in ("input_ids", "position_ids"):  # scored tokens and the tokens before them are the same in both layouts
         for which in ("scored", "before"):
             assert torch.equal(shared[name][0, shared[which]], apart[name][0, apart[which]]), (name, which)
     assert torch.equal(shared["answer"], apart["answer"])
@@ -154,5 +154,5 @@ def test_methods_on_cuda(method: str, window: int | None) -> None:
 
 
 def test_tiny_models_have_no_dropout() -> None:
-    """Else the comparisons above would compare noise."""
+    """Tiny models have no dropout, which would make the comparisons above noisy."""
     assert all(m.p == 0 for m in tiny("gpt2").modules() if isinstance(m, torch.nn.Dropout))

@@ -1,4 +1,4 @@
-"""Whole runs of families that transformers' attention interface, or packed rows, don't fit."""
+"""Whole runs of families that don't fit transformers' attention interface or packed rows."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_packed_rows_are_refused_with_advice_that_works(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["nemotron", "bloom"])
 def test_pairs_are_laid_out_one_answer_a_row(tmp_path: Path, family: str) -> None:
-    """The loss before training is ln 2, whatever the layout; that layouts agree in numbers test_families.py shows."""
+    """The loss before training is ln 2 in any layout; test_families.py shows that the layouts' numbers agree."""
     ended = run("train", *DPO, *arguments(tmp_path, family, pairs(tmp_path)))
     assert ended.code == 0, ended.err
     assert "each answer is a row of its own" in " ".join(ended.out.split())

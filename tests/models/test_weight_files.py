@@ -1,4 +1,4 @@
-"""Which pretrained weights may stay in their files, and that their rows are what transformers reads."""
+"""Which pretrained weights may stay in their files, and that rows read from files equal what transformers reads."""
 
 from pathlib import Path
 
@@ -43,8 +43,8 @@ def test_rows_of_files_are_the_weights(family: str, dtype: torch.dtype, tied: bo
     files = weight_files.WeightFiles(getattr(model, weight_files.LEFT), model)
     for name, expected in whole.named_parameters():
         assert files.take(parameters[name]) == name
-        assert files.take(parameters[name]) is None  # it lets go of it, so that what is sharded can be freed
-        for count in (1, 3):  # ranks
+        assert files.take(parameters[name]) is None  # it has dropped its reference, so that the tensor can be freed
+        for count in (1, 3):  # number of ranks
             parts = []
             for number in range(count):
                 into = torch.full_like(expected, torch.nan, dtype=torch.float32)
@@ -79,7 +79,7 @@ def test_other_names_are_read_as_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma"])
 def test_other_files_stacked_experts_and_families_that_are_compared(family: str, tmp_path: Path) -> None:
-    """transformers stacks what is in a file for each expert; a family's logits are compared with its weights."""
+    """Weights can't stay in pickled files, nor with experts, which are stacked, nor outside KNOWN_FAMILIES."""
     folder = saved(tmp_path / "model", family)
     config = AutoConfig.from_pretrained(folder)
     assert weight_files.may_leave(config, str(folder)) is (family == "llama")

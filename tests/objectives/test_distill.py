@@ -1,4 +1,4 @@
-"""Distillation runs: on the data and on the student's own answers; a teacher that can't be compared with."""
+"""Distillation runs on the data and on the student's own answers, and refused teachers."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ DISTILL = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Questions and answers; a student, and a teacher a little away from it."""
+    """Writes questions and answers, a student, and a teacher whose weights differ slightly from the student's."""
     path = tmp_path_factory.mktemp("distill")
     student = save_pretrained(path / "student", max_position_embeddings=128)
     teacher = AutoModelForCausalLM.from_pretrained(student)
@@ -48,7 +48,7 @@ def losses(run_dir: Path) -> list[dict[str, float]]:
 
 
 def test_the_student_comes_nearer_on_its_own_answers(folder: Path, tmp_path: Path) -> None:
-    """Reverse KL; half of the steps on the data; any split is one run."""
+    """With reverse KL and half of the steps on the data, the loss falls, and the batch split doesn't change the run."""
     found = {}
     for micro in (4, 2):
         ended = distill(folder, tmp_path / str(micro), "objective.beta=1", "objective.on_policy=0.5",
@@ -66,7 +66,7 @@ def test_the_student_comes_nearer_on_its_own_answers(folder: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_does(folder: Path, tmp_path: Path, lmtrain: Run) -> None:
-    """Loss and gradients of steps on the data and on the student's own answers, whichever rank writes them."""
+    """Loss and gradients equal those of one rank, in steps on the data and on the student's own answers."""
     given = [*DISTILL, f"data.path={folder / 'chats.jsonl'}", f"model.name_or_path={folder / 'student'}",
              f"objective.teacher={folder / 'teacher'}", "objective.on_policy=0.5", "objective.beta=0.5",
              "trainer.max_steps=4", "trainer.accelerator=cpu", "data.micro_batch_size=2"]  # fmt: skip

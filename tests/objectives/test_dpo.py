@@ -1,4 +1,4 @@
-"""Preference optimisation end to end: the reference, the check before the first step, splits of the batch, resuming."""
+"""Preference optimization end to end: the reference, the check before the first step, batch splits, resuming."""
 
 import copy
 import json
@@ -50,7 +50,7 @@ QLORA = [*LLAMA, "peft=qlora", "peft.r=4", "optimizer.lr=2e-2"]
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty prompts: the chosen answers are polite, the rejected ones are not; of very different lengths."""
+    """Writes forty prompts with polite chosen and impolite rejected answers of very different lengths."""
     found = []
     for i in range(40):
         prompt = [{"role": "user", "content": f"{'Well, ' * (i % 5)}what is {i} plus {i}?"}]
@@ -66,7 +66,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_precomputed_reference_is_of_all_that_the_model_computes_with(pairs: Path, llama: Path) -> None:
-    """The same weights under other settings are another reference; how they are then trained makes none."""
+    """The cache key depends on settings that change the computation, but not on those of training."""
 
     def key(*argv: str) -> str:
         _, _, objective = built(pairs, llama, *LORA, "objective.reference=precomputed", *argv)
@@ -84,7 +84,7 @@ def test_the_precomputed_reference_is_of_all_that_the_model_computes_with(pairs:
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With dropout everywhere, which makes every forward of training another."""
+    """Saves a GPT-2 with dropout everywhere, so that every training forward differs."""
     dropout = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
     return save_pretrained(tmp_path_factory.mktemp("gpt2"), "gpt2", n_positions=256, **dropout)
 
@@ -95,14 +95,14 @@ def dpo(pairs: Path, model: Path, run_dir: Path, *argv: str) -> Ended:
 
 
 def logged(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of training and of validation, their numbers only."""
+    """Returns the numbers of the training rows and of the validation rows."""
     found = [without_times(row) for row in rows(run_dir / "metrics.jsonl")]
     found = [{key: value for key, value in row.items() if key != "rows"} for row in found]
     return [r for r in found if "train/loss" in r], [r for r in found if "val/loss" in r]
 
 
 def built(pairs: Path, model: Path, *argv: str) -> tuple[Any, Any, DPO]:
-    """(config, corpus, objective) of a run that isn't started."""
+    """Returns (config, corpus, objective) of a run that isn't started."""
     config = check(compose([*DPO_RUN, f"data.path={pairs}", f"model.name_or_path={model}", *argv]))
     config.trainer.accelerator = "cpu"
     config.trainer.compile = config.trainer.activation_checkpointing = False
@@ -142,7 +142,7 @@ def test_every_start_is_at_zero_margin_and_margins_rise(name: str, pairs: Path, 
     ended = dpo(pairs, llama, tmp_path / "run", *STARTS[name])
     assert ended.code == 0, ended.err
     train, val = logged(tmp_path / "run")
-    if name != "lora_dropout":  # whose first forward of training is not the start's
+    if name != "lora_dropout":  # its first training forward has dropout, so it differs from the start
         assert train[0]["train/loss"] == pytest.approx(1.0 if name == "hinge" else math.log(2), abs=1e-4)
         for key in ("rewards/chosen", "rewards/rejected", "rewards/margin", "kl"):
             assert train[0][f"train/{key}"] == pytest.approx(0, abs=1e-4), key
@@ -154,7 +154,7 @@ def test_every_start_is_at_zero_margin_and_margins_rise(name: str, pairs: Path, 
 
 
 def test_a_continued_adapter_is_held_to_itself(pairs: Path, llama: Path, tmp_path: Path) -> None:
-    """Not to the bare base, which the adapter has left."""
+    """The reference of a continued adapter is the adapter as loaded, not the bare base model."""
     first = dpo(pairs, llama, tmp_path / "first", *LORA, "export.enabled=true")
     assert first.code == 0, first.err
     adapter = tmp_path / "first" / "export"
@@ -192,7 +192,7 @@ def test_the_config_knows_every_loss() -> None:
 
 
 def plain_loop(model: torch.nn.Module, steps: list[list[list[tuple[list[int], list[bool]]]]], lr: float) -> list[Any]:
-    """(loss, gradient norm) of DPO steps by its formula: each answer alone, transformers' logits, a deep copy."""
+    """Returns (loss, gradient norm) of DPO steps by the formula: single answers, transformers' logits, a deep copy."""
     reference = copy.deepcopy(model).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -263,7 +263,7 @@ def test_batch_splits_change_nothing(pairs: Path, llama: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", thinned(["lora", "full"], 2))
 def test_splits_agree_in_half_precision(name: str, pairs: Path, llama: Path, tmp_path: Path) -> None:
-    """Autocast can keep casts of weights from one micro-batch to the next: the reference must not get the policy's."""
+    """Autocast can keep weight casts from one micro-batch to the next; the reference must not get the policy's."""
     for micro in (8, 2):
         ended = dpo(pairs, llama, tmp_path / str(micro), *STARTS[name], f"data.micro_batch_size={micro}",
                     "trainer.precision=bf16-mixed", "trainer.max_steps=4")  # fmt: skip
@@ -284,7 +284,7 @@ def test_splits_agree_in_half_precision(name: str, pairs: Path, llama: Path, tmp
 def test_a_copy_is_no_weaker_reference_in_half_precision(
     precision: str, start: str, pairs: Path, llama: Path, tmp_path: Path
 ) -> None:
-    """Casts of weights that autocast keeps would be those of the reference: the policy's loss would stay at ln 2."""
+    """If autocast's cached casts of the reference's weights were used, the policy's loss would stay at ln 2."""
     settings = [*LORA, f"trainer.precision={precision}"]
     own = ["objective.reference=frozen_copy"]
     if start == "pissa":
@@ -309,7 +309,7 @@ def test_a_copy_is_no_weaker_reference_in_half_precision(
 
 
 class KeepsCasts(AdapterHalfPrecision):
-    """Autocast as torch has it by default."""
+    """The half-precision plugin with autocast's weight cache on, as it is by default in torch."""
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -320,7 +320,7 @@ class KeepsCasts(AdapterHalfPrecision):
 def test_a_policy_that_stands_still_ends_the_run(
     pairs: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its twin, that both agree before the first step, can't see a policy computed with the reference's weights."""
+    """The check before the first step, that both agree, can't detect a policy computed with the reference's weights."""
     settings = [*LORA, "trainer.precision=bf16-true", "objective.reference=frozen_copy"]
     monkeypatch.setattr("lmtrain.strategies.choose.AdapterHalfPrecision", KeepsCasts)
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
@@ -329,14 +329,14 @@ def test_a_policy_that_stands_still_ends_the_run(
     found = message(ended.err)
     assert "after 1 optimizer step the policy's log-probabilities of the first micro-batch are still exactly" in found
     assert "trainer.precision (bf16-true here)" in found
-    warming = ["schedule.warmup_steps=4000", "optimizer.lr=0.1"]  # 2.5e-5 a step: looked at when it must show
+    warming = ["schedule.warmup_steps=4000", "optimizer.lr=0.1"]  # 2.5e-5 a step: checked once changes must show
     ended = dpo(pairs, llama, tmp_path / "warming", *settings, *warming)
     assert ended.code == 1
     assert "after 3 optimizer steps" in message(ended.err)
 
 
 def test_tiny_first_rates_end_no_run(pairs: Path, llama: Path, tmp_path: Path) -> None:
-    """Updates that half precision rounds away are waited for, and no rate at all is a run all the same."""
+    """Neither updates that half precision rounds away nor a learning rate of 0 end a run."""
     for rate in ("1e-9", "0"):
         for precision in ("bf16-true", "32-true"):
             argv = [*LORA, f"optimizer.lr={rate}", f"trainer.precision={precision}", "trainer.max_steps=2"]
@@ -398,7 +398,7 @@ def test_precomputed_numbers_are_kept_and_told_apart(pairs: Path, llama: Path, g
 
 
 def test_precomputed_numbers_are_of_all_rows(pairs: Path, llama: Path, tmp_path: Path) -> None:
-    """Whichever rows a run reads, the next run with this model and data finds those of all."""
+    """A run that reads few rows stores the numbers of all, so the next run with this model and data has them."""
     settings = [
         *LLAMA,
         "objective.reference=precomputed",
@@ -451,7 +451,7 @@ def test_auto_precomputes_where_that_pays(pairs: Path, llama: Path, monkeypatch:
 
 
 def test_auto_stays_what_it_was_when_the_run_began(pairs: Path, llama: Path, tmp_path: Path) -> None:
-    """A longer run would precompute, which rounds another way: resumed, it equals one that never did, bit for bit."""
+    """A longer run would precompute, which rounds differently; the resumed run equals the frozen copy's bit for bit."""
     few = [*LLAMA, "run.resume=auto", "trainer.val_check_interval=3", "trainer.save_every_n_steps=3"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert dpo(pairs, llama, whole, *few, "objective.reference=frozen_copy", "trainer.max_steps=6").code == 0
@@ -468,7 +468,7 @@ def test_auto_stays_what_it_was_when_the_run_began(pairs: Path, llama: Path, tmp
     objective.continue_from({"reference": "precomputed"})
     assert objective.reference == "precomputed"
     _, _, objective = built(pairs, llama, *LLAMA, "objective.reference=precomputed")
-    objective.continue_from({"reference": "frozen_copy"})  # typed now: it may change
+    objective.continue_from({"reference": "frozen_copy"})  # set explicitly now, so it may change
     assert objective.reference == "precomputed"
 
 
@@ -540,12 +540,12 @@ def test_frozen_copies_come_and_go() -> None:
         assert torch.equal(layer.weight, first)
     assert torch.equal(layer.weight, trained)
     assert frozen.changed() == ["weight"]
-    loss.backward()  # the copy was there between forward and backward
+    loss.backward()  # the copy was swapped in between forward and backward
     assert layer.weight.grad is not None
 
 
 def test_a_copy_holds_under_an_autocast_that_keeps_its_casts() -> None:
-    """As a precision plugin of one's own may: the cache knows a weight by its tensor, not by what it holds."""
+    """Holds even for a custom precision plugin: the cache identifies a weight by its tensor, not by its values."""
     layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     frozen = FrozenCopy(layer)
     with torch.no_grad():
@@ -584,7 +584,7 @@ def test_a_resumed_run_is_the_same_run(name: str, pairs: Path, llama: Path, tmp_
         if store.step_of(checkpoint) > 3:
             shutil.rmtree(checkpoint)
     (cut / "summary.json").unlink()
-    for folder in (tmp_path / "cache").glob("reference-*"):  # as on another machine: computed again, from the start
+    for folder in (tmp_path / "cache").glob("reference-*"):  # as on another machine, to be computed again
         shutil.rmtree(folder)
     ended = dpo(pairs, llama, cut, *argv)
     assert ended.code == 0, ended.err
@@ -598,7 +598,7 @@ def test_a_resumed_run_is_the_same_run(name: str, pairs: Path, llama: Path, tmp_
 def test_an_interrupted_reference_goes_on(
     pairs: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a failure in the third of four parts two are not computed again, and the numbers are the same."""
+    """After a failure in the third of four parts, the first two aren't computed again and the numbers are the same."""
     monkeypatch.setattr(store_cache, "PART", 8)
     settings = [*LLAMA, "objective.reference=precomputed", "trainer.max_steps=1"]
     assert dpo(pairs, llama, tmp_path / "whole", *settings, f"data.cache_dir={tmp_path / 'whole_cache'}").code == 0
@@ -637,7 +637,7 @@ def test_the_reference_is_in_no_checkpoint_and_no_optimizer(pairs: Path, llama: 
 
 
 def test_another_start_on_resume_is_refused(pairs: Path, llama: Path, tmp_path: Path) -> None:
-    """The reference is built again on resume: from weights that are another model's it would be wrong, silently."""
+    """The reference is rebuilt on resume; from another model's weights it would be silently wrong."""
     model = shutil.copytree(llama, tmp_path / "model")
     argv = [*LLAMA, "run.resume=auto", "trainer.save_every_n_steps=2"]
     assert dpo(pairs, model, tmp_path / "run", *argv, "trainer.max_steps=2").code == 0

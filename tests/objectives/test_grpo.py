@@ -1,4 +1,4 @@
-"""Learning from rewards: what a record says against a plain loop over the rollouts; input that can't be trained on."""
+"""Learning from rewards: logged records against a plain loop over the rollouts, and refused input."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def grpo(prompts: Path, model: Path, run_dir: Path, *argv: str) -> Ended:
 
 
 def test_a_record_is_what_a_plain_loop_counts(prompts: Path, llama: Path, tmp_path: Path) -> None:
-    """Rewards by part and in sum, spreads, lengths, groups without signal and the sampler's log-probabilities."""
+    """Rewards (by part and summed), spreads, lengths, groups without signal and sampler log-probabilities are right."""
     parts = (
         "+reward.parts={letter: {_target_: lmtrain.rewards.text.Regex, pattern: '[a-p]', whole: false, weight: 2}, "
         "short: {_target_: lmtrain.rewards.text.LengthPenalty, most: 4, scale: 10}}"
@@ -107,7 +107,7 @@ def test_a_record_is_what_a_plain_loop_counts(prompts: Path, llama: Path, tmp_pa
 
 
 def test_any_split_is_one_run(prompts: Path, llama: Path, tmp_path: Path) -> None:
-    """Micro-batches of one and of four prompts, completions written two at a time and all at once."""
+    """Runs agree for micro-batches of one and of four prompts, with rollouts in batches of two and all at once."""
     for name, argv in {"a": ["data.micro_batch_size=1", "objective.rollout_batch_size=2"],
                        "b": ["data.micro_batch_size=4", "objective.rollout_batch_size=64"]}.items():  # fmt: skip
         ended = grpo(prompts, llama, tmp_path / name, *LETTERS, "objective.loss=dapo", *argv)
@@ -128,7 +128,7 @@ def test_two_ranks_sample_what_one_does(prompts: Path, llama: Path, tmp_path: Pa
 
 
 def compare_runs(one: Path, other: Path) -> None:
-    """The same samples, so the same rewards; all other numbers to rounding."""
+    """Asserts that two runs had the same samples and rewards, and all other numbers up to rounding."""
     pairs = zip(
         *([without_times(row) for row in rows(folder / "metrics.jsonl")] for folder in (one, other)), strict=True
     )

@@ -1,4 +1,4 @@
-"""Unpaired preferences: a step's numbers against its formula, whatever the split; TRL is asked in tests/parity."""
+"""Unpaired preferences: a step's numbers against the formula, for several splits; tests/parity compares with TRL."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ KTO_RUN = [
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty answers, two thirds of them desirable, of different lengths; 16 are trained on: the last step has 4."""
+    """Writes twenty answers of different lengths, two thirds desirable; 16 are trained on, so the last step has 4."""
     found = [
         {"prompt": f"{'Well, ' * (i % 4)}what is {i} plus {i}?", "completion": f"It is {2 * i}{'!' * (i % 7)}",
          "label": i % 3 != 0}
@@ -56,7 +56,7 @@ def numbers(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def built(answers: Path, model: Path, *argv: str) -> tuple[Any, KTO]:
-    """The corpus, and the objective with weights that have moved from the reference."""
+    """Builds the corpus, and the objective with weights that have moved away from the reference."""
     config = check(compose([*KTO_RUN, f"data.path={answers}", f"model.name_or_path={model}", *argv]))
     config.trainer.accelerator = "cpu"
     config.trainer.compile = config.trainer.activation_checkpointing = False
@@ -74,7 +74,7 @@ def built(answers: Path, model: Path, *argv: str) -> tuple[Any, KTO]:
 
 
 def by_the_formula(objective: KTO, corpus: Any, chosen: list[int]) -> dict[str, torch.Tensor]:
-    """Loss, z and reward means of a step as equation 8 has them: each answer alone, transformers' logits."""
+    """Computes a step's loss, z and reward means by equation 8, with each answer alone and transformers' logits."""
 
     def log_ratio(ids: np.ndarray, scored: np.ndarray) -> torch.Tensor:
         def log_prob() -> torch.Tensor:
@@ -105,7 +105,7 @@ def by_the_formula(objective: KTO, corpus: Any, chosen: list[int]) -> dict[str, 
 
 @pytest.mark.parametrize("micro", [6, 3, 4, 1])
 def test_a_step_is_its_formula_however_it_is_split(micro: int, answers: Path, llama: Path) -> None:
-    """Loss, reference point, margin and all gradients; z is that of the six answers, also where each comes alone."""
+    """Loss, reference point, margin and all gradients are right; z is that of all six answers, even one at a time."""
     corpus, objective = built(answers, llama)
     dataset = StepDataset(corpus.train, seed=3, sizes=Stages.constant(6), micro_batch_size=micro, max_epochs=1, rank=0,
                           world_size=1)  # fmt: skip
@@ -131,7 +131,7 @@ def test_a_step_is_its_formula_however_it_is_split(micro: int, answers: Path, ll
 
 
 def test_runs_of_every_split_are_one_run(answers: Path, llama: Path, tmp_path: Path) -> None:
-    """Training and validation, the last short step included; of one answer in a micro-batch too."""
+    """Training and validation agree for all splits, down to micro-batches of one, including the short last step."""
     for micro in (6, 2, 1):
         ended = kto(answers, llama, tmp_path / str(micro), f"data.micro_batch_size={micro}",
                     "trainer.limit_val_batches=null")  # fmt: skip
@@ -161,7 +161,7 @@ def test_completions_come_from_the_step_on_every_rank(answers: Path, llama: Path
     assert whole == [[row, ids[i - 1]] for i, row in enumerate(ids)]
     for micro in (1, 2):
         assert sorted(pairs(0, 2, micro, 0) + pairs(1, 2, micro, 0)) == sorted(whole)
-    # 16 answers: a last step of one takes the completion of the answer before it.
+    # With 16 answers, the last step has only one, which takes the completion of the answer before it.
     assert pairs(0, 1, 5, 3) == [[order.row_ids(3)[0, 1], order.row_ids(2)[-1, 1]]]
     shown = ValidationDataset(found, micro_batch_size=3, limit=None, rank=0, world_size=1)
     assert sum(len(shown.share(i)) for i in range(len(shown))) == 16
@@ -169,7 +169,7 @@ def test_completions_come_from_the_step_on_every_rank(answers: Path, llama: Path
 
 
 def test_margins_are_of_what_there_is(answers: Path, llama: Path) -> None:
-    """A step with answers of one kind has no margin, rather than half of one."""
+    """A step whose answers are all of one kind has no margin, rather than half of one."""
     _, objective = built(answers, llama)
     sums = {"loss": 2.0, "logps/mean": -4.0, "rewards/chosen": 6.0, "rewards/rejected": 0.0, "desirable": 4.0}
     assert objective.means_of(sums, 4) == {"loss": 0.5, "logps/mean": -1.0, "rewards/chosen": 1.5}
@@ -187,7 +187,7 @@ def test_a_step_of_one_answer_is_refused(answers: Path) -> None:
 
 
 def test_a_run_begun_before_is_continued(answers: Path, llama: Path, tmp_path: Path) -> None:
-    """data.micro_batch_size no longer shapes what is learned, so it may change on resume."""
+    """data.micro_batch_size doesn't change what is learned, so it may change on resume."""
     argv = ["trainer.max_epochs=null", "run.resume=auto", "trainer.save_every_n_steps=1"]
     first = kto(answers, llama, tmp_path / "run", *argv, "trainer.max_steps=1")
     assert first.code == 0, first.err

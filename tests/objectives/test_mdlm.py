@@ -1,4 +1,4 @@
-"""Masked diffusion: the loss against closed forms and a plain forward, and that it learns."""
+"""Masked diffusion: the loss against closed forms and a plain forward, and that a model learns."""
 
 import math
 import re
@@ -25,7 +25,7 @@ MDLM_ARGS = ["objective=mdlm"]
 
 
 def an_objective(family: str) -> Any:
-    """What the losses read of an objective, around a tiny model."""
+    """Builds an MDLM around a tiny model, with only the attributes that the losses read."""
     model = wrapped(family)
     model.model.set_attn_implementation(ATTENTION)
     objective = MDLM.__new__(MDLM)
@@ -52,7 +52,7 @@ class Text:
 
 
 def validated(objective: Any, text: Text, micro_batch_size: int, ranks: int, seed: int = 0) -> dict[str, float]:
-    """The means of a validation on ranks that are played one after the other."""
+    """Returns the means of a validation, with the ranks run one after the other."""
     torch.manual_seed(seed)
     objective.seed, objective.micro_batch_size, objective.val_sums = seed, micro_batch_size, {}
     for rank in range(ranks):
@@ -68,7 +68,7 @@ def validated(objective: Any, text: Text, micro_batch_size: int, ranks: int, see
 
 @pytest.mark.parametrize(("micro_batch_size", "ranks", "seed"), [(1, 1, 1), (5, 1, 2), (3, 2, 3), (16, 3, 4)])
 def test_a_validation_is_one_number(micro_batch_size: int, ranks: int, seed: int) -> None:
-    """Whatever the seed, the split and the ranks, those that have no row left included."""
+    """The seed, the split and the number of ranks don't change it, even if some ranks have no rows left."""
     objective, text = an_objective("llama"), Text(23, 16)
     found, expected = validated(objective, text, micro_batch_size, ranks, seed), validated(objective, text, 23, 1)
     assert found == pytest.approx(expected, rel=1e-6)
@@ -76,11 +76,11 @@ def test_a_validation_is_one_number(micro_batch_size: int, ranks: int, seed: int
 
 
 def test_64_rows_are_as_good_as_60_draws() -> None:
-    """Within 2 % of the mean of 60 passes with the draws of training, and its standard error says as much."""
+    """It is within 2 % of the mean of 60 passes with training's draws, in agreement with its standard error."""
     objective, text = an_objective("llama"), Text(64, 32)
     with torch.no_grad():
         for p in objective.model.parameters():
-            p *= 4  # tokens of very different probabilities
+            p *= 4  # spreads the tokens' probabilities
         found = validated(objective, text, 4, 1)
         torch.manual_seed(1)
         batch = {"input_ids": text.ids}
@@ -92,7 +92,7 @@ def test_64_rows_are_as_good_as_60_draws() -> None:
 
 
 def test_validation_draws_run_over_all_shares_evenly() -> None:
-    """Of any rows that follow one another each tenth of the range has its tenth of them, to a row or two."""
+    """Among consecutive rows, each tenth of the range of masked shares has a tenth of the rows, give or take two."""
     masked = draw_for(list(range(1000)), 50, torch.device("cpu"))
     counts = masked.where.sum(1)
     torch.testing.assert_close(masked.times[:, 0], counts / 50)
@@ -104,14 +104,14 @@ def test_validation_draws_run_over_all_shares_evenly() -> None:
 
 
 def test_rows_that_train_nothing_weigh_nothing() -> None:
-    """Ranks that have no row left in a step or a validation are given one without labels."""
+    """A rank with no rows left in a step or a validation gets a row without labels, which must count for nothing."""
     objective, text = an_objective("llama"), Text(3, 16)
     parts = objective.micro_batch_loss(text.empty())
     assert (parts.n_tokens.item(), parts.loss_sum.item()) == (0, 0.0)
 
 
 def test_a_model_that_knows_nothing_costs_the_logarithm_of_the_vocabulary() -> None:
-    """Each token is masked with probability t and weighted 1 / t, so the mean is log V whatever t is."""
+    """Each token is masked with probability t and weighted 1 / t, so the mean is log V for every t."""
     objective = an_objective("llama")
     objective.model.model.lm_head.weight.data.zero_()
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def test_a_model_that_knows_nothing_costs_the_logarithm_of_the_vocabulary() -> N
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
 def test_masked_tokens_are_predicted_from_both_sides(family: str) -> None:
-    """Against transformers' own eager attention with a mask of zeros: nothing is hidden from anyone."""
+    """The loss equals that of transformers' eager attention with an all-zero mask, which hides no token."""
     objective = an_objective(family)
     hf = objective.model.model.eval()
     ids = torch.randint(1, VOCAB, (3, 16), generator=torch.Generator().manual_seed(1))
@@ -153,7 +153,7 @@ def test_times_cover_their_range_evenly() -> None:
 
 @pytest.mark.slow
 def test_it_learns_shakespeare(tmp_path: Path) -> None:
-    """Well below the entropy of single characters, 3.3 nats: so it reads what stands around them."""
+    """The loss falls well below the entropy of single characters, 3.3 nats, so the model uses the context."""
     path = HUB / "datasets" / "karpathy" / "tiny_shakespeare"
     if not path.is_dir():
         pytest.skip(f"needs tiny_shakespeare, and {path} is not there")

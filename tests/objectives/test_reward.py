@@ -1,4 +1,4 @@
-"""Reward models: a step against its formula, whatever the split; exports that transformers reads; what is refused."""
+"""Reward models: a step against its formula for several splits, exports that transformers reads, refused input."""
 
 import json
 import re
@@ -32,7 +32,7 @@ REWARD_RUN = [
 
 
 def write(path: Path, **more: Any) -> Path:
-    """Twenty pairs of uneven lengths, 16 of which are trained on; most have a margin."""
+    """Writes twenty pairs of uneven lengths, of which 16 are trained on; most have a margin."""
     found = [
         {"prompt": f"{'Well, ' * (i % 4)}what is {i} plus {i}?", "chosen": f"It is {2 * i}{'!' * (i % 7)}",
          "rejected": f"No{' idea' * (i % 3)}{i}", **({"margin": i % 3 / 2} if i % 5 else {}), **more}
@@ -67,7 +67,7 @@ def built(pairs: Path, model: Path, *argv: str) -> tuple[Any, RewardModel]:
 
 
 def by_the_formula(objective: RewardModel, corpus: Any, data: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Means over pairs, each answer alone through transformers' own forward, from the raw rows."""
+    """Computes means over pairs from the raw rows, with each answer alone through transformers' own forward."""
     hf, tokenizer = objective.model.model, corpus.tokenizer
     tokenizer.chat_template = corpus.tokenizer.chat_template
     hf.set_attn_implementation("eager")
@@ -93,7 +93,7 @@ def by_the_formula(objective: RewardModel, corpus: Any, data: list[dict[str, Any
      ([2, 4], ["model.attention=sdpa"])],
 )  # fmt: skip
 def test_a_step_is_its_formula_however_it_is_split(split: list[int], argv: list[str], pairs: Path, llama: Path) -> None:
-    """Loss with margins and centring, what is reported, all gradients; also of padded rows (model.attention=sdpa)."""
+    """Loss with margins and centering, metrics and gradients are right, also for padded rows (model.attention=sdpa)."""
     corpus, objective = built(pairs, llama, *argv)
     if argv == ["model.attention=sdpa"]:
         corpus.train.pad()
@@ -122,7 +122,7 @@ def test_a_step_is_its_formula_however_it_is_split(split: list[int], argv: list[
 def test_a_quantised_base_is_merged_with_its_head(pairs: Path, llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     ended = train(pairs, llama, tmp_path / "run", "peft=qlora", "export.merge=true", "trainer.max_steps=1")
-    assert ended.code == 0, ended.err  # an export whose rewards are others than the live model's is refused
+    assert ended.code == 0, ended.err  # an export whose rewards differ from the live model's is refused
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "export_merged").config.num_labels == 1
 
 
@@ -130,7 +130,7 @@ def test_a_quantised_base_is_merged_with_its_head(pairs: Path, llama: Path, tmp_
 def test_a_stopped_run_goes_on_as_if_it_had_not_been_and_its_export_gives_its_rewards(
     argv: list[str], pairs: Path, llama: Path, tmp_path: Path
 ) -> None:
-    """The head is trained, saved and resumed; the export's batches through transformers are the last validation's."""
+    """The head is trained, saved and resumed; transformers computes the last validation's rewards from the export."""
     assert train(pairs, llama, tmp_path / "whole", *argv).code == 0
     assert train(pairs, llama, tmp_path / "parts", *argv, *stops_at(2)).code == 75
     ended = train(pairs, llama, tmp_path / "parts", *argv, "run.resume=auto")
@@ -172,7 +172,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_and_its_export_gives_its_re
 
 
 def test_where_padding_ends_a_row_the_token_before_it_is_read(pairs: Path, tmp_path: Path) -> None:
-    """As transformers reads it, whose batches would give other rewards otherwise."""
+    """transformers reads the token before it too, so its batches would otherwise give other rewards."""
     base = save_pretrained(tmp_path / "base", max_position_embeddings=256)
     file = base / "tokenizer_config.json"
     settings = json.loads(file.read_text())
@@ -259,7 +259,7 @@ def learn(prompts: Path, model: Path, rewards: Path, run_dir: Path, *argv: str) 
 
 @pytest.mark.parametrize("argv", [[], ["peft=lora"]], ids=["full", "lora"])
 def test_a_reward_model_is_a_reward(argv: list[str], pairs: Path, llama: Path, prompts: Path, tmp_path: Path) -> None:
-    """Of each completion it is what transformers says of the conversation alone; another model ends a resumed run."""
+    """A reward is what transformers computes for the conversation alone; resuming with another model is refused."""
     assert train(pairs, llama, tmp_path / "judge", "trainer.max_steps=2", "export.merge=false", *argv).code == 0
     ended = learn(prompts, llama, tmp_path / "judge", tmp_path / "run")
     assert ended.code == 0, ended.err

@@ -1,4 +1,4 @@
-"""router.over_layers=auto: joint for a loaded mixture, and what it was when the run began where one is resumed."""
+"""router.over_layers=auto is joint for a loaded mixture; a resumed run keeps the form it began with."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tiny_pretrained import SHORT, save_pretrained
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny mixture of experts whose load-balancing loss weighs much."""
+    """Saves a tiny mixture of experts whose load-balancing loss has a large coefficient."""
     folder = save_pretrained(tmp_path_factory.mktemp("mixture"))  # for its tokenizer
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -35,7 +35,7 @@ def test_a_resumed_run_keeps_the_form_it_began_with(mixture: Path, corpus: Path,
         assert ended.code == 0, ended.err
         return [without_times(row) for row in rows(tmp_path / name / "metrics.jsonl")]
 
-    summed = ["router.over_layers=sum"]  # as all runs before there was a choice
+    summed = ["router.over_layers=sum"]  # as in all runs from before the option existed
     whole = trained("whole", *summed)
     trained("cut", *summed, "trainer.max_steps=2")
     assert trained("cut") == whole

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning end to end: what is learned, in any packing and any split of the batch; bad rows."""
+"""Supervised fine-tuning end to end: what is learned for every packing and batch split, and bad rows."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def tiny_model(config: Any, tokenizer: Any) -> LanguageModel:
 
 
 def whole_gradient(model: LanguageModel, corpus: Any) -> tuple[float, int, list[torch.Tensor]]:
-    """Summed loss, learned tokens and gradient of every training row, one at a time."""
+    """Returns the summed loss, the learned tokens and the gradient of all training rows, read one at a time."""
     model.zero_grad()
     loss, n_tokens = 0.0, 0
     for r in range(len(corpus.train)):
@@ -76,7 +76,7 @@ def test_packed_examples_train_as_if_each_were_alone(chats: Path, packing: str, 
 
 @pytest.mark.parametrize("attention", ["slices", "dense_mask"])
 def test_a_token_of_one_example_reaches_no_other(chats: Path, attention: str) -> None:
-    """Neither a logit nor a gradient: changed tokens leave the others' hidden states, their loss the others' inputs."""
+    """Changing its tokens changes no hidden state of the others, and its loss has no gradient for their inputs."""
     config = typed(chats, "data.packing=first_fit", f"model.attention={attention}")
     corpus = build_corpus(config)
     model = tiny_model(config, corpus.tokenizer).eval()
@@ -93,7 +93,7 @@ def test_a_token_of_one_example_reaches_no_other(chats: Path, attention: str) ->
     changed.view(-1)[start:stop] = (changed.view(-1)[start:stop] + 1) % 256
     before, after = hidden(batch["input_ids"]), hidden(changed)
     assert (before - after)[~inside].abs().max() <= 1e-6
-    assert (before - after)[inside].abs().min(dim=0).values.max() > 1e-3  # the change is one that would show
+    assert (before - after)[inside].abs().min(dim=0).values.max() > 1e-3  # the change is large enough to show
 
     seen: list[torch.Tensor] = []
     embeddings = model.model.get_input_embeddings()
@@ -127,7 +127,7 @@ def test_batch_splits_change_nothing(chats: Path, tmp_path: Path, packing: str) 
 
 
 def test_validation_loss_is_the_token_mean_of_its_rows(chats: Path, tmp_path: Path) -> None:
-    """Against torch's own cross-entropy over transformers' logits, each row alone."""
+    """It equals torch's own cross-entropy over transformers' logits, with each row alone."""
     ended = sft(chats, tmp_path / "run", "optimizer.lr=0.0", "trainer.max_steps=1", "trainer.limit_val_batches=null")
     assert ended.code == 0, ended.err
     config = typed(chats, "data.packing=off")
@@ -192,7 +192,7 @@ def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path: Path, name: str) ->
 
 
 def test_too_few_rows_to_hold_one_out(tmp_path: Path) -> None:
-    """A twentieth of four rows is none: the run has no validation, and says so."""
+    """With data.val_fraction=0.05, four rows give no validation row, and the run says so."""
     ended = sft(write_chats(tmp_path / "chats.jsonl", 4), tmp_path / "run", "data.val_fraction=0.05")
     assert ended.code == 0, ended.err
     assert "there is no validation split" in " ".join(ended.out.replace("│", " ").split())
@@ -211,7 +211,7 @@ def test_broken_json_and_long_rows(tmp_path: Path) -> None:
 
 
 def test_rows_without_anything_to_learn_are_refused(tmp_path: Path) -> None:
-    """Cut on the right at 100 tokens, nothing of the answer is left."""
+    """After truncation on the right, nothing of the answer is left."""
     rows_ = [GOOD] * 9 + [{"messages": [{**U, "content": "x" * 600}, A]}]
     path = write_chats(tmp_path / "chats.jsonl", rows_)
     ended = sft(path, tmp_path / "run", "data.val_fraction=0", "data.max_length=250")
@@ -252,7 +252,7 @@ def test_data_and_objective_must_fit(chats: Path, corpus: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("number", [5, 2, 150])
 def test_what_is_said_to_validate_on_does_give_a_validation_split(number: int, tmp_path: Path) -> None:
-    """Of five rows one in a hundred is none."""
+    """A fraction of one in a hundred of five rows is no row, so the advice has to name a larger one."""
     chats = write_chats(tmp_path / "few.jsonl", number)
     none = build_corpus(typed(chats, "data.val_fraction=0"))
     assert none.val is None

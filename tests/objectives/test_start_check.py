@@ -1,4 +1,4 @@
-"""What must be true of the first steps: trained weights move, frozen ones don't; and what is no fault ends no run."""
+"""Checks of the first steps: trained weights move, frozen ones don't, and harmless cases don't end a run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ FEW = ["trainer.max_steps=21", "trainer.val_check_interval=21", "schedule=consta
 
 
 class Idle(torch.optim.SGD):
-    """Changes nothing."""
+    """An optimizer that changes nothing."""
 
     def step(self, closure: Any = None) -> None:
         assert closure is not None
@@ -28,14 +28,14 @@ class Idle(torch.optim.SGD):
 
 
 class Deaf(torch.optim.SGD):
-    """Doesn't call the closure it is given."""
+    """An optimizer that doesn't call the closure it is given."""
 
     def step(self, closure: Any = None) -> None:
         super().step()
 
 
 class EveryTenth(torch.optim.SGD):
-    """Takes every tenth step only."""
+    """An optimizer that updates only every tenth step."""
 
     count = 0
 
@@ -69,7 +69,7 @@ def test_an_sft_of_an_optimizer_that_does_nothing_ends(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_calls_no_closure_ends_the_run(corpus: Path, tmp_path: Path) -> None:
-    """Its gradients would be neither clipped nor looked at, and grad_norm 0 in every row."""
+    """Gradients would be neither clipped nor checked, and grad_norm would be 0 in every row."""
     ended = trained(corpus, tmp_path / "run", "Deaf")
     assert ended.code == 1
     assert "Deaf.step(closure) doesn't call its closure" in message(ended.err)
@@ -84,7 +84,7 @@ def test_optimizers_that_wait_and_rates_of_nothing_end_no_run(corpus: Path, tmp_
 
 
 def look(trained: list[torch.nn.Parameter], frozen: list[torch.nn.Parameter]) -> FirstSteps:
-    """Around a model of these parameters, in fp32 on one process."""
+    """Builds the check for a model with these parameters, in fp32 on one process."""
     for p in frozen:
         p.requires_grad_(False)
     model = torch.nn.ParameterList([*trained, *frozen])
@@ -98,7 +98,7 @@ def over(first: FirstSteps, rates: list[float] | None = None) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_one_bit_of_one_element_is_seen(dtype: torch.dtype) -> None:
-    """A trained one is enough; a frozen one is too much."""
+    """One changed trained weight is enough to pass; one changed frozen weight is an error."""
     moving, still, frozen = (torch.nn.Parameter(torch.randn(300, 7, dtype=dtype)) for _ in range(3))
     first = look([moving, still], [frozen])
     with pytest.raises(RunError, match="every trained weight is bit for bit"):
@@ -113,7 +113,7 @@ def test_one_bit_of_one_element_is_seen(dtype: torch.dtype) -> None:
 
 
 def test_changes_that_cancel_are_seen() -> None:
-    """Values that change places, and steps of opposite signs."""
+    """Steps of opposite signs that cancel in a sum are still detected."""
     p = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
     first = look([p], [])
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_what_can_not_be_judged_is_left_alone() -> None:
     frozen = torch.nn.Parameter(torch.ones(3))
     assert over(look([], [frozen]))  # nothing is trained
     standing = torch.nn.Parameter(torch.ones(3))
-    assert over(look([standing], []), [1e-3, 0.0])  # the gradients may be all of the group whose rate is 0
+    assert over(look([standing], []), [1e-3, 0.0])  # the gradient may be all in the group whose rate is 0
     first = look([standing], [])
-    assert not first.over(WEIGHTS_SINCE, [1e-3], torch.tensor(torch.nan), True)  # the step was left out
+    assert not first.over(WEIGHTS_SINCE, [1e-3], torch.tensor(torch.nan), True)  # the step was skipped
     assert not first.over(WEIGHTS_SINCE + 1, [1e-3], torch.tensor(2.0), False)  # not logged

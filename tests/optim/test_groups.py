@@ -1,4 +1,4 @@
-"""Which parameter lands in which group, on real (tiny) models of transformers."""
+"""Assignment of parameters to optimizer groups, on real (tiny) models of transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +75,7 @@ def test_every_parameter_is_in_exactly_one_group(build: Callable[[], PreTrainedM
 @pytest.mark.parametrize("build", [gpt2, llama, qwen3_moe])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_decay_is_for_matrices(build: Callable[[], PreTrainedModel], name: str) -> None:
-    """The types of the modules decide here, the names in the code."""
+    """Only matrices decay; here module types tell vectors from matrices, in lmtrain parameter names do."""
     model = build()
     vectors = {
         f"{prefix}.{n}"
@@ -104,7 +104,7 @@ def test_two_dimensional_biases_and_norms_do_not_decay() -> None:
 
 
 def test_muon_takes_hidden_matrices() -> None:
-    """All Linear, Conv1D and expert weights of the layers; embeddings, output, norms and biases are AdamW's."""
+    """Muon gets all Linear, Conv1D and expert weights of the layers; embeddings, output, norms and biases get AdamW."""
     for build, n_hidden in ((gpt2, 2 * 4), (llama, 2 * 7), (qwen3_moe, 2 * 7)):
         model = build()
         groups = parameter_groups(model.named_parameters(), config("muon"))
@@ -160,7 +160,7 @@ def test_patterns_first_match_wins() -> None:
         r"layers\.0\./no_decay": (5e-4, 0.0),  # norms never decay
         "mlp/decay": (2e-3, 0.3),
     }
-    assert next(iter(got)) == "decay"  # what no pattern takes comes first
+    assert next(iter(got)) == "decay"  # parameters that no pattern matches come first
     members = by_name(groups)
     assert all(n.startswith("model.layers.1.mlp.") for n in members["mlp/decay"])
     assert "model.layers.0.mlp.up_proj.weight" in members[r"layers\.0\./decay"]

@@ -1,4 +1,4 @@
-"""Muon on two ranks that hold the same matrices: each orthogonalises its share, and the result is one process's."""
+"""Muon on two ranks with the same matrices: each orthogonalizes its share, and the result equals one process's."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ SHAPES = [(24, 16)] * 5 + [(16, 24)] * 2 + [(3, 8, 8)] + [(12, 20)]
 
 
 def trained(counts: list[int], lay_out: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> list[Tensor]:
-    """Parameters after three steps; `counts` gets how many matrices each call of orthogonalize was given."""
+    """Returns parameters after three steps; `counts` collects the number of matrices per call of orthogonalize."""
     original = muon.orthogonalize
 
     def counting(matrices: Tensor, steps: int) -> Tensor:
@@ -48,7 +48,7 @@ def rank_of_two(rank: int, folder: str) -> None:
 
 
 def sharded_rank_of_two(rank: int, folder: str) -> None:
-    """Parameters that are cut by rows as FSDP cuts them, after three steps, and what was computed and sent."""
+    """Trains row-sharded parameters, as under FSDP, for three steps; saves results, matrix counts, gathered sizes."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     gathers, original = list[int](), dist.tensor.DTensor.full_tensor
@@ -72,7 +72,7 @@ def test_sharded_matrices_are_computed_once_and_agree_with_one_process(tmp_path:
     for ours, first, second in zip(trained([]), *(found[rank]["parameters"] for rank in (0, 1)), strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, ours, rtol=1e-6, atol=1e-6)
-    assert found[0]["gathers"] == [3 * 8 * 8] * 3  # the experts alone, which are no matrix, are gathered
+    assert found[0]["gathers"] == [3 * 8 * 8] * 3  # only the experts, which are no matrix, are gathered
     assert [sum(f["counts"]) // 3 for f in found] == [3 + 1 + 2 + 1, 2 + 1 + 1 + 0]
 
 
@@ -86,5 +86,5 @@ def test_two_ranks_share_the_work_and_agree_with_one(tmp_path: Path) -> None:
         torch.testing.assert_close(first, ours, rtol=1e-6, atol=1e-6)
     one_step = sum(alone) // 3
     assert one_step == 11  # 5 + 2 + 3 experts + 1
-    # The single matrix of its shape is computed by both: sending it would take as long.
+    # Both ranks compute the only matrix of its shape, as sending it would take as long.
     assert [sum(f["counts"]) // 3 for f in found] == [3 + 1 + 2 + 1, 2 + 1 + 1 + 1]

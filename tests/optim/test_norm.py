@@ -1,4 +1,4 @@
-"""The gradient norm, which clipping goes by, does not depend on how large tensors are."""
+"""The gradient norm used for clipping is accurate for large and small tensors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Each optimizer against an independent reference, and what all of them must hold: convergence, decay, exact resume."""
+"""Each optimizer against an independent reference, and common properties: convergence, decay, exact resume."""
 
 import copy
 import dataclasses
@@ -29,11 +29,11 @@ from lmtrain.optim.skipping import can_skip
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "optimizer"
 NAMES = ["adamw", "adamw_8bit", "adafactor", "lion", "muon"]
-VOCABULARY, WIDTH = 11, 72  # 72 * 72 is more than the 4096 elements below which 8-bit states stay 32-bit
+VOCABULARY, WIDTH = 11, 72  # 8-bit states are used only from 4096 elements on; 72 * 72 is more
 
 
 class Net(nn.Module):
-    """An embedding, a layer with a bias and a norm, three stacked experts, an output layer."""
+    """A network with an embedding, a layer with a bias, a norm, three stacked experts and an output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def backward(model: nn.Module, step: int) -> float:
-    """One batch of the task: map each token to another."""
+    """Runs the backward for one batch of a task that maps each token to another, and returns the loss."""
     tokens = torch.randint(VOCABULARY, (32,), generator=torch.Generator().manual_seed(step))
     loss = F.cross_entropy(model(tokens), (tokens * 3 + 1) % VOCABULARY)
     loss.backward()
@@ -69,7 +69,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 
 def config(name: str, **changes: Any) -> OptimizerConfig:
-    """The shipped defaults of an optimizer, lr apart."""
+    """Returns an optimizer's config with its shipped defaults, except for lr."""
     tree = OmegaConf.merge(OmegaConf.load(CONF / "base.yaml"), OmegaConf.load(CONF / f"{name}.yaml"))
     assert isinstance(tree, type(OmegaConf.create({})))
     tree.pop("defaults")
@@ -88,7 +88,7 @@ def build(model: nn.Module, name: str, **changes: Any) -> torch.optim.Optimizer:
 def train_alike(
     model: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Module, others: list[torch.optim.Optimizer]
 ) -> None:
-    """Ten steps with the same gradients for both, so that no rounding feeds back through them."""
+    """Takes ten steps with the same gradients for both, so that no rounding is fed back through them."""
     for step in range(10):
         backward(model, step)
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
@@ -103,7 +103,7 @@ def max_difference(a: nn.Module, b: nn.Module) -> float:
     return max((p - q).abs().max().item() for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
-# What every optimizer must hold
+# Properties of every optimizer
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -136,7 +136,7 @@ def test_resumes_bitwise(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weight_decay_is_decoupled(name: str) -> None:
-    """Without a gradient, matrices shrink by lr * weight_decay a step and vectors stay."""
+    """Without gradients, matrices shrink by lr * weight_decay per step and vectors stay unchanged."""
     model = Net()
     before = copy.deepcopy(model)
     optimizer = build(model, name, lr=0.1, weight_decay=0.2)
@@ -180,7 +180,7 @@ def test_a_parameter_without_a_gradient_is_skipped(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adafactor", "lion", "muon"])
 def test_the_closure_gives_the_loss(name: str) -> None:
-    """Lightning steps through a closure."""
+    """The optimizer's step returns the loss of its closure, through which Lightning steps."""
     model, other = Net(), Net()
     optimizer, plain = build(model, name), build(other, name)
     losses = []
@@ -190,7 +190,7 @@ def test_the_closure_gives_the_loss(name: str) -> None:
     assert losses == train(other, plain, range(3))
 
 
-# Against references
+# Comparisons with references
 
 
 def test_adamw_is_torchs() -> None:
@@ -236,7 +236,7 @@ def test_adafactor_is_transformers() -> None:
 
 
 def test_adafactor_is_torchs() -> None:
-    """Below its hidden cap on lr; its eps stands elsewhere in the formula and is too small here to matter."""
+    """Equal while lr is below torch's internal cap; torch's eps is applied elsewhere and is too small to matter."""
     model, reference = Net(), Net()
     optimizer = build(model, "adafactor", weight_decay=0.1)
     matrices = [p for p in reference.parameters() if p.ndim >= 2]
@@ -262,8 +262,8 @@ def test_adafactor_keeps_float32_state_for_bf16_weights() -> None:
 
 
 def test_muon_and_adamw_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The composite against torch.optim.Muon and AdamW run side by side; torch's Muon takes no experts."""
-    monkeypatch.setattr(muon, "cpu_multiplies_bf16", lambda: True)  # torch's does, on every CPU
+    """The composite equals torch.optim.Muon and AdamW side by side; experts are left out, as torch's refuses them."""
+    monkeypatch.setattr(muon, "cpu_multiplies_bf16", lambda: True)  # torch's Muon does, on every CPU
     model, reference = Net(), Net()
     model.experts.requires_grad_(False)
     reference.experts.requires_grad_(False)
@@ -283,14 +283,14 @@ def test_muon_and_adamw_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     train_alike(model, optimizer, reference, parts)
     moved = torch.cat([(p - s).flatten() for p, s in zip(hidden, (start.up.weight, start.down.weight), strict=True)])
     error = torch.cat([(p - q).flatten() for p, q in zip(hidden, (model.up.weight, model.down.weight), strict=True)])
-    # bfloat16 products, rounded where the kernels of this CPU round
+    # bf16 products, whose rounding depends on the CPU's kernels
     assert error.norm() / moved.norm() < 1e-2
     for p, q in [(model.embed, reference.embed), (model.lm_head, reference.lm_head), (model.norm, reference.norm)]:
         assert (p.weight - q.weight).abs().max() < 1e-6
 
 
 def test_muon_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 against the published lines in float64, matrix by matrix, experts too."""
+    """In float32, Muon equals the published algorithm in float64, matrix by matrix, including experts."""
     monkeypatch.setattr(muon, "cpu_multiplies_bf16", lambda: False)
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(s)) for s in ((8, 24), (24, 8), (8, 24), (3, 8, 6))]
@@ -303,7 +303,7 @@ def test_muon_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.step()
         for p, r, m in zip(parameters, reference, momentum, strict=True):
             g = p.grad.double()  # type: ignore[union-attr]
-            m.copy_(0.95 * m + g)  # Jordan's momentum is a sum; the scale cancels in the orthogonalisation
+            m.copy_(0.95 * m + g)  # Jordan's momentum is a sum; the scale cancels in the orthogonalization
             nesterov = g + 0.95 * m
             for expert, update in zip(r.reshape(-1, *r.shape[-2:]), nesterov.reshape(-1, *r.shape[-2:]), strict=True):
                 x = update / update.norm()
@@ -317,7 +317,7 @@ def test_muon_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["adafactor", "lion", "muon"])
 def test_a_step_found_bad_on_the_device_changes_nothing(name: str) -> None:
-    """What the fused kernels of CUDA promise: `found_inf` is a tensor, so nobody has to wait for it."""
+    """As in CUDA's fused kernels, `found_inf` is a tensor, so the host needn't wait for the device."""
     plain, asked = Net(), Net()
     one, other = build(plain, name), build(asked, name)
     assert can_skip(other)
@@ -335,7 +335,7 @@ def test_a_step_found_bad_on_the_device_changes_nothing(name: str) -> None:
 
 
 def test_adafactor_leaves_out_a_first_step() -> None:
-    """Its means are still zero then, and nothing may be divided by them."""
+    """Its running means are still zero then, and nothing may be divided by them."""
     model, expected = Net(), Net()
     optimizer, plain = build(model, "adafactor"), build(expected, "adafactor")
     before = copy.deepcopy(model)
@@ -351,7 +351,7 @@ def test_adafactor_leaves_out_a_first_step() -> None:
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Weights and state."""
+    """Returns weights and optimizer state."""
     state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     return [*model.parameters(), *state]
 
@@ -364,7 +364,7 @@ def test_twice_the_parameters_take_no_more_kernels(name: str) -> None:
         optimizer = build_optimizer(weights, config(name))
         for _, weight in weights:
             weight.grad = torch.randn_like(weight)
-        optimizer.step()  # makes the state
+        optimizer.step()  # creates the state
         with Count() as count:
             optimizer.step()
         counts.append(count.calls)
@@ -372,7 +372,7 @@ def test_twice_the_parameters_take_no_more_kernels(name: str) -> None:
 
 
 class Count(TorchDispatchMode):
-    """Operations that would be kernels; a call for a list of tensors is one."""
+    """Counts operations that would be kernels; a call for a list of tensors counts once."""
 
     calls = 0
 
@@ -387,7 +387,7 @@ def test_orthogonalize_keeps_singular_vectors(shape: tuple[int, ...]) -> None:
     matrices = torch.randn(shape)
     result = muon.orthogonalize(matrices, steps=5).float()
     u, s, vh = torch.linalg.svd(matrices, full_matrices=False)
-    along = torch.einsum("nik,nij,nkj->nk", u, result, vh)  # what became of each singular value
+    along = torch.einsum("nik,nij,nkj->nk", u, result, vh)  # the new values of the singular values
     large = s > 0.05 * s.amax(-1, keepdim=True)
     assert ((along > 0.6) & (along < 1.3))[large].all()
     assert torch.allclose(muon.orthogonalize(1000 * matrices, steps=5).float(), result, atol=0.05)  # scale-free
@@ -409,7 +409,7 @@ def test_muon_in_small_batches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(p, q, rtol=0, atol=1e-3)
 
 
-# The composite
+# The composite of Muon and AdamW
 
 
 def test_the_composite_is_one_optimizer() -> None:
@@ -447,7 +447,7 @@ def test_the_composite_runs_with_one_part_only() -> None:
 
 
 def test_gradients_are_unscaled_before_they_are_clipped() -> None:
-    """Under 16-mixed Lightning leaves unscaling to an optimizer that says so: after clipping, which is too late."""
+    """Under 16-mixed, Lightning leaves unscaling to an optimizer that claims it, but only after clipping: too late."""
     for name in ("adamw", "muon"):
         assert not _optimizer_handles_unscaling(build(Net(), name))
 
@@ -492,7 +492,7 @@ def test_there_is_a_yaml_for_every_optimizer() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_of_a_yaml_is_an_option_of_its_own(name: str) -> None:
-    """Without it the config is refused."""
+    """If the key is missing, the config is refused."""
     common, own = ({f.name for f in dataclasses.fields(cls)} for cls in (OptimizerConfig, OPTIMIZERS[name]))
     plain = rules.to_plain(rules.check(rules.compose([f"optimizer={name}"])))
     assert set(plain["optimizer"]) == own - {"_target_"}
@@ -539,7 +539,7 @@ def test_wrong_values_in_a_config_are_explained(override: str, message: str) -> 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_state_that_was_not_fused_goes_on_fused(name: str) -> None:
-    """As checkpoints of optimizer.fused=false hold it, a key of earlier versions."""
+    """A state saved with optimizer.fused=false, a key of earlier versions, continues with fused kernels."""
     model, other = Net(), Net()
     optimizer, resumed = build(model, name), build(other, name)
     for group in optimizer.param_groups:
@@ -550,7 +550,7 @@ def test_a_state_that_was_not_fused_goes_on_fused(name: str) -> None:
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert [g["fused"] for g in resumed.param_groups if "fused" in g] == [True, True]
     assert can_skip(resumed)
-    # One step: AdamW's two kernels differ by 1e-8, which Muon's products in bf16 make 6e-4 of in the step after.
+    # One step: AdamW's two kernels differ by 1e-8, which Muon's bf16 products amplify to 6e-4 in the next step.
     train(model, optimizer, range(2, 3))
     train(other, resumed, range(2, 3))
     assert max_difference(model, other) < 1e-6

@@ -1,4 +1,4 @@
-"""Schedules against closed forms written out by hand, and against torch's and transformers' own."""
+"""Schedules against closed forms, and against torch's and transformers' own schedulers."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ def curve(s: ScheduleConfig, total: int | None = T, steps: int = T + 5) -> list[
 
 
 def from_lambda_lr(scheduler_of: Any, steps: int = T) -> list[float]:
-    """The factors that a torch scheduler sets, step by step."""
+    """Returns the learning-rate factors that a torch scheduler sets, step by step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = scheduler_of(optimizer)
     factors = []
@@ -91,7 +91,7 @@ def test_wsd_shapes(shape: str) -> None:
 
 @pytest.mark.parametrize("name", EXTRA)
 def test_bounds(name: str) -> None:
-    """The first step learns, step w has the full rate, the rate never leaves (0, 1], the end stays at the floor."""
+    """The first rate is positive, step w has the full rate, all rates are in (0, 1], and the end stays at the floor."""
     got = curve(schedule(name, warmup_steps=4))
     assert got[0] > 0
     assert got[4] == 1.0
@@ -127,7 +127,7 @@ def test_against_torch() -> None:
 
 
 def test_against_transformers() -> None:
-    """The same after the warmup; transformers' own warmup, step / w, spends its first step at a rate of 0."""
+    """Rates are equal after the warmup; transformers' own warmup, step / w, spends its first step at a rate of 0."""
     w = 4
     hf = transformers.optimization
     pairs = {

@@ -1,6 +1,6 @@
-"""The grid: what can be combined when a run is composed, and for each cell whether it is refused, and with which words.
+"""The grid of settings that can be combined in a run, and for each cell whether it is refused, with which message.
 
-A new objective, kind of reference, adapter or precision is a word in one of these lists and, where it computes
+A new objective, kind of reference, adapter or precision is an entry in one of these lists and, where it computes
 something new, a formula in plain.py. tests/parity/test_grid.py compares the lists with conf/ and the schema.
 """
 
@@ -9,11 +9,11 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# conf/objective; custom is not an objective but the place for one of a user's own.
+# conf/objective, without custom (a user's own objective) and those that are tested elsewhere (see test_grid.py).
 OBJECTIVES = ("causal_lm", "sft", "dpo", "kto", "mdlm")
-# config.options.REFERENCES, of objectives that have one; the others have "-".
+# config.options.REFERENCES, for objectives that have a reference; the others have "-".
 REFERENCES = ("-", "auto", "frozen_copy", "adapter_off", "precomputed", "none")
-# conf/peft, and settings of it that compute something else.
+# conf/peft, and settings of it that change the computation.
 ADAPTERS: dict[str, list[str]] = {
     "none": [],
     "lora": ["peft=lora"],
@@ -25,18 +25,18 @@ ADAPTERS: dict[str, list[str]] = {
     "memory": ["peft=memory"],
     "memory_lora": ["peft=memory_lora"],
 }
-# config.schema_trainer.PRECISIONS, but auto, which is one of them.
+# config.schema_trainer.PRECISIONS, without auto, which stands for one of them.
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "fp8")
-# How rows lie in a micro-batch, and so which attention computes them.
+# How rows are laid out in a micro-batch, which determines the attention that is used.
 PATHS: dict[str, list[str]] = {
     "plain": ["data.isolate_documents=false", "data.packing=null"],  # windows of text
     "packed": ["data.isolate_documents=true", "data.packing=best_fit_decreasing"],
     "padded": ["data.isolate_documents=true", "data.packing=off"],
     "unpadded": [],  # answers one after the other, as pairs and single answers always are
-    "unshared": ["data.share_prompts=false"],  # and of pairs each with its own prompt
+    "unshared": ["data.share_prompts=false"],  # the same, but each answer of a pair has its own copy of the prompt
 }
 COMPILE = ("eager", "compiled")
-SPLITS = ("whole", "split")  # a step in one micro-batch a rank, or in several
+SPLITS = ("whole", "split")  # a step is one micro-batch per rank, or several
 RANKS = (1, 2)
 
 
@@ -55,8 +55,8 @@ class Cell(NamedTuple):
         return "/".join(map(str, self))
 
 
-# What the quick suite walks, and the slow one with each other; the nightly one walks all. A compiled cell takes
-# seconds (COMPILED).
+# The quick suite covers each of these values, the slow one every pair of them, and the nightly one all values.
+# Compiling a cell takes seconds, so the quick suite has few compiled ones (COMPILED).
 CORE_REFERENCES = ("-", "frozen_copy", "adapter_off", "precomputed", "none")
 CORE_ADAPTERS = ("none", "lora", "pissa", "continued")
 CORE_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -74,12 +74,12 @@ PATHS_OF = {
 
 
 def means_something(cell: Cell) -> bool:
-    """Whether such a run can be written down at all."""
+    """Returns whether the objective can have the cell's kind of reference and its layout of rows."""
     return (cell.reference != "-") == (cell.objective in HAS_REFERENCE) and cell.path in PATHS_OF[cell.objective]
 
 
 def refusal(cell: Cell) -> str | None:
-    """Words of the message with which the cell is refused; None where it trains. In the order they are looked at."""
+    """Returns words of the message that refuses the cell, in the order of lmtrain's checks, or None if it trains."""
     c = cell
     quantized = c.adapter.startswith("qlora")
     if c.objective == "mdlm" and c.path != "plain":
@@ -97,12 +97,12 @@ def refusal(cell: Cell) -> str | None:
     return None
 
 
-# Cells that are wrong today, with the reason; none may be left when the fault is repaired.
+# Cells that are known to be wrong, with the reason; to be removed once the fault is fixed.
 FAULTS: list[tuple[Callable[[Cell], bool], str]] = []
 
 
-# What the quick suite compiles: a loss over labels, one over hidden tokens and one over answers, each in a precision.
-# (Lightning's bf16-true rounds floating-point inputs; of precomputed log-probabilities -148.51 must not become -149.)
+# The compiled cells of the quick suite: a loss on labels, one on masked tokens and one on answers, each in a precision.
+# (Lightning's bf16-true rounds floating-point inputs; precomputed log-probabilities of -148.51 must not become -149.)
 COMPILED = [
     Cell("causal_lm", "-", "none", "32-true", "packed", "compiled", "split", 1),
     Cell("mdlm", "-", "continued", "bf16-mixed", "plain", "compiled", "split", 1),
@@ -111,12 +111,12 @@ COMPILED = [
 
 
 def cells() -> Iterator[Cell]:
-    """All that mean something."""
+    """Returns all meaningful cells."""
     return (cell for cell in map(Cell._make, itertools.product(*AXES)) if means_something(cell))
 
 
 def each_value(candidates: list[Cell]) -> list[Cell]:
-    """A few of the candidates in which each value stands that stands in any; greedy, the same every time."""
+    """Returns a few candidates that together contain every value of any candidate; greedy and deterministic."""
     left = {pair for cell in candidates for pair in enumerate(cell)}
     chosen = []
     while left:
@@ -126,9 +126,9 @@ def each_value(candidates: list[Cell]) -> list[Cell]:
 
 
 def pairwise(candidates: list[Cell]) -> list[Cell]:
-    """A few of the candidates in which any two values meet that meet in any; greedy, the same every time."""
+    """Returns a few candidates that together contain every pair of values in any candidate; greedy, deterministic."""
     numbers: dict[object, int] = {}
-    masks = []  # of each candidate, a bit for every two values that meet in it
+    masks = []  # per candidate, one bit for each pair of values in it
     for cell in candidates:
         met = itertools.combinations(enumerate(cell), 2)
         masks.append(sum(1 << numbers.setdefault(pair, len(numbers)) for pair in met))
@@ -142,5 +142,5 @@ def pairwise(candidates: list[Cell]) -> list[Cell]:
 
 
 def sample(candidates: list[Cell], count: int) -> list[Cell]:
-    """Some of the candidates, the same every time."""
+    """Returns a fixed random sample of the candidates."""
     return random.Random(0).sample(candidates, count)

@@ -1,4 +1,4 @@
-"""Runs of the grid's cells by lmtrain, and the plain loops they must equal."""
+"""Runs of the grid's cells with lmtrain, and the plain loops they must equal."""
 
 import contextlib
 import copy
@@ -58,13 +58,13 @@ from support import rows
 from tiny_pretrained import save_pretrained
 
 CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Quito", "Bern", "Baku", "Doha", "Riga", "Kyiv", "Bonn", "Male"]
-SEQ_LEN, MASK = 64, EOS + 1  # the mask is the spare row of the embeddings
-# The template of single answers: the turns' texts, an end of text after an answer.
+SEQ_LEN, MASK = 64, EOS + 1  # the mask token is the embeddings' spare row
+# The chat template for single answers: the turns' texts, with an end-of-text token after each answer.
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
     "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
-# Rows of a step, which are all there are: the numbers a run prepares, checked by `run_cell`.
+# Rows per step, which are all training rows that a run prepares; checked by `run_config`.
 ROWS = {"plain": 2, "packed": 6, "padded": 12, "unpadded": 12, "unshared": 12}
 
 
@@ -73,10 +73,10 @@ def sentence(i: int) -> str:
 
 
 def write_data(folder: Path) -> None:
-    """The raw rows of every kind of data, a model, an adapter that has been trained, and a chat template."""
+    """Writes the raw rows of every kind of data, a model, a trained adapter, and a chat template."""
     texts = [sentence(i) for i in range(12)]
     (folder / "documents.jsonl").write_text("".join(json.dumps({"text": f"{t} Is it?"}) + "\n" for t in texts))
-    (folder / "windows.txt").write_text(("".join(texts) * 2)[: 2 * SEQ_LEN])  # with its end of text 2 windows
+    (folder / "windows.txt").write_text(("".join(texts) * 2)[: 2 * SEQ_LEN])  # 2 windows, with the end-of-text token
     kinds = {
         "sft": [{"prompt": f"{CITIES[i]}? ", "completion": sentence(i)} for i in range(12)],
         "dpo": [
@@ -92,7 +92,7 @@ def write_data(folder: Path) -> None:
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), config)
     for name, parameter in adapter.named_parameters():
-        if "lora_B" in name:  # as small as after some training: larger ones make rounding show in gradients
+        if "lora_B" in name:  # as small as after a short training: larger ones amplify rounding in gradients
             parameter.data *= 0.1
     adapter.save_pretrained(folder / "adapter")
 
@@ -113,14 +113,14 @@ def data_of(cell: Cell, folder: Path) -> list[str]:
 
 
 class How(NamedTuple):
-    """How cells are walked."""
+    """How cells are run."""
 
-    backend: str  # of torch.compile
+    backend: str  # torch.compile's backend
     steps: int
 
 
 def overrides(cell: Cell, folder: Path, run: Path, steps: int) -> list[str]:
-    """The command line of a cell."""
+    """Returns the command line of a cell."""
     size = ROWS[cell.path]
     micro = {"whole": size // cell.ranks, "split": 1 if size == 2 else size // 2 // cell.ranks}[cell.split]
     objective = [f"objective={cell.objective}"]
@@ -152,18 +152,19 @@ def overrides(cell: Cell, folder: Path, run: Path, steps: int) -> list[str]:
 
 @dataclass
 class Ran(Trained):
-    """And what the plain loop is given."""
+    """The results of a run, and what its plain loop needs from it."""
 
-    names: set[str] = field(default_factory=set)  # of all numbers recorded
-    start: nn.Module | None = None  # a model with a memory, before it is trained
-    first: dict[str, torch.Tensor] = field(default_factory=dict)  # an adapter's first weights, which are drawn
+    names: set[str] = field(default_factory=set)  # names of all numbers in metrics.jsonl
+    start: nn.Module | None = None  # the untrained model, if it has a memory
+    first: dict[str, torch.Tensor] = field(default_factory=dict)  # an adapter's random initial weights
     draws: Draws = field(default_factory=list)
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Any]]:
-    """Of each training micro-batch what was drawn: of a masked diffusion (ids, hidden, times), of single answers the
-    tokens of each, with its own prompt and with the one it was put to.
+    """Yields a list that collects what is drawn for each training micro-batch.
+
+    Masked diffusion: (ids, hidden, times). Single answers: token ids of each, with its own and its mismatched prompt.
     """
     drawn: list[Any] = []
     loss_of, look_ahead = their_mdlm.MDLM.masked_nll, their_kto.KTO.look_ahead
@@ -204,7 +205,7 @@ def run_cell(cell: Cell, folder: Path, run: Path, how: How) -> Ran:
 
 
 def run_config(cell: Cell, config: Config, how: How) -> Ran:
-    """Trains a cell in this process, or this process's part of it."""
+    """Trains a cell in this process, or this rank's part of a cell of two ranks."""
     compile_model, block = blocks.compile_model, torch.compile(cross_entropy._block, backend=how.backend)
     found = Ran()
     with contextlib.ExitStack() as stack:
@@ -233,21 +234,21 @@ def run_config(cell: Cell, config: Config, how: How) -> Ran:
 
 
 def start_of(cell: Cell, folder: Path, run: Path) -> nn.Module:
-    """The model of a cell, before it is trained."""
+    """Returns the untrained model of a cell."""
     with contextlib.ExitStack() as stack:
         model: nn.Module = session_of(config_of(cell, folder, run, 1)).build(stack).objective.model.model
         return model
 
 
 def run_on_ranks(cells: list[Cell], folder: Path, runs: Path, how: How) -> list[Ran]:
-    """Trains cells of two ranks, one after the other, in two processes forked from this one, which has imported all."""
+    """Trains two-rank cells one after the other, in two processes forked from this one, which has all imports."""
     context = multiprocessing.get_context("fork")
     configs = [config_of(cell, folder, runs / f"run_{number}", how.steps) for number, cell in enumerate(cells)]
     processes = [context.Process(target=_rank, args=(rank, cells, configs, runs, how)) for rank in range(2)]
     for process in processes:
         process.start()
     running, deadline = list(processes), time.monotonic() + 300
-    while running and all(p.exitcode in (None, 0) for p in processes):  # one that failed is waited for by the other
+    while running and all(p.exitcode in (None, 0) for p in processes):  # if one has failed, the other waits for it
         if not multiprocessing.connection.wait([p.sentinel for p in running], timeout=deadline - time.monotonic()):
             break
         running = [p for p in running if p.exitcode is None]
@@ -332,20 +333,20 @@ def base_of(cell: Cell, folder: Path) -> nn.Module:
     if cell.adapter == "qlora":
         with torch.no_grad():
             for name, module in model.named_modules():
-                if isinstance(module, nn.Linear) and name != "lm_head":  # the output layer is left as it is
+                if isinstance(module, nn.Linear) and name != "lm_head":  # the output layer isn't quantized
                     module.weight.copy_(as_nf4(module.weight))
     return model
 
 
 def as_nf4(weight: torch.Tensor) -> torch.Tensor:
-    """What is left of a weight in 4 bits with quantised scales (Dettmers et al. 2023)."""
+    """Returns a weight after quantization to 4 bits with quantized scales (Dettmers et al. 2023)."""
     packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
     return bitsandbytes.functional.dequantize_4bit(packed, state)
 
 
 def plain_of(cell: Cell, folder: Path, ran: Ran) -> Plain:
-    """The model that the run started from, by transformers and peft; its reference is the same, untouched."""
-    if "memory" in cell.adapter:  # lmtrain's own architecture, which tests/adapters/test_memory.py compares
+    """Builds the model that the run started from with transformers and peft, and an untrained copy as its reference."""
+    if "memory" in cell.adapter:  # lmtrain's own architecture, which tests/adapters/test_memory.py tests
         model: Any = ran.start
         model.set_attn_implementation(attention_of(cell.objective, cell.precision))
         to_precision(model, cell.precision)
@@ -361,7 +362,7 @@ def plain_of(cell: Cell, folder: Path, ran: Ran) -> Plain:
         )  # fmt: skip
         model = get_peft_model(model, config)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():  # random ones are drawn with the run's seed
+            for name, parameter in model.named_parameters():  # random ones are copied from the run
                 if "lora_" in name:
                     parameter.copy_(ran.first[name.removeprefix("base_model.model.")])
     to_precision(model, cell.precision)

@@ -1,4 +1,4 @@
-"""TRL lives in an environment of its own (`make env-trl`); what it computes comes back as JSON."""
+"""Access to TRL, which has its own environment (`make env-trl`) and returns JSON, and data for comparisons."""
 
 import json
 import os
@@ -24,7 +24,7 @@ Messages = list[dict[str, str]]
 
 
 def ask_trl(folder: Path, what: str, timeout: float = 900, **spec: Any) -> Any:
-    """What tests/parity/trl_reference.py answers; skips where there is no TRL."""
+    """Returns what tests/parity/trl_reference.py computes; skips the test if TRL isn't installed."""
     python = Path(os.environ.get("LMTRAIN_TRL_PYTHON", REPO / ".venv-trl" / "bin" / "python"))
     if not python.exists():
         pytest.skip(f"needs TRL in an environment of its own: make env-trl ({python} is not there)")
@@ -42,7 +42,7 @@ def ask_trl(folder: Path, what: str, timeout: float = 900, **spec: Any) -> Any:
 
 
 def dialogues(count: int, *, real: bool) -> list[Messages]:
-    """Multi-turn conversations: of the Schema-Guided Dialogue dataset, or made here."""
+    """Returns multi-turn conversations, from the Schema-Guided Dialogue dataset or generated."""
     if real:
         file = HUB / "datasets" / "local" / "sgd-messages" / "data" / "validation-00000-of-00001.parquet"
         if not file.exists():
@@ -53,7 +53,7 @@ def dialogues(count: int, *, real: bool) -> list[Messages]:
 
 
 def pairs(count: int, *, real: bool) -> list[dict[str, Messages]]:
-    """Preference pairs {prompt, chosen, rejected}: the shortest of the hub's, or made here."""
+    """Returns preference pairs {prompt, chosen, rejected}: the shortest of a dataset, or generated."""
     if real:
         file = HUB / "datasets" / "local" / "dpo-messages" / "data" / "train-00000-of-00001.parquet"
         if not file.exists():
@@ -69,7 +69,7 @@ def pairs(count: int, *, real: bool) -> list[dict[str, Messages]]:
 
 
 def tokenizer_on(conversations: list[Messages], folder: Path) -> PreTrainedTokenizerFast:
-    """A small BPE with ChatML's special tokens, saved in `folder`."""
+    """Trains a small BPE tokenizer with ChatML's special tokens and saves it in `folder`."""
     tokenizer = chatml_tokenizer((turn["content"] for turns in conversations for turn in turns), 800)
     tokenizer.save_pretrained(folder)
     return tokenizer
@@ -82,7 +82,7 @@ def smollm2_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def smollm2_weights() -> Path:
-    """A folder with SmolLM2's weights, in the hub or where LMTRAIN_SMOLLM2 says."""
+    """Returns a folder with SmolLM2's weights, in the hub or as set by LMTRAIN_SMOLLM2."""
     folder = Path(os.environ.get("LMTRAIN_SMOLLM2", SMOLLM2))
     if not (folder / "model.safetensors").exists():
         pytest.skip(f"needs SmolLM2's weights, and {folder} has none: run smollm2.py of the hub there")
@@ -90,7 +90,7 @@ def smollm2_weights() -> Path:
 
 
 def tiny_llama(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """A random model for the tokenizer, with weights large enough that its outputs depend on what it reads."""
+    """Saves a random model for the tokenizer, with weights large enough that its outputs depend on its inputs."""
     torch.manual_seed(0)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     config = LlamaConfig(
@@ -109,7 +109,7 @@ def tiny_llama(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def lora_on(model: Path, folder: Path, *, trained: bool = False) -> Path:
-    """An adapter in a folder, so that both sides start from the same: new (B is zero), or as after some training."""
+    """Saves an adapter from which both sides start: new (B is zero), or as after some training."""
     torch.manual_seed(0)
     config = LoraConfig(
         r=8,

@@ -1,6 +1,6 @@
-"""Training loops of a page each: transformers, peft, torch.optim.AdamW and the papers' formulas, nothing of lmtrain's.
+"""Short training loops from transformers, peft, torch.optim.AdamW and the papers' formulas, without lmtrain.
 
-They read the raw rows, know no micro-batches, packing, ranks or compiled code, and see all rows in every step: what a
+They read the raw rows, have no micro-batches, packing, ranks or compiled code, and use all rows in every step: what a
 run computes must not depend on any of these.
 """
 
@@ -19,13 +19,13 @@ LR, BETAS, EPS, DECAY, CLIP = 2e-3, (0.9, 0.95), 1e-3, 0.1, 0.5
 EOS = 256  # of the byte tokenizer, whose other ids are the bytes
 BETA = 0.1
 IGNORE = -100
-# What matrices are multiplied in. Lightning takes bf16-mixed for 16-mixed on a CPU, and says so in a warning.
+# The dtypes of matrix products. On a CPU, Lightning replaces 16-mixed by bf16-mixed, with a warning.
 HALF = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.bfloat16, "16-true": torch.half}
 
 
 @dataclass
 class Trained:
-    """What a run did: per step, and the trained weights at its end by their names."""
+    """Results of a run: losses and gradient norms per step, and the final trained weights by name."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Trained:
 
 @dataclass
 class Plain:
-    """A model under training, its reference (of preferences), and in what precision both compute."""
+    """A model being trained, its reference (for preferences), and the precision in which both compute."""
 
     model: nn.Module
     reference: nn.Module | None
@@ -43,7 +43,7 @@ class Plain:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        # Half-precision bases with fp32 adapters are multiplied in half precision, like mixed precision's fp32 weights.
+        # Half-precision bases with fp32 adapters compute in half precision, like fp32 weights in mixed precision.
         half = HALF.get(self.precision)
         if half is not None and (self.precision.endswith("-mixed") or self.adapted):
             with torch.autocast("cpu", half, cache_enabled=False):
@@ -53,7 +53,7 @@ class Plain:
 
 
 def to_precision(model: nn.Module, precision: str) -> nn.Module:
-    """Weights as `precision` holds them; an adapter's own stay fp32."""
+    """Converts the weights to `precision`'s dtype; an adapter's own weights stay fp32, except in 64-true."""
     dtype = {"64-true": torch.double, "bf16-true": torch.bfloat16, "16-true": torch.half}.get(precision)
     if dtype is not None:
         own = ("lora_", ".memory.", ".memory_bank.") if dtype != torch.double else ()
@@ -69,7 +69,7 @@ def to_precision(model: nn.Module, precision: str) -> nn.Module:
 def exact_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Vaswani et al. 2017, eq. 1, in fp32 whatever the weights' dtype: what a run promises of short rows on a CPU.
+    """Computes Vaswani et al. 2017, eq. 1, in fp32 for any weight dtype, as runs do for short rows on a CPU.
 
     query [B, H, T, D]; key, value [B, H_kv, T, D]; the mask is added to the scores, causal if None; [B, T, H, D].
     """
@@ -86,7 +86,7 @@ AttentionInterface.register("exact", exact_attention)
 
 
 def attention_of(objective: str, precision: str) -> str:
-    """transformers' attention_implementation that rounds where a run does; in full precision none rounds."""
+    """Returns the transformers attn_implementation that rounds as a run does; in full precision none rounds."""
     if precision not in HALF:
         return "eager"
     return "sdpa" if objective == "mdlm" else "exact"
@@ -97,20 +97,20 @@ def encoded(text: str) -> list[int]:
 
 
 def padded(examples: list[list[int]]) -> Tensor:
-    """int64 [B, T], padded on the right, where a causal model never looks from what stands before."""
+    """Returns int64 [B, T], padded on the right, where no earlier token of a causal model sees it."""
     longest = max(len(ids) for ids in examples)
     return torch.tensor([ids + [EOS] * (longest - len(ids)) for ids in examples])
 
 
 def token_log_probs(model: nn.Module, ids: Tensor, **inputs: Any) -> Tensor:
-    """log p of each token after the first, given those before it: fp32 or fp64 [B, T - 1]."""
+    """Returns log p of each token after the first, given those before it: fp32 or fp64 [B, T - 1]."""
     logits = model(input_ids=ids, use_cache=False, **inputs).logits[:, :-1]
     logits = logits if logits.dtype == torch.double else logits.float()
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
 def answer_log_probs(model: nn.Module, prompts: list[list[int]], answers: list[list[int]]) -> Tensor:
-    """log p of each whole answer after its prompt, fp64 [B]."""
+    """Returns log p of each whole answer after its prompt, fp64 [B]."""
     ids = padded([p + a for p, a in zip(prompts, answers, strict=True)])
     log_probs = token_log_probs(model, ids)
     scored = torch.zeros(log_probs.shape, dtype=torch.bool)
@@ -120,7 +120,7 @@ def answer_log_probs(model: nn.Module, prompts: list[list[int]], answers: list[l
 
 
 def log_ratios(plain: Plain, prompts: list[list[int]], answers: list[list[int]]) -> Tensor:
-    """log p of each answer over the reference's, fp64 [B]; without a reference all are equally likely to it."""
+    """Returns log p of each answer minus the reference's, fp64 [B]; without a reference, the policy's alone."""
     policy = answer_log_probs(plain.model, prompts, answers)
     if plain.reference is None:
         return policy
@@ -129,17 +129,17 @@ def log_ratios(plain: Plain, prompts: list[list[int]], answers: list[list[int]])
     return policy - reference
 
 
-Draws = list[list[Any]]  # by step, what a run has drawn and the plain loop takes from it
-Loss = Callable[[Plain, int], Tensor]  # of a step, of all rows, a mean over the objective's unit
+Draws = list[list[Any]]  # per step, a run's random draws, which the plain loop reuses
+Loss = Callable[[Plain, int], Tensor]  # the loss of a step over all rows, a mean over the objective's unit
 
 
 def language_model(examples: list[tuple[list[int], list[bool]]]) -> Loss:
-    """Mean negative log-likelihood of the tokens marked in each example, which sees itself alone."""
+    """Returns the mean negative log-likelihood of the tokens marked in each example; examples are independent."""
     ids = padded([ids for ids, _ in examples])
     learned = torch.zeros(ids.shape, dtype=torch.bool)
     for row, (_, marks) in enumerate(examples):
         learned[row, : len(marks)] = torch.tensor(marks)
-    learned[:, 0] = False  # nothing stands before it
+    learned[:, 0] = False  # nothing precedes it
 
     def loss(plain: Plain, step: int) -> Tensor:
         return -token_log_probs(plain.model, ids)[learned[:, 1:]].mean()
@@ -148,7 +148,7 @@ def language_model(examples: list[tuple[list[int], list[bool]]]) -> Loss:
 
 
 def dpo(pairs: list[tuple[list[int], list[int], list[int]]]) -> Loss:
-    """Rafailov et al. 2023, eq. 7, of (prompt, chosen, rejected)."""
+    """Returns the loss of Rafailov et al. 2023, eq. 7, for (prompt, chosen, rejected)."""
     prompts = [p for p, _, _ in pairs] * 2
     answers = [c for _, c, _ in pairs] + [r for _, _, r in pairs]
 
@@ -160,10 +160,10 @@ def dpo(pairs: list[tuple[list[int], list[int], list[int]]]) -> Loss:
 
 
 def kto(rows: list[tuple[list[int], list[int], bool]], draws: Draws) -> Loss:
-    """Ethayarajh et al. 2024, eq. 8, of (prompt, answer, desirable).
+    """Returns the loss of Ethayarajh et al. 2024, eq. 8, for (prompt, answer, desirable).
 
-    z is the mean log-ratio of all prompts, each with another row's answer, at least 0; whose answer is drawn: by step
-    the numbers (row, other row), of which every row is once the one and once the other.
+    z is the mean log-ratio of all prompts, each with another row's answer, at least 0. The mismatched pairs are random:
+    `draws` has (row, other row) per step, and each row occurs exactly once on each side.
     """
     prompts, answers = [p for p, _, _ in rows], [a for _, a, _ in rows]
     for step in draws:
@@ -183,14 +183,14 @@ def kto(rows: list[tuple[list[int], list[int], bool]], draws: Draws) -> Loss:
 
 
 def mdlm(draws: Draws, mask_id: int) -> Loss:
-    """Nie et al. 2025, eq. 3, of the tokens a run has hidden: cross-entropies over the time, per token of the rows.
+    """Returns the loss of Nie et al. 2025, eq. 3: hidden tokens' cross-entropies divided by the time, per token.
 
     draws: by step and micro-batch (ids [B, T], hidden bool [B, T], times [B, 1]).
     """
 
     def loss(plain: Plain, step: int) -> Tensor:
         ids, hidden, times = (torch.cat(parts) for parts in zip(*draws[step], strict=True))
-        seen = torch.zeros(ids.shape[0], 1, ids.shape[1], ids.shape[1])  # added to the scores: all see all
+        seen = torch.zeros(ids.shape[0], 1, ids.shape[1], ids.shape[1])  # added to the scores: all see all tokens
         seen = seen.to(next(plain.model.parameters()).dtype)
         logits = plain.model(input_ids=ids.masked_fill(hidden, mask_id), attention_mask=seen, use_cache=False).logits
         logits = logits if logits.dtype == torch.double else logits.float()
@@ -201,12 +201,12 @@ def mdlm(draws: Draws, mask_id: int) -> Loss:
 
 
 def train(plain: Plain, loss: Loss, steps: int) -> Trained:
-    """`steps` of AdamW at a constant rate; matrices decay; the global norm is clipped."""
+    """Runs `steps` steps of AdamW at a constant rate, with weight decay on matrices and clipping of the global norm."""
     trained = {name: p for name, p in plain.model.named_parameters() if p.requires_grad}
     matrices = [p for p in trained.values() if p.ndim >= 2]
     vectors = [p for p in trained.values() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)  # in half precision it rounds once
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)  # rounds only once in half precision
     found = Trained()
     for step in range(steps):
         with plain.computing():
@@ -222,5 +222,5 @@ def train(plain: Plain, loss: Loss, steps: int) -> Trained:
 
 
 def frozen(model: nn.Module) -> nn.Module:
-    """A copy that is never trained."""
+    """Returns a copy that is never trained."""
     return copy.deepcopy(model).requires_grad_(False)

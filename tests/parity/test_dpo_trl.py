@@ -1,4 +1,4 @@
-"""Preference optimisation against TRL's DPOTrainer on 50 pairs: losses, rewards and gradient norms to 1e-4 in fp32."""
+"""Preference optimization against TRL's DPOTrainer on 50 pairs: losses, rewards and gradient norms to 1e-4 in fp32."""
 
 import json
 from pathlib import Path
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.slow
 
 PAIRS, BATCH, MICRO_BATCH, SEED, LR, BETAS, CLIP = 50, 10, 5, 7, 4e-3, (0.9, 0.999), 5.0
 
-# The losses that both have: name, our settings, TRL's.
+# The losses that both implement: name, lmtrain's settings, TRL's.
 LOSSES: list[tuple[str, list[str], dict[str, Any]]] = [
     ("sigmoid", [], {}),
     ("beta", ["objective.beta=0.5"], {"beta": 0.5}),
     ("robust", ["objective.loss=robust", "objective.label_smoothing=0.1"],
      {"loss_type": ["robust"], "label_smoothing": 0.1}),
-    # TRL's sigmoid loss reads no label_smoothing. With eps = 0.1 cDPO is 2 (1 - eps) of it less (1 - 2 eps) of robust.
+    # TRL's sigmoid loss ignores label_smoothing. cDPO is 2 (1 - eps) sigmoid - (1 - 2 eps) robust, here with eps = 0.1.
     ("cdpo", ["objective.label_smoothing=0.1"],
      {"loss_type": ["sigmoid", "robust"], "loss_weights": [1.8, -0.8], "label_smoothing": 0.1}),
     ("ipo", ["objective.loss=ipo"], {"loss_type": ["ipo"]}),
@@ -33,7 +33,7 @@ LOSSES: list[tuple[str, list[str], dict[str, Any]]] = [
     ("per_token", ["objective.length_normalize=true", "objective.beta=1"],
      {"loss_type": ["sigmoid_norm"], "beta": 1.0}),
 ]  # fmt: skip
-# TRL averages this term over the tokens of a forward pass, the paper over those of an answer: the same for one pair.
+# TRL averages this term over a forward pass's tokens, the paper over an answer's: the same for a single pair.
 SFT_TERM = ("rpo", ["objective.sft_weight=0.5"], {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]})
 
 
@@ -48,7 +48,7 @@ PREFERENCES = {"objective": "dpo", "data": "preference_jsonl"}
 def ours(
     data: Path, model: Path, adapter: Path | None, run_dir: Path, *argv: str, options: dict[str, str] = PREFERENCES
 ) -> list[dict[str, float]]:
-    """Logged steps of a run of lmtrain's, set as `trl_spec` sets TRL; `options` name the objective and its data."""
+    """Returns the logged steps of a run set up as `trl_spec` sets up TRL; `options` name the objective and its data."""
     settings: dict[str, Any] = {
         **options,
         "data.path": data,
@@ -93,7 +93,7 @@ def compare(found: list[dict[str, float]], reference: list[dict[str, float]], na
     for row, theirs in zip(found, reference, strict=True):
         for mine, other in names.items():
             assert row[mine] == pytest.approx(theirs[other], rel=1e-4, abs=1e-4), (name, row["step"], mine)
-        # A margin of nearly zero may fall on either side.
+        # A margin near zero may have either sign.
         accuracy = theirs["rewards/accuracies"]
         assert row["train/rewards/accuracy"] == pytest.approx(accuracy, abs=1.01 / BATCH), (name, row["step"])
     assert max(abs(row["train/rewards/margin"]) for row in found[1:]) > 0.01, "the policy never left its reference"
@@ -101,7 +101,7 @@ def compare(found: list[dict[str, float]], reference: list[dict[str, float]], na
 
 @pytest.fixture(scope="module", params=[pytest.param("real", marks=pytest.mark.nightly), "made"])
 def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Pairs as a file, and a tiny model for them."""
+    """Writes pairs to a file, and a tiny model for them."""
     folder = tmp_path_factory.mktemp("pairs")
     found = pairs(PAIRS, real=request.param == "real")
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in found))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with conversations of two turns, a student, and a teacher whose weights are others."""
+    """Writes conversations of two turns, a student, and a teacher with other weights."""
     folder = tmp_path_factory.mktemp("conversations")
     found = [{"messages": [{"role": "user", "content": pair["prompt"][-1]["content"]}, *pair["chosen"]]}
              for pair in pairs(PAIRS, real=False)]  # fmt: skip

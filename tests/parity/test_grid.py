@@ -1,6 +1,6 @@
-"""Every combination in grid.py trains like the plain loop of plain.py, or is refused with the words that grid.py has.
+"""Every combination in grid.py trains like a plain loop of plain.py, or is refused with the words given in grid.py.
 
-The plain loops know no micro-batches, packing, ranks or compiled code, so one of them is what many cells must equal.
+The plain loops have no micro-batches, packing, ranks or compiled code, so many cells must equal the same loop.
 """
 
 import dataclasses
@@ -37,23 +37,23 @@ from support import REPO
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    loss: float  # relative to the loss where that is above 1
+    loss: float  # relative if the loss is above 1, else absolute
     norm: float  # relative
     weight: float
 
 
 FULL = Tolerance(1e-6, 2e-6, 1e-6)
-# Products are rounded to 8 bits at the same places, but sums before that are in another order, so here and there falls
-# to the other side. A gradient's norm is known to a few 1e-3 then: the plain loop itself is as far from fp32.
+# Products are rounded to 8 significant bits at the same places, but the sums before are in another order, so some are
+# rounded the other way. A gradient norm is accurate to a few 1e-3 then: the plain loop's own is as far from fp32's.
 HALF = Tolerance(2e-4, 1e-2, 2e-3)
-# The log-probability of an answer is a sum of 15 of tokens, each known to some 3e-3; a margin is times beta.
+# An answer's log-probability is a sum over 15 tokens, each accurate to some 3e-3; a margin is multiplied by beta.
 HALF_ANSWERS = Tolerance(5e-4, 1e-2, 2e-3)
-# A memory's tokens choose chapters by their scores: of two that are near, the last bit decides.
+# A memory's tokens choose chapters by score: between two close scores, the last bit decides.
 HALF_ROUTED = Tolerance(5e-4, 4e-2, 1e-2)
-# All weights are rounded after each step, to 8 bits: a rounding that falls otherwise moves one by 1/256 of it. So is
-# the gradient's norm, in steps of up to 1/128.
+# All weights are rounded to 8 significant bits after each step: rounding the other way changes one by 1/256. The
+# gradient's norm is rounded too, in steps of up to 1/128.
 HALF_WEIGHTS = Tolerance(5e-4, 2e-2, 4e-3)
-# LLM.int8 rounds activations to 8 bits, too, in steps as large as the largest of a token has them.
+# LLM.int8 also rounds activations to 8 bits, in steps proportional to the largest value of a token.
 INT8 = Tolerance(5e-4, 2e-2, 2e-3)
 
 
@@ -70,7 +70,7 @@ def tolerance(cell: Cell) -> Tolerance:
 
 
 def compare(cell: Cell, found: Ran, plain: Trained) -> list[str]:
-    """What differs by more than the tolerance."""
+    """Returns descriptions of all differences beyond the tolerance."""
     allowed, wrong = tolerance(cell), []
     for step, (ours, theirs) in enumerate(zip(found.losses, plain.losses, strict=True), 1):
         if not abs(ours - theirs) <= allowed.loss * max(1.0, abs(theirs)):
@@ -95,7 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def walk(chosen: list[Cell], folder: Path, runs: Path, how: How) -> None:
-    """Asserts that all cells equal their plain loops; those of two ranks run together."""
+    """Asserts that all cells equal their plain loops; cells of two ranks are run together."""
     references: dict[tuple[Any, ...], Trained] = {}
     wrong: dict[str, list[str]] = {}
 
@@ -106,17 +106,17 @@ def walk(chosen: list[Cell], folder: Path, runs: Path, how: How) -> None:
             wrong[cell.id] = found
 
     def differences(cell: Cell, ran: Ran) -> list[str]:
-        # What the loops depend on; a masked diffusion's own draws come in, and a memory's first weights.
+        # What a plain loop depends on; for masked diffusion, also the run's draws, so it is never reused.
         key = (*cell[:4], cell.path == "plain")
         if key not in references or cell.objective == "mdlm":
             references[key] = expected(cell, folder, ran)
         return compare(cell, ran, references[key])
 
     for number, cell in enumerate(cell for cell in chosen if cell.ranks == 1):
-        torch._dynamo.reset()  # variants of a block are limited, and compared by the cells before
+        torch._dynamo.reset()  # dynamo limits the variants of a block, and the cells before have used some
         try:
             ran = run_cell(cell, folder, runs / f"one_{number}", how)
-        except Exception as error:  # the others are still worth looking at
+        except Exception as error:  # the other cells are still to be run
             if not any(matches(cell) for matches, _ in FAULTS):
                 wrong[cell.id] = [f"{type(error).__name__}: {error}"]
             continue
@@ -135,7 +135,7 @@ IN_CORE = [c for c in TRAINED if all(v in core for v, core in zip(c, CORE, stric
 
 
 def test_each_setting_trains_like_a_plain_loop(folder: Path, tmp_path: Path) -> None:
-    """Of the settings in CORE; blocks are compiled without inductor, whose code takes long to make."""
+    """Covers each setting in CORE; blocks are compiled without inductor, which takes long."""
     walk([*each_value(IN_CORE), COMPILED[0]], folder, tmp_path, How("eager", steps=4))
 
 
@@ -147,7 +147,7 @@ def test_any_two_settings_train_like_a_plain_loop(folder: Path, tmp_path: Path) 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_many_cells_train_like_a_plain_loop(folder: Path, tmp_path: Path) -> None:
-    """Any two settings of the uncompiled ones and some more of them; of the compiled ones, 15 times as long, a few."""
+    """Covers any two settings of uncompiled cells, a sample of these, and a few compiled ones, 15 times as slow."""
     eager, compiled = ([c for c in TRAINED if c.compile == kind] for kind in ("eager", "compiled"))
     chosen = dict.fromkeys([*pairwise(eager), *sample(eager, 20), *sample(compiled, 5)])
     walk(list(chosen), folder, tmp_path, How("aot_eager", steps=10))
@@ -162,7 +162,7 @@ def check_refused(chosen: list[Cell], folder: Path, runs: Path) -> None:
 
 
 def test_what_is_refused_says_why(folder: Path, tmp_path: Path) -> None:
-    """One cell of each message."""
+    """Covers one cell per message."""
     check_refused(list({refusal(cell): cell for cell in reversed(REFUSED)}.values()), folder, tmp_path)
 
 
@@ -173,9 +173,9 @@ def test_all_pairs_of_what_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_grid_has_all_that_can_be_chosen() -> None:
-    """A new objective, adapter, reference or precision needs a word in grid.py, and where it computes, a formula."""
-    # What these learn from is sampled, or another model's: test_grpo_trl.py here, objectives/test_distill.py. The
-    # loss of rewards has no log-probabilities: objectives/test_reward.py, test_reward_trl.py.
+    """A new objective, adapter, reference or precision needs an entry in grid.py, and a formula where it computes."""
+    # These learn from samples or another model (test_grpo_trl.py, objectives/test_distill.py), or, as the loss of
+    # reward models, have no log-probabilities (objectives/test_reward.py, test_reward_trl.py).
     elsewhere = {"custom", "grpo", "distill", "reward"}
     assert {file.stem for file in (REPO / "conf" / "objective").glob("*.yaml")} - elsewhere == set(OBJECTIVES)
     assert {file.stem for file in (REPO / "conf" / "peft").glob("*.yaml")} <= set(ADAPTERS)

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 
 PROMPTS, STEP, GROUP, SEED, LR, MOST = 24, 6, 4, 7, 2e-3, 24
 STEPS = PROMPTS // STEP
-IMPORTS = {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO / "tests" / "helpers")])}  # of ranks
-# Our settings, TRL's trainer and its settings, and whether a rollout is trained on for two steps.
+IMPORTS = {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO / "tests" / "helpers")])}  # of the ranks
+# lmtrain's settings, TRL's trainer and its settings, and for how many steps a rollout is trained on.
 CASES: dict[str, tuple[list[str], str, dict[str, Any], int]] = {
     "grpo": (["objective.loss=grpo"], "grpo", {"loss_type": "grpo"}, 1),
     "grpo_off_policy": (["objective.loss=grpo", "objective.clip_low=0.02", "objective.clip_high=0.02"], "grpo",
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[list[str], str, dict[str, Any], int]] = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with prompts, a tiny model for them, and their completions: of uneven lengths, some cut off."""
+    """Writes prompts, a tiny model for them, and their completions: of uneven lengths, some cut off."""
     folder = tmp_path_factory.mktemp("rollouts")
     texts = [f"Count {i} birds and {3 * i} boxes in room {i % 7}" + ", please" * (i % 5) for i in range(PROMPTS)]
     tokenizer = tokenizer_on([[{"role": "user", "content": text}] for text in texts], folder / "model")
@@ -103,7 +103,7 @@ def reference(data: Path, folder: Path, name: str) -> list[dict[str, float]]:
 def test_losses_and_gradient_norms(
     name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lmtrain: Run
 ) -> None:
-    """To 1e-6, for micro-batches of one prompt and of three, and on two ranks."""
+    """They agree for micro-batches of one prompt and of three, and on two ranks."""
     monkeypatch.setenv(fixed_rollouts.FILE, str(data / "completions.json"))
     argv, updates = CASES[name][0], CASES[name][3]
     theirs = reference(data, tmp_path, name)
@@ -120,12 +120,12 @@ def test_losses_and_gradient_norms(
 def compare(found: list[dict[str, float]], theirs: list[dict[str, float]], name: Any) -> None:
     assert len(found) == len(theirs) == STEPS
     for ours, trl in zip(found, theirs, strict=True):
-        # From the second step on the weights are those after AdamW's updates, whose first steps have the size of the
-        # rate whatever the gradient's: where that is nothing but rounding, so is the update.
+        # From the second step on, the weights include AdamW's updates; the first have the size of the learning rate
+        # for any gradient: where a gradient is nothing but rounding, so is the update.
         slack = 1e-6 if ours["step"] == 1 else 5e-5
         assert ours["train/loss"] == pytest.approx(trl["loss"], rel=slack, abs=slack), (name, ours["step"])
         assert ours["grad_norm"] == pytest.approx(trl["grad_norm"], rel=slack, abs=slack), (name, ours["step"])
-        if name[0] in ("gspo", "rloo", "rloo_kl"):  # of completions there, of tokens here
+        if name[0] in ("gspo", "rloo", "rloo_kl"):  # TRL's is a share of completions, lmtrain's of tokens
             continue
-        # Theirs is a mean over micro-batches of their tokens' means, ours over the tokens of the step.
+        # TRL averages the token means of micro-batches, lmtrain all tokens of the step.
         assert ours["train/clip_fraction"] == pytest.approx(trl["clipped"], abs=0.02), (name, ours["step"])

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Answers as a file, desirable and undesirable in no order, and a tiny model for them."""
+    """Writes answers, desirable and undesirable in mixed order, and a tiny model for them."""
     folder = tmp_path_factory.mktemp("answers")
     found = [
         {"prompt": pair["prompt"], "completion": pair["chosen" if good else "rejected"], "label": good}
@@ -36,7 +36,7 @@ def test_losses_and_gradients(start: str, data: tuple[Path, Path], tmp_path: Pat
     typed = [f"objective.{name}={v}" for name, v in keywords.items()]
     options = {"objective": "kto", "data": "unpaired_jsonl"}
     found = ours(path, model, adapter, tmp_path / "run", *typed, options=options)
-    # TRL's reference point is that of a micro-batch; the step's, which is ours, is the same where that is one.
+    # TRL's reference point is a micro-batch's, lmtrain's the step's: the same if a step is one micro-batch.
     spec = {**trl_spec(path, model, adapter), "rows": in_our_order(rows(path)), "keywords": keywords}
     spec |= {"micro_batch_size": BATCH, "accumulation": 1}
     reference = ask_trl(tmp_path, "kto", **spec)

@@ -21,7 +21,7 @@ Labelled = tuple[list[int], list[int]]  # input ids; labels, -100 where a token 
 def ours(
     rows: list[Row], tokenizer: PreTrainedTokenizerFast, template: str, max_length: int, train_on: str = "assistant"
 ) -> list[Labelled]:
-    """What lmtrain makes of the rows; those that truncation leaves nothing to learn in are left out, as TRL does."""
+    """Returns lmtrain's ids and labels, without rows in which truncation leaves nothing to learn, as TRL does."""
     overrides = ["objective=sft", "data=chat_jsonl", "data.path=none.jsonl", f"data.max_length={max_length}"]
     cfg = config.compose([*overrides, f"data.chat_template={template}", f"data.train_on={train_on}"]).data
     encoder = ChatEncoder(tokenizer, cfg)
@@ -57,7 +57,7 @@ def of_kind(kind: str, folder: Path) -> tuple[list[Messages], PreTrainedTokenize
 
 @pytest.fixture
 def rows_and_tokenizer(tmp_path: Path) -> tuple[list[Messages], PreTrainedTokenizerFast]:
-    """Real ones, or made ones where there are none."""
+    """Returns real conversations, or generated ones if there are none, and a tokenizer."""
     return of_kind("real" if HUB.is_dir() else "made", tmp_path)
 
 
@@ -75,7 +75,7 @@ def test_chatml(kind: str, max_length: int, tmp_path: Path) -> None:
 
 
 def test_llama3(rows_and_tokenizer: tuple[list[Messages], PreTrainedTokenizerFast], tmp_path: Path) -> None:
-    """With TRL's own template of that name."""
+    """Labels equal those of TRL's own template of that name."""
     rows, tokenizer = rows_and_tokenizer
     tokenizer.add_special_tokens(
         {
@@ -92,9 +92,11 @@ def test_llama3(rows_and_tokenizer: tuple[list[Messages], PreTrainedTokenizerFas
 def test_newlines_around_an_answer(
     rows_and_tokenizer: tuple[list[Messages], PreTrainedTokenizerFast], tmp_path: Path
 ) -> None:
-    """TRL's own template in ChatML's form (Qwen 2.5's) marks the newline before an answer, which the model is given,
-    and the one behind its end-of-turn token, which it is never asked for. Nothing else differs, and a template of ours
-    with the same markers gives TRL's labels."""
+    """Labels differ from TRL's ChatML template (Qwen 2.5's) in newlines only.
+
+    That template also marks the newline before an answer, which the model is given, and the one after its end-of-turn
+    token, which it is never asked for. With TRL's marked template, lmtrain's labels equal TRL's.
+    """
     rows, tokenizer = rows_and_tokenizer
     reference = theirs(tmp_path, rows, tokenizer, 1024, trl_template="qwen2_5.jinja")
     answer = ask_trl(tmp_path, "templates", trl_template="qwen2_5.jinja")
@@ -119,10 +121,10 @@ def test_newlines_around_an_answer(
 def test_prompts_with_answers_of_their_own(
     rows_and_tokenizer: tuple[list[Messages], PreTrainedTokenizerFast], train_on: str, tmp_path: Path
 ) -> None:
-    """Rows of prompt and completion: nothing of a prompt is learned, its few-shot answers included."""
+    """Nothing of a row's prompt is learned, including its few-shot answers."""
     rows, tokenizer = rows_and_tokenizer
     rows = [row for row in rows if row[-1]["role"] == "assistant"]
-    # The last answer is the completion; of every third row the last question and two answers.
+    # The last answer is the completion; in every third row, it is the last question and two answers.
     cuts = [-3 if i % 3 == 0 and len(row) > 3 else -1 for i, row in enumerate(rows)]
     split = [{"prompt": row[:cut], "completion": row[cut:]} for row, cut in zip(rows, cuts, strict=True)]
     assert sum(any(t["role"] == "assistant" for t in row["prompt"]) for row in split) > 50

@@ -1,4 +1,4 @@
-"""The main job against a plain PyTorch loop written here: same batches, losses and gradient norms to 1e-5 in fp32."""
+"""A pretraining run against a plain PyTorch loop: same batches, losses and gradient norms to 1e-5 in fp32."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ LR, CLIP, WARMUP = 3e-3, 0.5, 3
 
 
 def lr_at(step: int, total: int) -> float:
-    """Linear warmup over WARMUP steps, then half a cosine down to a tenth of the peak at `total`."""
+    """Returns the rate: linear warmup over WARMUP steps, then half a cosine down to a tenth of the peak at `total`."""
     if step < WARMUP:
         return LR * (step + 1) / (WARMUP + 1)
     progress = (step - WARMUP) / (total - WARMUP)
@@ -29,7 +29,7 @@ def lr_at(step: int, total: int) -> float:
 
 
 def plain_loop(model: torch.nn.Module, steps: list[list[dict[str, torch.Tensor]]]) -> list[tuple[float, float]]:
-    """(loss, gradient norm) per step: the whole global batch at once, one mean over its tokens."""
+    """Returns (loss, gradient norm) per step: the whole global batch at once, one mean over its tokens."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -77,7 +77,7 @@ def test_twenty_steps_and_a_ragged_last_one(family: str, micro_batch_size: int, 
     devices.resolve_auto(cfg)
     run = build.build(cfg, run_dir.open_run(cfg), Console(quiet=True), started=0.0)
     plain = copy.deepcopy(run.objective.model.model)
-    plain.set_attn_implementation("eager")  # and transformers' own attention, unlike the run
+    plain.set_attn_implementation("eager")  # transformers' own attention, unlike the run
     dataset = StepDataset(
         run.corpus.train,
         seed=cfg.seed,

@@ -1,6 +1,6 @@
-"""Numbers of metrics.jsonl by their definitions: from the raw rows and a checkpoint, by loops over one row at a time.
+"""Values in metrics.jsonl, recomputed by their definitions from the raw rows and a checkpoint, one row at a time.
 
-Rows have labels of uneven number; eleven are trained on in micro-batches of 3 + 3 and 3 + 2, five validated in 3 + 2.
+Rows have uneven numbers of labels; eleven are trained on in micro-batches of 3 + 3 and 3 + 2, five validated in 3 + 2.
 Every name that a run writes has a definition.
 """
 
@@ -30,7 +30,7 @@ from tiny_pretrained import save_pretrained
 
 definitions = SimpleNamespace(**runpy.run_path(str(REPO / "docs" / "metrics.py")))
 TRAIN, BATCH, VAL, SEQ_LEN, STEPS, SEED = 11, 6, 5, 64, 2, 7
-PROMPT = "Say a city:"  # of all single answers: put to other rows' prompts they are the same
+PROMPT = "Say a city:"  # of all single answers, so that mismatched prompts are the same
 BETA, SFT_WEIGHT, GOOD, BAD = 0.3, 0.5, 1.3, 0.7  # the last two: weights of desirable and undesirable answers
 RUN = [
     "model=pretrained", "model.dropout=0.0", f"data.seq_len={SEQ_LEN}", f"data.global_batch_size={BATCH}",
@@ -59,7 +59,7 @@ def said(i: int) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The raw rows of each kind of data, to train on and to validate on, a model, and a mixture of experts."""
+    """Writes the raw training and validation rows of each kind of data, a model, and a mixture of experts."""
     torch.set_num_threads(1)
     found = tmp_path_factory.mktemp("raw")
     for name, numbers in (("train", range(TRAIN)), ("val", range(TRAIN, TRAIN + VAL))):
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for kind, items in kinds.items():
             (found / f"{kind}_{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
         text = "".join(said(i) for i in numbers) * 9
-        spare = SEQ_LEN - 1 if name == "train" else 0  # its windows begin anywhere in the first
+        spare = SEQ_LEN - 1 if name == "train" else 0  # training windows begin at a random offset
         (found / f"mdlm_{name}.txt").write_text(text[: len(numbers) * SEQ_LEN + spare])
     (found / "template.jinja").write_text(TEMPLATE)
     save_pretrained(found / "model", spare_rows=1, intermediate_size=64, initializer_range=0.06)
@@ -102,7 +102,7 @@ def trained(kind: str, folder: Path, run_dir: Path, *more: str) -> Path:
 
 
 def raw(kind: str, folder: Path, row: dict[str, Any]) -> Items:
-    """The rows that a record is of."""
+    """Returns the raw rows that a record covers."""
     if "val/loss" in row:
         return rows(folder / f"{kind}_val.jsonl")
     found = rows(folder / f"{kind}_train.jsonl")
@@ -110,7 +110,7 @@ def raw(kind: str, folder: Path, row: dict[str, Any]) -> Items:
 
 
 def rows_of(row: dict[str, Any]) -> list[int]:
-    """Which rows a record's step was trained on, as its checksum of them says too."""
+    """Returns the row numbers of a record's step, and checks them against the record's checksum."""
     pairs = stream_rows((row["step"] - 1) * BATCH, row["step"] * BATCH, rows=TRAIN, seed=SEED, max_epochs=1)
     assert row["rows"] == f"{zlib.crc32(pairs.tobytes()):08x}"
     found: list[int] = pairs[:, 1].tolist()
@@ -118,7 +118,7 @@ def rows_of(row: dict[str, Any]) -> list[int]:
 
 
 def weights_of(run_dir: Path, folder: Path, step: int, model: str = "model") -> nn.Module:
-    """transformers' model with the weights after so many steps."""
+    """Returns transformers' model with the weights after `step` steps."""
     found: nn.Module = AutoModelForCausalLM.from_pretrained(folder / model, attn_implementation="eager").eval()
     if step:
         saved = torch.load(run_dir / f"checkpoints/step_{step:08d}/model.pt", weights_only=True)
@@ -127,14 +127,14 @@ def weights_of(run_dir: Path, folder: Path, step: int, model: str = "model") -> 
 
 
 def log_probs(model: nn.Module, ids: list[int]) -> list[float]:
-    """log p of each token after the first, given those before it."""
+    """Returns log p of each token after the first, given those before it."""
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0].double().log_softmax(-1).tolist()
     return [logits[i][token] for i, token in enumerate(ids[1:])]
 
 
 def answer(model: nn.Module, prompt: list[int], ids: list[int]) -> float:
-    """log p of an answer."""
+    """Returns log p of an answer."""
     return sum(log_probs(model, prompt + ids)[len(prompt) - 1 :])
 
 
@@ -143,7 +143,7 @@ def ended(text: str) -> list[int]:
 
 
 def size(item: dict[str, Any]) -> int:
-    """Tokens of a raw row: its prompt's, once, and those of each answer or text with its end."""
+    """Returns the number of tokens of a raw row: of its prompt once, and of each answer or text with its end."""
     answers = [item[key] for key in ("text", "completion", "chosen", "rejected") if key in item]
     return len(encoded(item.get("prompt", ""))) + sum(len(ended(text)) for text in answers)
 
@@ -156,7 +156,7 @@ def s(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-# Each definition, by name, of raw rows.
+# Recomputes numbers by name from (model, reference, raw rows).
 Recompute = Callable[[nn.Module, nn.Module, Items], Numbers]
 
 
@@ -188,7 +188,7 @@ def pairs(model: nn.Module, reference: nn.Module, items: Items) -> Numbers:
 
 
 def marked_answers(model: nn.Module, reference: nn.Module, items: Items) -> Numbers:
-    """All rows have one prompt, so that answers put to other rows' prompts are the answers themselves."""
+    """Recomputes KTO's numbers; all rows have the same prompt, so mismatched answers are the answers themselves."""
     prompt, texts = encoded(PROMPT), [ended(item["completion"]) for item in items]
     log_p = [answer(model, prompt, text) for text in texts]
     ratios = [p - answer(reference, prompt, text) for p, text in zip(log_p, texts, strict=True)]
@@ -212,7 +212,7 @@ RECOMPUTED: dict[str, Recompute] = {
 
 
 def undefined(names: set[str], objective: str) -> set[str]:
-    """Those of a record's names that have no definition."""
+    """Returns the names in a record that have no definition."""
     own = {**definitions.OBJECTIVES[objective], **definitions.OF_ANY_OBJECTIVE}
     val = {**own, **definitions.OF_VALIDATION}
     known = [re.sub("<[a-z]+>", "[^/]+", name) for name in definitions.RECORD]
@@ -227,7 +227,7 @@ def names_in(run_dir: Path) -> set[str]:
 
 
 def compare(run_dir: Path, folder: Path, kind: str) -> None:
-    """All numbers after train/ and val/ of every record, but for those made of val/loss."""
+    """Compares all train/ and val/ numbers of every record, except those derived from val/loss."""
     assert undefined(names_in(run_dir), kind) == set()
     reference, compared, seen = weights_of(run_dir, folder, 0), Counter[str](), 0
     for row in rows(run_dir / "metrics.jsonl"):
@@ -278,7 +278,7 @@ def test_marked_answers(folder: Path, tmp_path: Path) -> None:
 
 
 def test_step_numbers(text_run: Path, folder: Path) -> None:
-    """Counts, and speeds that agree with each other: each was measured over one step."""
+    """Counts are right, and the speeds, each measured over one step, agree with each other."""
     seen = 0
     for step, row in enumerate((r for r in rows(text_run / "metrics.jsonl") if "train/loss" in r), 1):
         items = raw("causal_lm", folder, row)
@@ -306,16 +306,16 @@ def test_the_summary(text_run: Path) -> None:
 
 
 def windows_of(folder: Path, row: dict[str, Any]) -> list[list[int]]:
-    """The windows of text that a record is of."""
+    """Returns the windows of text that a record covers."""
     name = "val" if "val/loss" in row else "train"
     ids = encoded((folder / f"mdlm_{name}.txt").read_text())
-    start = mix64(SEED, 0x0FF5E7, 0, 0) % SEQ_LEN if name == "train" else 0  # drawn for the epoch and the file
+    start = mix64(SEED, 0x0FF5E7, 0, 0) % SEQ_LEN if name == "train" else 0  # depends on the epoch and the file
     found = [ids[i : i + SEQ_LEN] for i in range(start, len(ids) - SEQ_LEN + 1, SEQ_LEN)]
     return found if name == "val" else [found[i] for i in rows_of(row)]
 
 
 def masked(model: nn.Module, ids: torch.Tensor, hidden: torch.Tensor, time: float) -> float:
-    """A row's bound: all see all but the hidden tokens. ids int64 [T], hidden bool [T]."""
+    """Computes a row's bound: all tokens but the hidden ones are visible to all. ids int64 [T], hidden bool [T]."""
     seen = torch.zeros(1, 1, len(ids), len(ids))  # added to the scores
     with torch.no_grad():
         logits = model(input_ids=ids.masked_fill(hidden, MASK)[None], attention_mask=seen).logits[0].double()
@@ -330,7 +330,7 @@ def test_masked_tokens(folder: Path, tmp_path: Path) -> None:
     for row in rows(run_dir / "metrics.jsonl"):
         name = "train" if "train/loss" in row else "val"
         model = weights_of(run_dir, folder, row["step"] - (name == "train"))
-        parts, drawn = drawn[:2], drawn[2:]  # micro-batches
+        parts, drawn = drawn[:2], drawn[2:]  # two micro-batches
         draws = [one for ids, hidden, times in parts for one in zip(ids, hidden, times[:, 0].tolist(), strict=True)]
         found = Counter(tuple(ids.tolist()) for ids, _, _ in draws)
         assert found == Counter(map(tuple, windows_of(folder, row)))
@@ -345,7 +345,7 @@ def test_masked_tokens(folder: Path, tmp_path: Path) -> None:
 
 
 def routed(model: nn.Module, windows: list[list[int]], how: str) -> tuple[Numbers, list[float]]:
-    """Numbers of the routers for tokens of some rows; of all choices the thousandths that fell on each expert."""
+    """Returns the routers' numbers for the tokens of some rows, and each expert's share of choices in thousandths."""
     with torch.no_grad():
         logits = model(torch.tensor(windows), output_router_logits=True).router_logits  # per layer [tokens, experts]
     k, layers = 2, []
@@ -373,7 +373,7 @@ def routed(model: nn.Module, windows: list[list[int]], how: str) -> tuple[Number
 
 @pytest.mark.parametrize(("how", "scope"), [("joint", "micro_batch"), ("sum", "step")])
 def test_routers(how: str, scope: str, folder: Path, tmp_path: Path) -> None:
-    """Of each micro-batch, weighted by its tokens, but in training of the whole step with router.scope=step."""
+    """They are token-weighted means over micro-batches; in training with router.scope=step, over the whole step."""
     run_dir = trained(
         "mdlm", folder, tmp_path / "run", "objective=causal_lm", f"model.name_or_path={folder / 'mixture'}",
         f"router.scope={scope}", f"router.over_layers={how}", "router.load_balance=0.1", "router.deviation=0.1",
@@ -398,7 +398,7 @@ def test_routers(how: str, scope: str, folder: Path, tmp_path: Path) -> None:
 
 
 def test_names_of_other_runs(corpus: Path, folder: Path, tmp_path: Path) -> None:
-    """A memory, rows and steps that grow, sets to validate on, scored answers."""
+    """Names are defined for runs with a memory, growing rows and steps, validation sets and scored answers."""
     sets = f"data.val_sets={{small: {{path: {folder / 'causal_lm_val.jsonl'}}}}}"
     ended = train_tiny(
         corpus, sets, "model=memory_nano", "memory.layers=[0]", "memory.num_chapters=4", "memory.chapter_size=4",
@@ -418,7 +418,7 @@ def test_names_of_other_runs(corpus: Path, folder: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RECOMPUTED)
 def test_two_ranks(kind: str, folder: Path, tmp_path: Path, lmtrain: Run) -> None:
-    """Of the last step one rank has three rows, the other two; of the rows to validate on too."""
+    """In the last step one rank has three rows and the other two, as in validation."""
     done = lmtrain("train", *argv(kind, folder, tmp_path / "run", "trainer.devices=2"))
     assert done.returncode == 0, done.stderr
     compare(tmp_path / "run", folder, kind)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with pairs of one to eight turns, and a model with a scalar head."""
+    """Writes pairs of one to eight turns, and a model with a scalar head."""
     folder = tmp_path_factory.mktemp("pairs")
     found = [{**pair, "margin": i % 4 / 4} for i, pair in enumerate(pairs(PAIRS, real=False))]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in found))

@@ -61,7 +61,7 @@ def ours(conversations: list[Messages], model: Path, adapter: Path, folder: Path
 def test_twenty_lora_steps(which: str, tmp_path: Path) -> None:
     real = which == "smollm2"
     model = smollm2_weights() if real else tmp_path / "model"
-    # SmolLM2 on the first turns of real dialogues, so that it takes minutes.
+    # SmolLM2 gets only the first turns of real dialogues, so that it takes minutes.
     conversations = [turns[:4] if real else turns for turns in dialogues(STEPS * BATCH, real=real)]
     if not real:
         tiny_llama(tokenizer_on(conversations, model), model)

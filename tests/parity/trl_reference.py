@@ -1,8 +1,8 @@
-"""What TRL makes of the same rows: run in TRL's environment (`make env-trl`), never imported by lmtrain's tests.
+"""TRL's results for given rows: run in TRL's environment (`make env-trl`), never imported by lmtrain's tests.
 
 python trl_reference.py spec.json out.json
 
-The spec says what: `labels` (SFTTrainer's token ids and labels), `templates` (a chat template of its collection), `sft`
+The spec names the result: `labels` (SFTTrainer's token ids and labels), `templates` (a chat template of TRL's), `sft`
 (its losses and gradient norms) or `dpo` (DPOTrainer's metrics; `kto`, `grpo`, `gkd`, `reward` are like it). Rows are
 taken in the order given.
 """
@@ -30,10 +30,10 @@ Spec = dict[str, Any]
 
 
 def labels(spec: Spec) -> dict[str, Any]:
-    """Input ids and labels (-100: not learned) of every row, as SFTTrainer prepares them."""
+    """Returns input ids and labels (-100: not learned) of every row, as SFTTrainer prepares them."""
     tokenizer = read_tokenizer(spec)
     tiny = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = LlamaConfig(vocab_size=len(tokenizer), **tiny)  # SFTTrainer will have a model
+    config = LlamaConfig(vocab_size=len(tokenizer), **tiny)  # SFTTrainer requires a model
     only = spec.get("assistant_only_loss", True)
     args = trl.SFTConfig(assistant_only_loss=only, max_length=spec["max_length"], **common())
     # A row is a conversation, or {prompt, completion}.
@@ -43,14 +43,14 @@ def labels(spec: Spec) -> dict[str, Any]:
 
 
 def templates(spec: Spec) -> dict[str, str]:
-    """A template of TRL's collection as models ship it, and as TRL marks it for assistant_only_loss."""
+    """Returns a template of TRL's collection as models ship it, and as TRL marks it for assistant_only_loss."""
     folder = Path(trl.__file__).parent / "chat_templates"
     plain = folder / spec["trl_template"]
     return {"plain": plain.read_text(), "marked": plain.with_stem(f"{plain.stem}_training").read_text()}
 
 
 def sft(spec: Spec) -> list[dict[str, float]]:
-    """Loss and gradient norm (before clipping) of each step; the adapter given is the start."""
+    """Returns loss and gradient norm (before clipping) of each step, starting from the given adapter."""
     rows = Dataset.from_list([{"messages": messages} for messages in spec["rows"]])
     args = trl.SFTConfig(assistant_only_loss=True, max_length=spec["max_length"], **common(), **optimisation(spec))
     model = PeftModel.from_pretrained(read_model(spec), spec["adapter"], is_trainable=True)
@@ -60,7 +60,7 @@ def sft(spec: Spec) -> list[dict[str, float]]:
 
 
 def dpo(spec: Spec) -> dict[str, list[dict[str, float]]]:
-    """DPOTrainer's metrics of each step, for each of spec["losses"]: {name: keywords of DPOConfig}."""
+    """Returns DPOTrainer's metrics of each step, for each of spec["losses"]: {name: keywords of DPOConfig}."""
     found = {}
     for name, keywords in spec["losses"].items():
         args = trl.DPOConfig(max_length=spec["max_length"], **common(), **optimisation(spec), **keywords)
@@ -73,7 +73,7 @@ def dpo(spec: Spec) -> dict[str, list[dict[str, float]]]:
 
 
 def kto(spec: Spec) -> list[dict[str, float]]:
-    """KTOTrainer's metrics of each step."""
+    """Returns KTOTrainer's metrics of each step."""
     args = trl.KTOConfig(max_length=spec["max_length"], **common(), **optimisation(spec), **spec["keywords"])
     model, reference = policy_and_reference(spec)
     rows = Dataset.from_list(spec["rows"])
@@ -83,7 +83,7 @@ def kto(spec: Spec) -> list[dict[str, float]]:
 
 
 def reward(spec: Spec) -> list[dict[str, float]]:
-    """RewardTrainer's metrics of each step; the model's folder has a scalar head."""
+    """Returns RewardTrainer's metrics of each step, and of held-out rows if given; the model has a scalar head."""
     args = trl.RewardConfig(max_length=spec["max_length"], **common(), **optimisation(spec), **spec["keywords"])
     model = AutoModelForSequenceClassification.from_pretrained(spec["model"], num_labels=1, dtype=torch.float32)
     rows, held_out = Dataset.from_list(spec["rows"]), spec.get("held_out")
@@ -94,7 +94,7 @@ def reward(spec: Spec) -> list[dict[str, float]]:
 
 
 def gkd(spec: Spec) -> list[dict[str, float]]:
-    """GKDTrainer's loss and gradient norm of each step, on the data alone."""
+    """Returns GKDTrainer's loss and gradient norm of each step, on the data alone."""
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
     args = GKDConfig(max_length=spec["max_length"], lmbda=0.0, **common(), **optimisation(spec), **spec["keywords"])
@@ -108,11 +108,13 @@ def gkd(spec: Spec) -> list[dict[str, float]]:
 
 
 def grpo(spec: Spec) -> list[dict[str, float]]:
-    """Loss (of each micro-batch, before it is logged), gradient norm and clipped share of each step, by GRPOTrainer or
-    RLOOTrainer, which take the completions of spec["completions"] instead of sampling."""
+    """Returns each step's loss (before it is logged), gradient norm and clipped share, by GRPOTrainer or RLOOTrainer.
+
+    They take the completions of spec["completions"] instead of sampling.
+    """
     known = json.loads(Path(spec["completions"]).read_text())
     module = sys.modules[trl.GRPOTrainer.__module__ if spec["trainer"] == "grpo" else trl.RLOOTrainer.__module__]
-    module.shuffle_sequence_dict = lambda batch: batch  # which spreads a group over the steps of a rollout
+    module.shuffle_sequence_dict = lambda batch: batch  # it would spread a group over the steps of a rollout
     base, config = (trl.GRPOTrainer, trl.GRPOConfig) if spec["trainer"] == "grpo" else (trl.RLOOTrainer, trl.RLOOConfig)
 
     class Fixed(base):  # type: ignore[misc, valid-type]
@@ -161,7 +163,7 @@ def grpo(spec: Spec) -> list[dict[str, float]]:
 def policy_and_reference(
     spec: Spec,
 ) -> tuple[Any, transformers.PreTrainedModel | None]:
-    """The reference is the model as it begins: None, of which TRL copies the adapter, where there is one."""
+    """Returns the policy and, without an adapter, a copy as reference; with one, None, as TRL copies the adapter."""
     model = read_model(spec)
     if spec["adapter"]:
         return PeftModel.from_pretrained(model, spec["adapter"], is_trainable=True), None
@@ -169,7 +171,7 @@ def policy_and_reference(
 
 
 def read_tokenizer(spec: Spec) -> transformers.PreTrainedTokenizerBase:
-    """With the template of TRL's own collection that the spec names, or one given as text."""
+    """Returns the tokenizer with the template of TRL's collection that the spec names, or with one given as text."""
     tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer"])
     if spec.get("trl_template"):
         tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / spec["trl_template"]).read_text()
@@ -195,7 +197,7 @@ def common() -> dict[str, Any]:
 
 
 def optimisation(spec: Spec) -> dict[str, Any]:
-    """AdamW with a constant rate; every step logged."""
+    """Returns settings for AdamW with a constant rate, with every step logged."""
     return {
         "train_sampling_strategy": "sequential",
         "per_device_train_batch_size": spec["micro_batch_size"],

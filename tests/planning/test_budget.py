@@ -1,4 +1,4 @@
-"""budget.minutes: the number of steps it chooses, how the clock changes it, what it gives way to, how runs go on."""
+"""budget.minutes: the number of steps it chooses, how the clock changes it, keys that override it, and resuming."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def config(*words: str):
 def test_the_steps_fill_what_starting_validations_and_the_end_leave() -> None:
     took = Measured(starting=12.0, step=0.5, validation=5.0)
     steps = steps_within(600.0, took, config("budget.minutes=10"))
-    used = 12 + 0.5 * steps + 5 * (steps / 50 + 1) + 4  # one validation every 50 steps and after the last
+    used = 12 + 0.5 * steps + 5 * (steps / 50 + 1) + 4  # a validation every 50 steps and after the last one
     assert used <= 600 < used + 0.5 + 5 / 50
 
 
@@ -53,12 +53,12 @@ def test_a_machine_that_slows_down_gets_fewer_steps_and_a_whole_schedule(lmtrain
     chose = re.search(r"budget.minutes=1 chose ([\d,]+) steps", " ".join((run / "plan.txt").read_text().split()))
     assert chose is not None
     planned = int(chose[1].replace(",", ""))
-    assert not list(tmp_path.glob("budget*"))  # of the measurement
+    assert not list(tmp_path.glob("budget*"))  # folders of the measurement
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert 60 < summary["step"] < planned
     assert "end with budget.minutes, not" in done.stdout
-    assert 40 < took < 90  # unclocked it would have taken planned x 0.5 s
+    assert 40 < took < 90  # without the clock it would have taken planned x 0.5 s
     rates = [row["lr"] for row in rows(run / "metrics.jsonl") if "lr" in row]
     assert rates[-1] < 0.2 * max(rates)
     assert [row["step"] for row in rows(run / "metrics.jsonl") if "val/loss" in row][-1] == summary["step"]
@@ -75,7 +75,7 @@ def test_a_stopped_run_goes_on_with_the_time_it_has_left(lmtrain, corpus: Path, 
     done = lmtrain("train", *words)
     assert done.returncode == 0, done.stderr
     assert "measuring" not in done.stderr
-    assert time.monotonic() - began < 70  # of 75, more than 10 of which were used
+    assert time.monotonic() - began < 70  # of 75 s, of which more than 10 were used
     said = re.search(r"(\S+) of 1.25 minutes of the budget were used up to step (\S+)", done.stdout)
     assert said is not None
     assert 0.1 < float(said[1]) < 1.2
@@ -136,12 +136,12 @@ def test_blocks_are_compiled_on_a_cpu_where_the_run_is_long_enough(monkeypatch: 
         devices.resolve_auto(found)
         return found.trainer.compile
 
-    monkeypatch.setenv("CXX", "true")  # a program that is there
+    monkeypatch.setenv("CXX", "true")  # a program that exists
     assert compiled("budget.minutes=3") is True
     assert compiled("budget.minutes=2.9") is False
     assert compiled() is False
     assert compiled("budget.minutes=30", "trainer.compile=false") is False
-    assert compiled("budget.minutes=30", "model=gpt_nano") is False  # measured: nothing gained
+    assert compiled("budget.minutes=30", "model=gpt_nano") is False  # measured: compiling gains nothing
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert compiled("budget.minutes=30") is False
     with pytest.raises(UserError, match=r"trainer.compile=true: there is no C\+\+ compiler \(no-such-compiler\)"):
@@ -165,7 +165,7 @@ def test_a_budget_of_tokens_is_used_up_by_the_last_step(growing: list[str], corp
     done = run("train", *words, "budget.tokens=2e4", f"run.dir={tmp_path}/run", "run.resume=auto")
     assert done.code == 0, done.err
     seen = [row["tokens_seen"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
-    assert seen[-2] < 20_000 <= seen[-1]  # tokens that were trained on, as the run counts them
+    assert seen[-2] < 20_000 <= seen[-1]  # trained tokens, as the run counts them
     assert f"budget.tokens=20000 chose {len(seen)} steps" in " ".join(
         (tmp_path / "run" / "plan.txt").read_text().split()
     )

@@ -1,4 +1,4 @@
-"""experiment=dial: its rules, the law that chooses a depth for a budget of time, and a file of text with a budget."""
+"""experiment=dial: its rules, the scaling law that chooses a depth for a time budget, and a text file with a budget."""
 
 import io
 import itertools
@@ -53,7 +53,7 @@ def test_the_dial_of_another_model_is_refused() -> None:
 
 def test_tokens_that_are_seen_again_are_worth_less() -> None:
     assert dial.worth(1e6, 1e6) == dial.worth(1e6, 2e6) == 1e6
-    # Muennighoff et al. 2023: up to four passes are nearly as good as new text, and sixteen are worth about ten.
+    # Muennighoff et al. 2023: up to four epochs are nearly as good as new text, and sixteen are worth about ten.
     assert dial.worth(4e6, 1e6) == pytest.approx(3.73e6, rel=0.01)
     assert 9e6 < dial.worth(16e6, 1e6) < 11e6
     assert dial.worth(1e12, 1e6) == pytest.approx(16.4e6)
@@ -72,7 +72,7 @@ def test_a_faster_machine_is_more_time() -> None:
 
 
 def test_where_it_was_measured_does_not_matter() -> None:
-    """A token at another depth takes as long as `cost` says."""
+    """A token at another depth takes the time that `cost` predicts, so the measured depth doesn't change the choice."""
     for depth, seconds in itertools.product((2, 6), (30, 600)):
         there = 1e-4 * dial.cost(depth) / dial.cost(4)
         assert dial.best_depth(seconds, depth, there, 1e9) == dial.best_depth(seconds, 4, 1e-4, 1e9)
@@ -89,7 +89,7 @@ def test_a_forecast_is_lower_where_the_curve_is_steep_and_the_run_long() -> None
 
 @pytest.mark.parametrize(
     ("first_three", "steps", "end"),
-    [  # of benchmarks/RESULTS.md: the standard library at 2 and 4 layers, Shakespeare, a text that repeats itself
+    [  # from benchmarks/RESULTS.md: the standard library at 2 and 4 layers, Shakespeare, a text that repeats itself
         ([(29, 2.6362), (58, 2.3856), (87, 2.2618)], 300, 1.9194),
         ([(176, 1.8730), (352, 1.7060), (528, 1.5952)], 1505, 1.2470),
         ([(39, 2.7293), (78, 2.5500), (117, 2.4664)], 400, 2.2942),
@@ -116,7 +116,7 @@ def test_a_forecast_does_not_depend_on_where_the_validations_stand() -> None:
     expected = dial.forecast(curve(29, 57, 86), 300)
     for steps in ((20, 40, 60, 80, 100), (10, 50, 90), (40, 80, 120)):
         assert dial.forecast(curve(*steps), 300) == pytest.approx(expected, rel=2e-3)
-    # between validations and beside them: 28.5, 57 and 85.5 of 300 steps, by hand
+    # interpolated and extrapolated between validations, to 28.5, 57 and 85.5 of 300 steps, by hand
     assert dial.forecast([(20, 2.4), (40, 2.2), (80, 2.0)], 300) == pytest.approx(1.6987, rel=1e-3)
 
 
@@ -128,7 +128,7 @@ def test_the_third_validation_at_the_full_rate_makes_the_forecast(at_most: float
     assert isinstance(schedule, WarmupStableDecayConfig)
     metrics: Any = SimpleNamespace(last_val={})
     made = Forecast(metrics, schedule, 10.0, at_most, Console(file=out, width=120))
-    scores = [(4, 3.0), (38, 2.5), (76, 2.3), (114, 2.2), (152, 2.1), (380, 1.9)]  # the first within the warmup
+    scores = [(4, 3.0), (38, 2.5), (76, 2.3), (114, 2.2), (152, 2.1), (380, 1.9)]  # the first is within the warmup
     for step, bits in scores:
         metrics.last_val = {"val/bits_per_byte": bits}
         trainer: Any = SimpleNamespace(global_step=step)
@@ -154,14 +154,14 @@ def test_a_run_that_the_clock_makes_longer_waits_with_its_forecast() -> None:
     assert isinstance(schedule, WarmupStableDecayConfig)
     metrics: Any = SimpleNamespace(last_val={})
     forecast = Forecast(metrics, schedule, 10.0, math.inf, Console(file=out, width=120))
-    scores = [(38 * n, 3.0 * n**-0.1) for n in range(1, 9)]  # spread over 400 steps, of which the clock makes 800
+    scores = [(38 * n, 3.0 * n**-0.1) for n in range(1, 9)]  # spread over 400 steps, which the clock extends to 800
     for step, bits in scores:
         objective.total_steps = 400 if step < 100 else 800
         metrics.last_val = {"val/bits_per_byte": bits}
         trainer: Any = SimpleNamespace(global_step=step)
         forecast.on_validation_end(trainer, objective)
     assert forecast.made is not None
-    assert forecast.made["step"] == 38 * 6  # the first at 28.5 % of 800 steps
+    assert forecast.made["step"] == 38 * 6  # the first validation at or after 28.5 % of 800 steps
     assert forecast.made["val/bits_per_byte"] == dial.forecast(scores[:6], 800)
     assert out.getvalue().count("will be about") == 1
 
@@ -181,8 +181,8 @@ def test_a_file_and_minutes_are_enough(tmp_path: Path, lmtrain: Run) -> None:
     saved = rules.read(tmp_path / "outputs" / "book" / "config.yaml")
     assert saved["model"]["num_hidden_layers"] == int(chosen[1])
     assert saved["model"]["hidden_size"] == 32 * int(chosen[1])
-    assert saved["optimizer"]["weight_decay"] == dial.WEIGHT_DECAY  # the text is passed over many times
-    # The same command again finds the run finished, with the depth that was chosen then.
+    assert saved["optimizer"]["weight_decay"] == dial.WEIGHT_DECAY  # the text is trained on for many epochs
+    # The same command again finds the run finished, with the depth chosen then.
     again = lmtrain("train", *common)
     assert again.returncode == 0
     assert "nothing to do" in again.stdout

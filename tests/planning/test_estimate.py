@@ -1,4 +1,4 @@
-"""`lmtrain.estimate`: what it says is what a run takes, what it advises fits, and it allocates nothing itself."""
+"""`lmtrain.estimate`: its numbers are what a run needs, its advice fits, and it allocates nothing itself."""
 
 import os
 import re
@@ -25,7 +25,7 @@ LARGE = [
 ]
 
 
-# A child's ru_maxrss begins with its parent's; VmHWM is its own.
+# A child's ru_maxrss starts at its parent's; VmHWM is the child's own.
 ESTIMATE = """
 import sys
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_seven_billion_parameters_in_little_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("device", "mib"), [("16", 256), ("h100", 1280), ("h200", 2048)])
 def test_larger_cards_hold_more_logits(device: str, mib: int) -> None:
-    """As the run will on that card, which need not be here."""
+    """Logits are counted as a run on that card would hold them; the card needn't be in this machine."""
     config = rules.check(rules.compose([*LARGE, "data.micro_batch_size=32", f"estimate.device={device}"]))
     estimation.resolve(config)
     assert estimation.memory(estimation.build(config), config)["logits"] == mib * 2**20
@@ -61,7 +61,7 @@ def test_larger_cards_hold_more_logits(device: str, mib: int) -> None:
 
 @pytest.mark.parametrize("device", thinned(["h100", "40", "24"], 3))
 def test_what_is_advised_fits(device: str) -> None:
-    """The overrides, typed as they are printed: at most three ways, the quickest first."""
+    """The printed overrides fit when they are typed: at most three ways, the fastest first."""
     model = [
         "model=gpt_xl",
         "tokenizer=gpt2",
@@ -113,7 +113,7 @@ def test_it_counts_what_the_plan_of_a_run_counts(corpus: Path, tmp_path: Path, m
 
 
 def test_a_base_of_4_bits_is_counted_as_it_lies(tmp_path: Path) -> None:
-    """Half a byte a weight, its scales, LoRA in fp32; of two devices each has half, and what is gathered at a time."""
+    """Weights take half a byte each plus scales, LoRA fp32; two devices have half each, and what is gathered."""
     pytest.importorskip("bitsandbytes")
     base = save_pretrained(tmp_path / "base", hidden_size=64, intermediate_size=128)
     config = rules.check(
@@ -131,7 +131,7 @@ def test_a_base_of_4_bits_is_counted_as_it_lies(tmp_path: Path) -> None:
     words, norm = (
         4 * 257 * 64,
         4 * 64,
-    )  # embeddings are gathered for the lookup alone, the output layer beside two blocks
+    )  # embeddings are gathered for the lookup only, the output layer together with two blocks
     assert found["parameters"] == (2 * block + 2 * words + norm) // 2 + norm + words + 2 * block
     assert found["optimizer"] == 2 * lora * 8 // 2
 
@@ -139,7 +139,7 @@ def test_a_base_of_4_bits_is_counted_as_it_lies(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "strategy"), [("moe", "ddp"), ("qwen3", "fsdp"), ("memory", "zero3")])
 def test_within_15_percent_of_what_a_run_holds(model: str, strategy: str, tmp_path: Path) -> None:
-    """The most that a rank holds, by the kernel's account, less what a model of next to nothing takes there."""
+    """The estimate is within 15 % of the kernel's peak for a rank, minus the peak with a model of almost no size."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""lmtrain.tune: what it suggests, how it finds it, and that nothing of it is left in the run that follows."""
+"""lmtrain.tune: its suggestions, how it finds them, and that the run that follows isn't affected."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ from support import TINY, rows
 
 @pytest.fixture
 def trials_here(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Trials run in this process, which is quicker; the folders they had."""
+    """Runs trials in this process, which is faster, and returns the list of their folders."""
     folders: list[Path] = []
 
     def here(words: list[str], log: IO[str]) -> int:
@@ -43,7 +43,7 @@ def tune(corpus: Path, *argv: str) -> Any:
 
 def test_the_suggestion_lies_between_the_steepest_and_the_lowest() -> None:
     rates = np.logspace(-6, 0, 200)
-    # Falls from 4 to 2 around 1e-3, and leaps up from 0.1 on.
+    # The loss falls from 4 to 2 around 1e-3, and rises steeply from 0.1 on.
     losses = [4 - 2 / (1 + (1e-3 / r) ** 2) + max(0.0, 50 * (r - 0.1)) for r in rates]
     found = suggest(rates.tolist(), losses, smoothing=0.0)
     assert found is not None
@@ -75,7 +75,7 @@ def test_tuning_then_training_equals_training_with_the_overrides(
     rates = [row["lr"] for row in written["curve"]]
     assert rates[0] == pytest.approx(1e-6)
     assert np.diff(np.log(rates)) == pytest.approx(np.full(len(rates) - 1, np.log(rates[1] / rates[0])))
-    assert written["micro_batch_size"] == 6  # all of a step fits into this machine
+    assert written["micro_batch_size"] == 6  # all rows of a step fit into this machine's memory
     assert written["groups"][0]["lr"] == pytest.approx(2 * written["lr"], rel=0.01)
     assert "lr" not in written["groups"][1]
 
@@ -88,7 +88,7 @@ def test_tuning_then_training_equals_training_with_the_overrides(
     runs = [tmp_path / "outputs" / name for name in ("tuned", "plain")]
     ours, theirs = ([without_times(r) for r in rows(folder / "metrics.jsonl")] for folder in runs)
     assert ours == theirs
-    assert ours[0]["train/loss"] == written["curve"][0]["loss"]  # the same first step, before any rate had a say
+    assert ours[0]["train/loss"] == written["curve"][0]["loss"]  # the same first step, before any update
     configs = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in runs]
     assert {k for k in configs[0] if configs[0][k] != configs[1][k]} == {"run", "tune"}
     assert {k for k in configs[0]["run"] if configs[0]["run"][k] != configs[1]["run"][k]} == {"name", "dir"}
@@ -100,7 +100,7 @@ def test_tuning_then_training_equals_training_with_the_overrides(
 def test_it_halves_until_a_trial_fits(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials_here: list[Path]
 ) -> None:
-    """The trials that a GPU gets, made on a CPU, whose memory ends above two rows."""
+    """The trials made for a GPU, here on a CPU whose simulated memory fits no more than two rows."""
     monkeypatch.setattr(tuning, "_estimated", tuning._tried)
     real = trial.run
 
@@ -115,7 +115,7 @@ def test_it_halves_until_a_trial_fits(
     ended = tune(corpus, *words)
     assert ended.code == 0, ended.err
     assert "data.micro_batch_size=3: out of memory" in ended.out
-    assert "data.micro_batch_size=1: fits the longest rows" in ended.out  # 6, 3, 1: they have to divide 6
+    assert "data.micro_batch_size=1: fits the longest rows" in ended.out  # 6, 3, 1: sizes have to divide 6
     limit = 0
     with pytest.raises(RunError, match="one row does not fit"):
         _raise(tune(corpus, *words))

@@ -1,4 +1,4 @@
-"""`lmtrain.doctor`: one line a part, exit 1 where training can't run."""
+"""`lmtrain.doctor`: one line per component, exit code 1 if training can't run."""
 
 import re
 import tomllib
@@ -11,12 +11,12 @@ from lmtrain.reports import machine
 
 
 def test_everything_needed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_SIZE", 256)  # of the matrices: bf16 takes seconds on a processor without it
+    monkeypatch.setattr(machine, "_SIZE", 256)  # size of the matrices: bf16 takes seconds on a processor without it
     done = run("doctor", str(tmp_path / "outputs"))
     assert done.code == 0, done.out + done.err
     for part in ("torch", "transformers", "matmul", "disk", "GFLOP/s", "C compiler"):
         assert part in done.out
-    assert not (tmp_path / "outputs").exists()  # it only looks
+    assert not (tmp_path / "outputs").exists()  # doctor doesn't create it
 
 
 def test_a_folder_that_cannot_be_written_is_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_a_missing_package_names_its_requirement(monkeypatch) -> None:
 
 
 def test_what_is_optional_comes_with_an_extra_that_there_is() -> None:
-    """The packages that doctor names are in the extras that it names for them."""
+    """The packages that doctor checks are in the extras that it names for them."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     for name, (extra, _) in machine.OPTIONAL.items():
         assert any(re.match(rf"{name}\b", line) for line in project["optional-dependencies"][extra]), name

@@ -1,4 +1,4 @@
-"""What the inspect verb tells of data agrees with counting by hand, and odd text breaks neither screen nor page."""
+"""The inspect verb's facts about data agree with counting by hand; odd text breaks neither the screen nor the page."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def byte_tokenizer() -> object:
 
 
 def test_counts_lengths_and_masks(tmp_path: Path) -> None:
-    """With a token a byte, what is learned can be counted in the rows themselves."""
+    """With one token per byte, learned tokens can be counted in the rows themselves."""
     late = {"messages": [{"role": "user", "content": "x" * 600}, {"role": "assistant", "content": "late"}]}
     bad = {"messages": [{"role": "user", "content": "and?"}]}
     long = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "y" * 900}]}
@@ -53,7 +53,7 @@ def test_counts_lengths_and_masks(tmp_path: Path) -> None:
     assert "training refuses this" in facts
 
     answers = [[m["content"] for m in row["messages"] if m["role"] == "assistant"] for row in good]
-    by_hand = [sum(len(a) + 2 for a in said) for said in answers]  # a space before each, an end of text after
+    by_hand = [sum(len(a) + 2 for a in said) for said in answers]  # a space before each answer, an end of text after it
     assert found.learned is not None
     assert found.lengths is not None
     assert Counter(found.learned.tolist()[:-1]) == Counter(by_hand)
@@ -93,7 +93,7 @@ def test_screen_without_colour_marks_what_is_learned(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """The text of each token with its classes; fails on tags that do not nest."""
+    """Collects the text of each token with its classes; fails on tags that do not nest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def test_the_plan_shows_the_mask(tmp_path: Path) -> None:
 
 
 def test_what_is_not_read_or_left_out_is_shown(tmp_path: Path) -> None:
-    """In the plan and by inspect: files of the folder by name, rows by reason, conversations that lost their start."""
+    """The plan and inspect show unread files by name, bad rows by reason, and conversations without their start."""
     folder = tmp_path / "chats"
     folder.mkdir()
     good = [conversation(i) for i in range(8)]
@@ -228,7 +228,7 @@ def test_what_is_not_read_or_left_out_is_shown(tmp_path: Path) -> None:
 
 
 def flat(text: str) -> str:
-    """Without what a table on the screen puts between words."""
+    """Removes everything that a table on the screen puts between words."""
     return re.sub(r"[^\w'?.]+", "", text)
 
 

@@ -1,4 +1,4 @@
-"""`lmtrain.runs`: real runs that finished, were killed or still run, and folders that are none."""
+"""`lmtrain.runs`: real runs that finished, were killed or still run, and folders that are no runs."""
 
 import subprocess
 import sys
@@ -56,7 +56,7 @@ def test_a_finished_run_and_one_that_cannot_be_read(corpus: Path, tmp_path: Path
 
 
 def test_a_run_that_the_clock_ended_is_whole(tmp_path: Path) -> None:
-    """budget.minutes takes as many steps as there is time for; config.yaml has those that were expected."""
+    """A run with budget.minutes ends after fewer or more steps than expected; config.yaml has the expected number."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("trainer: {max_steps: 76}\ncheckpoint: {}\n")
     (tmp_path / "run" / "summary.json").write_text('{"status": "finished", "step": 57}')

@@ -1,4 +1,4 @@
-"""`lmtrain.report`: a page of a run, written at its end and on demand, that holds what the run's files hold."""
+"""`lmtrain.report`: the page of a run, written at its end and on demand, with the contents of the run's files."""
 
 import json
 import math
@@ -17,7 +17,7 @@ HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and the text that is shown."""
+    """Collects a page's tags with their attributes, and the visible text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Page(HTMLParser):
 
 
 def assert_self_contained(page: Page) -> None:
-    assert [tag for tag, _ in page.tags].count("script") == 2  # the numbers, and what draws them
+    assert [tag for tag, _ in page.tags].count("script") == 2  # the data, and the code that draws it
     assert not [a for _, a in page.tags if {"src", "href", "action", "onerror", "onload"} & set(a)]
     assert "http" not in page.script["script"].replace("http://www.w3.org/2000/svg", "")
     assert "url(" not in page.script["style"]
@@ -93,14 +93,14 @@ def test_a_resumed_run_says_so_and_runs_are_compared(corpus: Path, tmp_path: Pat
     assert_self_contained(page)
     assert {"a: train/loss", "b: train/loss"} <= {line["name"] for line in json.loads(page.script["curves"])["loss"]}
     table = page.text[page.text.index("Outcome") :]
-    assert table.index("4 of 4") < table.index("2 of 2")  # the better one first
+    assert table.index("4 of 4") < table.index("2 of 2")  # the better run comes first
     assert "model.hidden_size" in page.text
-    assert "data.path" not in page.text  # the same in both
+    assert "data.path" not in page.text  # the same in both runs
 
 
 @pytest.fixture
 def long_run(tmp_path: Path) -> Path:
-    """20,000 steps with one spike, and samples that try to be markup."""
+    """Writes a run of 20,000 steps with one spike, and samples that look like markup."""
     folder = tmp_path / "long"
     folder.mkdir()
     (folder / "config.yaml").write_text("model: {name: '<script>x</script>'}\ncheckpoint: {monitor: val/loss}\n")
@@ -159,7 +159,7 @@ def test_a_browser_draws_it(long_run: Path) -> None:
 
 
 def test_names_of_earlier_versions_join_the_curves_of_today() -> None:
-    """A run that an earlier version began and this one went on with."""
+    """A run begun with an earlier version and continued with this one has continuous curves."""
     old = {"step": 1, "train/aux/memory_loss": 1.5, "val/aux/memory_z_loss": 2.0, "aux/memory_use": [600, 400],
            "train/aux/preference_loss": 0.7, "train/aux/sft_loss": 3.0}  # fmt: skip
     new = {"step": 2, "train/router/load_balance": 1.2, "val/router/z_loss": 1.0, "router/chapters": [500, 500],

@@ -1,4 +1,4 @@
-"""A callback that ends the process with SIGKILL at one exact place: nothing runs after it, no handler, no `finally`."""
+"""A callback that ends the process with SIGKILL at an exact place: nothing runs after it, no handler, no `finally`."""
 
 import os
 import signal
@@ -11,13 +11,13 @@ from lmtrain.checkpoints import retention, store
 
 
 class KillAt(pl.Callback):
-    """place: mid_step, mid_save, before_publish, before_prune, mid_prune or mid_validation; at step `step`.
+    """Kills the process at `place`: mid_step, mid_save, before_publish, before_prune, mid_prune or mid_validation.
 
-    Of a run that samples also mid_rollout, after a few tokens, and before_backward, when they are sampled and scored.
+    It does so at step `step`. Runs that sample also have mid_rollout, after a few tokens, and before_backward, after
+    sampling and scoring.
 
-
-    Rank 0 alone writes: mid_save on another one ends it while all gather what is saved. With `marker`, a file that does
-    not exist yet, it happens once, however often the ranks are started again.
+    Only rank 0 writes: mid_save on another rank kills it while all ranks gather what is saved. With `marker`, a file
+    that does not exist yet, it happens once, even if the ranks are restarted.
     """
 
     def __init__(self, place: str, step: int, rank: int = 0, marker: str | None = None) -> None:

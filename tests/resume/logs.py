@@ -1,4 +1,4 @@
-"""Callbacks as users write them, each with a state of its own that it logs every step, each in another way."""
+"""Callbacks as users write them: each has a state that it logs every step, by a different logging method."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ WAYS = (*("log", "log_dict", "logger", "batch_start", "before_step", "after_back
 
 
 class Logs(pl.Callback):
-    """A running mean of the step's number times its own, so that a lost or repeated step shows in all that follow."""
+    """Logs a running mean of step number times a constant, so a lost or repeated step changes all later values."""
 
     def __init__(self, way: str) -> None:
         self.way, self.mean, self.seen = way, 0.0, 0

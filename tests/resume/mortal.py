@@ -1,8 +1,8 @@
-"""A verb in a process of its own that ends with SIGKILL just before one of its file operations.
+"""Runs a verb in its own process, which is killed with SIGKILL just before one of its file operations.
 
-The operations are those that Python's audit hooks report below one folder: files opened to be written, renamed,
-removed, linked, folders made and removed. What Rust and C++ write is not among them; `run` can end the process after
-any time too.
+The operations are those that Python's audit hooks report below one folder: files opened for writing, renamed,
+removed or linked, folders created and removed. Writes by Rust and C++ code are not among them; `run` can also kill the
+process after a given time.
 """
 
 import importlib
@@ -29,7 +29,7 @@ _EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink
 
 @dataclass(frozen=True)
 class Command:
-    """`python -m lmtrain.VERB words`, in the folder `here`."""
+    """The command `python -m lmtrain.VERB words`, run in the folder `here`."""
 
     verb: str
     words: tuple[str, ...]
@@ -40,7 +40,7 @@ class Command:
 @dataclass(frozen=True)
 class End:
     code: int
-    operations: int | None  # None where it was killed
+    operations: int | None  # None if it was killed
     output: str
     left_over: list[str]  # commands of processes that it started and that still run
 
@@ -51,14 +51,14 @@ def run(
     after: float | None = None,
     limits: tuple[tuple[int, int], ...] = (),
 ) -> End:
-    """Runs it to its end, to its death before file operation number `fatal` (from 1), or for `after` seconds.
+    """Runs the command to its end, or kills it before file operation `fatal` (from 1) or after `after` seconds.
 
     Args:
         limits: pairs of one of `resource`'s limits and its value.
     """
     mark = uuid.uuid4().hex
     log, counted = command.here / f"{mark}.log", command.here / f"{mark}.json"
-    log.touch()  # it may be killed before it opens it
+    log.touch()  # the process may be killed before it opens the log
     arguments = (command.verb, list(command.words), str(command.here), fatal, limits, mark)
     process: Any
     if command.forked:
@@ -92,7 +92,7 @@ def _code_of(process: BaseProcess) -> int:
 def live(
     verb: str, words: list[str], here: str, fatal: int | None, limits: tuple[tuple[int, int], ...], mark: str
 ) -> None:
-    """What the process does."""
+    """Runs the verb inside the child process, with limits, a log and the audit hook."""
     os.environ[MARK] = mark
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(here)
@@ -123,7 +123,7 @@ def live(
 
 
 def _left_over(mark: str, seconds: float = 20) -> list[str]:
-    """Commands of the processes with this mark that still run after so many seconds."""
+    """Returns the commands of processes with this mark that still run after `seconds` seconds."""
     deadline = time.monotonic() + seconds
     while (found := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)

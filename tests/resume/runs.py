@@ -1,4 +1,4 @@
-"""Runs to kill: how they are started, and what must be equal when they end."""
+"""Runs to be killed: how they are started, and what must be equal when they end."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from lmtrain.files import read_jsonl
 
 HERE = Path(__file__).parent
 STEPS = 12
-# Dropout on, validation between, early stopping counting, saves that do not fall on validations.
+# With dropout, validation in between, early stopping that counts, and saves at other steps than validations.
 SETTINGS = [
     "data=text",
     "tokenizer=bytes",
@@ -41,7 +41,7 @@ SETTINGS = [
 
 
 def command(corpus: Path | None, run_dir: Path, *extra: str) -> list[str]:
-    """corpus: text to train on; None where `extra` names other data."""
+    """Returns a run's command; corpus is text to train on, or None if `extra` names other data."""
     fixed = [*([f"data.path={corpus}"] if corpus else []), f"run.dir={run_dir}", "run.resume=auto"]
     return [sys.executable, "-m", "lmtrain.train", *SETTINGS, *fixed, *extra]
 
@@ -58,12 +58,12 @@ def train(corpus: Path | None, run_dir: Path, *extra: str, timeout: float = 600)
 
 
 def train_here(corpus: Path | None, run_dir: Path, *extra: str) -> Ended:
-    """The same in this process, quicker; its numbers are those of a process of its own."""
+    """Trains in this process, which is faster; the numbers equal those of a separate process."""
     return run("train", *command(corpus, run_dir, *extra)[3:])
 
 
 def kill_at(place: str, step: int) -> list[str]:
-    """Overrides that make the run SIGKILL itself there."""
+    """Returns overrides that make the run kill itself with SIGKILL at a place and step."""
     return [
         f"callbacks.extra=[{{_target_: killer.KillAt, place: {place}, step: {step}}}]",
         "run.allow_target=[killer]",
@@ -71,12 +71,12 @@ def kill_at(place: str, step: int) -> list[str]:
 
 
 def stable_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without the fields that depend on the machine's speed."""
+    """Returns the rows of metrics.jsonl without the fields that depend on the machine's speed."""
     return [without_times(row) for row in read_jsonl(run_dir / "metrics.jsonl")]
 
 
 def assert_equal_runs(a: Path, b: Path) -> None:
-    """Every logged number, sample, weight and optimizer state is equal bit for bit, and so is what was kept."""
+    """Asserts that logged numbers, samples, weights, optimizer states and kept checkpoints are equal bit for bit."""
     assert stable_rows(a) == stable_rows(b)
     assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
     kept_a, kept_b = store.scan(a / "checkpoints"), store.scan(b / "checkpoints")
@@ -89,9 +89,9 @@ def assert_equal_runs(a: Path, b: Path) -> None:
 
 
 def without_validation(a: dict[str, Any], b: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both without what a validation changes, if `b` was saved because a stop was asked for within its validation.
+    """Returns both without what a validation changes, if `b` was saved on a stop requested during its validation.
 
-    Such a checkpoint is right as it is: whoever goes on from it begins with that validation.
+    Such a checkpoint is correct: a run that resumes from it begins with that validation.
     """
     if a["callbacks"]["Validation"]["last_step"] == b["callbacks"]["Validation"]["last_step"]:
         return a, b

@@ -1,4 +1,4 @@
-"""Callbacks that make a moment long enough to be interrupted, or interrupt at one."""
+"""Callbacks that make a moment long enough to be interrupted, or that interrupt at one."""
 
 import hashlib
 import os
@@ -19,14 +19,14 @@ def listener(trainer: pl.Trainer) -> Preemption:
 
 
 def stop(trainer: pl.Trainer) -> None:
-    """SIGTERM to this process, noted when this returns: a thread of the run does that, at its own time."""
+    """Sends SIGTERM to this process and returns once a thread of the run has noted it."""
     os.kill(os.getpid(), signal.SIGTERM)
     while listener(trainer).stop.signals.first is None:
         time.sleep(0.001)
 
 
 class Lingers(pl.Callback):
-    """Each step from `step` on takes a tenth of a second more: whoever waits for it has time to interrupt."""
+    """Makes each step from `step` on take another 0.1 s, so that a test has time to interrupt."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -37,7 +37,7 @@ class Lingers(pl.Callback):
 
 
 class SlowSave(pl.Callback):
-    """A save that a signal asked for takes minutes; `marker` is a file to make when it begins."""
+    """Makes a save requested by a signal take minutes; `marker` is a file to create when it begins."""
 
     def __init__(self, marker: str) -> None:
         self.marker = Path(marker)
@@ -49,9 +49,9 @@ class SlowSave(pl.Callback):
 
 
 class SlowValidation(pl.Callback):
-    """Each validation batch takes so many seconds, or until a signal; of the validation after `step` only, if given.
+    """Makes each validation batch wait `seconds` seconds or until a signal.
 
-    `marker` is a file that gets a character for each batch begun.
+    With `step`, only the validation after it is slow. `marker` is a file that gets a character for each batch begun.
     """
 
     def __init__(self, seconds: float, step: int | None = None, marker: str | None = None) -> None:
@@ -70,7 +70,7 @@ class SlowValidation(pl.Callback):
 
 
 class SlowDisk(pl.Callback):
-    """Each file of a checkpoint takes so many seconds more."""
+    """Makes each file of a checkpoint take `seconds` seconds more."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -86,7 +86,7 @@ class SlowDisk(pl.Callback):
 
 
 class StopAt(pl.Callback):
-    """SIGTERM to the run itself, so that it saves after `step` steps and ends."""
+    """Sends SIGTERM to the run itself, so that it saves after `step` steps and ends."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -97,7 +97,7 @@ class StopAt(pl.Callback):
 
 
 class StopOneThenAll(StopAt):
-    """The last rank gets its SIGTERM in this step, the others only when what it asked for is saved."""
+    """Sends SIGTERM to the last rank in this step, and to the others only during the save that this causes."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_rank == trainer.world_size - 1:
@@ -109,10 +109,10 @@ class StopOneThenAll(StopAt):
 
 
 class StopInC(StopAt):
-    """SIGTERM at the start of a step and again `again` seconds later, while the main thread is in C and stays there.
+    """Sends SIGTERM at the start of a step and again after `again` seconds, while the main thread stays in C code.
 
     Args:
-        work: 5 are about a second. `marker` is a file to make when it is done.
+        work: 5 are about a second. `marker` is a file to create when the work is done.
     """
 
     def __init__(self, step: int, again: float, work: int, marker: str) -> None:
@@ -128,7 +128,7 @@ class StopInC(StopAt):
 
 
 class SlowsDown(pl.Callback):
-    """From a step on, each takes so many seconds longer."""
+    """Makes each step from `step` on take `seconds` seconds longer."""
 
     def __init__(self, step: int, seconds: float) -> None:
         self.step, self.seconds = step, seconds
@@ -139,7 +139,7 @@ class SlowsDown(pl.Callback):
 
 
 class HangsOnOneRank(pl.Callback):
-    """The second rank does nothing any more after a step."""
+    """Makes the second rank hang after step `step`."""
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -1,4 +1,4 @@
-"""A run that trains an adapter, killed anywhere, continues bit for bit from checkpoints that hold no base."""
+"""A run that trains an adapter, killed anywhere, continues bit for bit from checkpoints without the base weights."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from lmtrain.checkpoints import store
 from tiny_pretrained import save_pretrained
 
 TRAINED = ("lora_", "trainable_tokens", ".memory.", ".memory_bank.")
-# The shape is the base's own; `runs.SETTINGS` come first, so what is given here wins.
+# The shape is the base's; `runs.SETTINGS` come first, so later settings override them.
 SHAPE = ("model.num_", "model.hidden", "model.max_position", "tokenizer=")
 PEFT = {
     "lora": ["peft=lora", "peft.dropout=0.1", 'tokenizer.add_tokens=["<|a|>"]', "data.micro_batch_size=2"],
@@ -31,7 +31,7 @@ PEFT = {
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A pretrained base in place of the runs' model from scratch."""
+    """Replaces the model from scratch in the runs' settings by a pretrained base."""
     base = save_pretrained(tmp_path / "base", tie_word_embeddings=True, attention_dropout=0.1)
     monkeypatch.setattr("runs.SETTINGS", [s for s in SETTINGS if not s.startswith(SHAPE)])
     return ["model=pretrained", f"model.name_or_path={base}", "optimizer.lr=0.01"]
@@ -39,7 +39,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.slow
 def test_a_memory_killed_in_a_save_and_a_validation(settings: list[str], corpus: Path, tmp_path: Path) -> None:
-    """With noise in its routers, and losses of whole steps, which read each micro-batch twice."""
+    """It has noise in its routers, and router losses over whole steps, which read each micro-batch twice."""
     assert_killed_equals_whole("memory", [("mid_save", 4), ("mid_validation", 9)], settings, corpus, tmp_path)
 
 
@@ -50,7 +50,7 @@ def test_an_adapter_killed_everywhere(settings: list[str], corpus: Path, tmp_pat
 
 @pytest.mark.slow
 def test_an_adapter_of_the_bases_main_directions(settings: list[str], corpus: Path, tmp_path: Path) -> None:
-    """What it starts from is taken off the base, at each start again."""
+    """PiSSA's initial adapter is subtracted from the base, again at each start."""
     assert_killed_equals_whole("pissa", [("mid_step", 1), ("mid_save", 4)], settings, corpus, tmp_path)
 
 

@@ -25,6 +25,6 @@ def test_the_average_over_kills_and_ranks(corpus: Path, tmp_path: Path) -> None:
     a, b = (store.load(tmp_path / name / "checkpoints" / "last") for name in ("one", "two"))
     averages = [c["callbacks"]["WeightAverage"]["average"] for c in (a, b)]
     assert averages[0].keys() == averages[1].keys() != set()
-    # Ranks add gradients in another order; where one is near zero AdamW makes up to 3e-6 of that, a 300th of a step.
+    # Two ranks add gradients in another order; AdamW turns that into up to 3e-6 near zero, a 300th of a step.
     for name, value in averages[0].items():
         assert torch.allclose(value, averages[1][name], rtol=1e-5, atol=1e-5), name

@@ -1,4 +1,4 @@
-"""Eight callbacks of a user's that log every step: a killed run ends with records and states of one left alone."""
+"""With eight user callbacks that log every step, a killed run ends with an undisturbed one's records and states."""
 
 from pathlib import Path
 

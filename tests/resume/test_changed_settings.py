@@ -1,4 +1,4 @@
-"""A run that is resumed with other settings: refused key by key, said, or of an earlier version, on real runs."""
+"""Resuming a run with changed settings, on real runs: refused key by key, reported, or from an earlier version."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def text_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def again(corpus: Path, begun: Path, tmp_path: Path, *overrides: str) -> Ended:
-    """One step more, in a copy of the run."""
+    """Continues a copy of the run for one more step."""
     copy = tmp_path / "run"
     if not copy.exists():
         shutil.copytree(begun, copy, symlinks=True)
@@ -57,7 +57,7 @@ def test_changes_of_what_is_learned(text_run: Path, corpus: Path, tmp_path: Path
     assert "trained with other settings: " in message(ended.err)
     for words in REFUSED.values():
         assert words in message(ended.err)
-    # Each by its key alone: no hash stands for what a key says.
+    # Each key is named once: no hash repeats a change that a key already shows.
     assert message(ended.err).count("(then") == len(REFUSED)
     names = {key.split("=")[0] for key in REFUSED}
     assert set(message(ended.err).rpartition("run.allow_change=[")[2].rstrip("]").split(",")) == names
@@ -105,13 +105,13 @@ def test_options_of_the_preference_loss(tmp_path: Path) -> None:
     assert ended.code == 2
     for words in changes.values():
         assert words in message(ended.err)
-    # What auto stands for, said in words, is no change.
+    # Writing out the value that auto stands for is no change.
     ended = pairs_run(path, tmp_path / "run", "trainer.max_steps=2", "objective.length_normalize=false")
     assert ended.code == 0, ended.err
 
 
 def as_before_keys(fingerprint: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The form that checkpoints had before keys stood in them, of a run of text."""
+    """Returns a text run's fingerprint in the form that checkpoints had before it contained keys."""
     return {
         "data": fingerprint["contents"]["data"],
         "tokenizer": fingerprint["earlier"]["tokenizer"],
@@ -128,7 +128,7 @@ def as_before_keys(fingerprint: dict[str, Any], config: dict[str, Any]) -> dict[
 
 @pytest.fixture
 def earlier_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run whose checkpoints hold such a fingerprint."""
+    """Trains a run whose checkpoints hold such a fingerprint."""
     save = Objective.on_save_checkpoint
 
     def save_as_before(self: Objective, checkpoint: dict[str, Any]) -> None:
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_an_earlier_version(earlier_run: Path, corpus: Path, tmp
 
 @pytest.mark.parametrize("value", thinned(["auto", False], 2))
 def test_a_run_whose_config_has_the_key_fused(value: Any, text_run: Path, corpus: Path, tmp_path: Path) -> None:
-    """As earlier versions wrote it; the key is gone."""
+    """Earlier versions wrote this key, which no longer exists."""
     begun = tmp_path / "begun"
     shutil.copytree(text_run, begun, symlinks=True)
     tree = yaml.safe_load((begun / "config.yaml").read_text())
@@ -191,7 +191,7 @@ def scores_of(run_dir: Path) -> dict[int, float]:
 
 
 def test_scores_of_other_validation_rows_are_not_compared(text_run: Path, corpus: Path, tmp_path: Path) -> None:
-    """More of the split is another measure: said, and the best is chosen among scores of the same rows."""
+    """Scores on other rows aren't comparable: the run says so, and picks the best among scores on the same rows."""
     ended = again(corpus, text_run, tmp_path, "trainer.limit_val_batches=5", "optimizer.lr=0.0")
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.split())
@@ -271,7 +271,7 @@ COOLED = ["schedule.warmup_steps=2", "trainer.val_check_interval=null", "export.
 
 @pytest.mark.parametrize("schedule", ["wsd", "constant_with_warmup"])
 def test_a_cooldown_is_a_run_of_that_length(schedule: str, corpus: Path, tmp_path: Path) -> None:
-    """Bit for bit, from a longer run's checkpoint at the full rate; the same command again continues it."""
+    """It equals one bit for bit, from a longer run's checkpoint at the full rate; the same command again resumes it."""
     long, alone, branch = (tmp_path / name for name in ("long", "alone", "branch"))
     words = [*COOLED, f"schedule={schedule}", "trainer.max_steps=16", "checkpoint.keep_every=6"]
     assert train_tiny(corpus, *words, f"run.dir={long}").code == 0
@@ -280,7 +280,7 @@ def test_a_cooldown_is_a_run_of_that_length(schedule: str, corpus: Path, tmp_pat
     cooled = [*short, f"run.dir={branch}", f"run.cooldown_from={long / 'checkpoints' / 'step_00000006'}"]
     ended = train_tiny(corpus, *cooled)
     assert ended.code == 0, ended.err
-    assert "was changed since" not in ended.out  # of the new folder's tokenizer
+    assert "was changed since" not in ended.out  # said of the new folder's tokenizer
     ours, theirs = (torch.load(run / "checkpoints" / "last" / "model.pt", weights_only=True) for run in (branch, alone))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert ours.keys() == theirs.keys()

@@ -1,4 +1,4 @@
-"""What may change on resume and what may not, and what happens to updates that would do harm."""
+"""What may change on resume and what may not, and what happens to harmful updates."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 
 def said(text: str) -> str:
-    """Printed text without the plan's frame and line breaks."""
+    """Returns printed text without the plan's frame and line breaks."""
     return re.sub(r"[\s│]+", " ", text)
 
 
@@ -93,7 +93,7 @@ EXPLODING = [
 
 @pytest.fixture(scope="module")
 def exploding(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, Ended]:
-    """A learning rate that makes the loss overflow at once; ends after three bad steps."""
+    """Trains at a learning rate that makes the loss overflow at once; the run ends after three bad steps."""
     run_dir = tmp_path_factory.mktemp("bad") / "run"
     done = train_here(corpus, run_dir, "data.micro_batch_size=2", *EXPLODING)
     return run_dir, done
@@ -113,7 +113,7 @@ def test_bad_steps_are_skipped_and_end_the_run(exploding: tuple[Path, Ended]) ->
     bad = [r["bad_steps"] for r in rows if "bad_steps" in r]
     assert bad[-1] >= 2
     assert rows[report["step"]]["train/loss"] is None, "not a number in JSON is null"
-    # What was saved on the way is whole.
+    # The checkpoints saved until then are undamaged.
     assert all(store.damage(p) is None for p in store.scan(run_dir / "checkpoints"))
 
 
@@ -131,7 +131,7 @@ def test_replay_runs_that_very_step_again(exploding: tuple[Path, Ended], corpus:
 
 
 def test_replay_of_a_good_step_gives_its_logged_numbers(four_steps: Path, corpus: Path) -> None:
-    """Step 2, counted from 0, is the third row: its gradient norm is the logged one, though no checkpoint is near."""
+    """Step 2, counted from 0, is the third row; the replay needs no checkpoint nearby to give its gradient norm."""
     logged = [r for r in stable_rows(four_steps) if "train/loss" in r][2]
     done = train_here(corpus, four_steps, *BASE, "debug=replay", "debug.step=2")
     assert done.code == 0, done.err
@@ -141,7 +141,7 @@ def test_replay_of_a_good_step_gives_its_logged_numbers(four_steps: Path, corpus
 
 
 def test_checkpoints_after_the_one_resumed_never_count(corpus: Path, tmp_path: Path) -> None:
-    """A newer good one is not passed over silently; a damaged one does not push out what is saved from then on."""
+    """A newer intact checkpoint is not silently ignored; a damaged one doesn't displace those saved later."""
     run_dir = tmp_path / "run"
     settings = [*BASE, "trainer.save_every_n_steps=2", "checkpoint.keep_last=2"]
     assert train_here(corpus, run_dir, *settings).code == 0

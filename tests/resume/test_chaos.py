@@ -1,4 +1,4 @@
-"""Random kills until done: the run that survives them all equals the one that was not touched."""
+"""Random kills until the run is done: it equals one that was never interrupted."""
 
 import os
 import random
@@ -16,11 +16,11 @@ LONG = ["data.micro_batch_size=3", "trainer.max_steps=1500", "trainer.val_check_
 
 @pytest.mark.slow
 def test_chaos(corpus: Path, tmp_path: Path) -> None:
-    """SIGKILL and SIGTERM at random moments, from start-up on; the seed is printed and can be given to run it again."""
+    """SIGKILL and SIGTERM come at random moments from start-up on; the printed seed can be set to repeat a run."""
     seed = int(os.environ.get("LMTRAIN_CHAOS_SEED", time.time_ns() % 2**32))
     print(f"LMTRAIN_CHAOS_SEED={seed}")
     draw = random.Random(seed)
-    # A save every 40 steps: on average a kill costs 20 steps, so the run gets on.
+    # With a save every 40 steps, a kill costs 20 steps on average, so the run makes progress.
     settings = [*LONG, "trainer.save_every_n_steps=40", f"checkpoint.async_save={draw.random() < 0.5}"]
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     assert train_here(corpus, whole, *settings).code == 0
@@ -34,7 +34,7 @@ def test_chaos(corpus: Path, tmp_path: Path) -> None:
             text=True,
         )
         number = draw.choice([signal.SIGKILL, signal.SIGTERM])
-        # Some fall into start-up, most into training.
+        # Some moments are during start-up, most during training.
         deadline = time.monotonic() + draw.uniform(2.0, 8.0)
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -1,6 +1,6 @@
-"""Damage to what a run has left: every bit of a checkpoint, lines of its logs, its summary. Named, never a traceback.
+"""Damage to a run's files: every bit of a checkpoint, lines of its logs, its summary. It is named, with no traceback.
 
-A file is damaged where a bit of it is another than was written. What is read must be what was written, or refused.
+A file is damaged if any of its bits changed. What is read must be what was written, or be refused.
 """
 
 import errno
@@ -34,7 +34,7 @@ def content(step: int, score: float) -> dict[str, Any]:
 
 
 def in_parts(folder: Path, step: int) -> Path:
-    """A checkpoint whose weights two ranks have written, each its part of one file."""
+    """Writes a checkpoint whose weights two ranks have written, each its part of one file."""
     path, values = folder / store.name_of(step), {"w": torch.arange(40.0)}
     path.mkdir(parents=True)
     layout = sharded.lay_out(values)
@@ -50,7 +50,7 @@ def in_parts(folder: Path, step: int) -> Path:
 
 
 def flips(file: Path, every: int = 1) -> Iterator[int]:
-    """Changes one bit of the file after the other, each `every`-th; in between it is as it was."""
+    """Flips each `every`-th bit of the file in turn, yields its index, and restores it."""
     data, handle = file.read_bytes(), os.open(file, os.O_RDWR)
     for bit in range(0, 8 * len(data), every):
         os.pwrite(handle, bytes([data[bit // 8] ^ 1 << bit % 8]), bit // 8)
@@ -76,7 +76,7 @@ def test_every_bit_of_a_manifest(tmp_path: Path) -> None:
     path = tmp_path / store.name_of(3)
     bits = 8 * (path / manifest.NAME).stat().st_size
     assert bits > 3000
-    # A line end or a space can become the other; nothing else may pass.
+    # A line end and a space can become each other; no other change may pass.
     assert assert_every_flip_is_seen(path, path / manifest.NAME) < bits / 20
 
 
@@ -110,14 +110,14 @@ def test_every_bit_of_every_file_of_a_checkpoint(make: str, tmp_path: Path) -> N
 
 
 def without_hash(path: Path, **changed: Any) -> None:
-    """Makes the manifest of a checkpoint one that has no checksum, with other values."""
+    """Removes the checksum from a checkpoint's manifest and changes values."""
     text = json.loads((path / manifest.NAME).read_text())
     del text["sha256"]
     (path / manifest.NAME).write_text(json.dumps({**text, **changed}, indent=2))
 
 
 def of_earlier_version(step: int, folder: Path) -> Path:
-    """A checkpoint as it was before manifests had a checksum, and fingerprints the names of keys."""
+    """Writes a checkpoint as it was before manifests had a checksum and fingerprints had keys."""
     path = folder / store.name_of(step)
     store.publish({**content(step, 1.5), "fingerprint": {"seed": 1}}, path)
     without_hash(path)
@@ -133,15 +133,15 @@ def test_a_checkpoint_from_before_manifests_had_a_hash_still_loads(tmp_path: Pat
     assert not store.read_manifest(path)["verified"]
     assert store.newest_complete(tmp_path, pytest.fail) == path
     assert retention.scores(tmp_path, "val/loss") == [(3, 1.5)]
-    # Neither a hash that lost its name nor values of other types pass for one of those.
-    for _ in flips(path / manifest.NAME, every=5):  # no other error than those it names
+    # Neither a checksum whose name was damaged nor values of other types are taken for an old manifest.
+    for _ in flips(path / manifest.NAME, every=5):  # only expected errors are raised
         store.damage(path)
         assert len(retention.scores(tmp_path, "val/loss")) <= 1
 
 
 @pytest.mark.parametrize("gone", [(), ("version",), ("version", "scored_on", "tokenizer", "interim")])
 def test_a_manifest_of_today_without_its_checksum_is_damage(gone: tuple[str, ...], tmp_path: Path) -> None:
-    """Taken by the rule for old ones, its edited score would choose the best checkpoint."""
+    """If it were accepted as an old manifest, its edited score would choose the best checkpoint."""
     for step in (2, 3):
         saved = {**content(step, 1.5), "fingerprint": {"keys": {"seed": 1}, "contents": {}}}
         store.publish(saved, tmp_path / store.name_of(step))
@@ -216,7 +216,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damage(tmp_path: Path) -
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, broken: Path) -> None:
-    """A disk that gives an I/O error where this file is opened."""
+    """Makes opening this file fail with an I/O error."""
     real = Path.open
 
     def opens(self: Path, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ def test_an_io_error_is_no_damage(name: str, tmp_path: Path, monkeypatch: pytest
         store.newest_complete(tmp_path, pytest.fail)
 
 
-# A run whose files are damaged, by the command that would continue it.
+# Damaged files in a run, read by the command that would continue it.
 
 SETTINGS = ["run.name=kept", "trainer.max_steps=4", "trainer.save_every_n_steps=2", "checkpoint.keep_last=3",
             "checkpoint.keep_best=0", "export.enabled=false"]  # fmt: skip
@@ -253,7 +253,7 @@ def four_steps(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def kept(four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of a run of four steps, killed before it ended, in outputs/ of the folder one stands in."""
+    """Copies a run of four steps, killed before it ended, into outputs/ of the current folder."""
     monkeypatch.chdir(tmp_path)
     return Path(shutil.copytree(four_steps, tmp_path / "outputs" / "kept", symlinks=True))
 
@@ -322,7 +322,7 @@ def test_an_unreadable_manifest_neither_counts_for_retention_nor_is_removed(kept
 
 
 def test_an_io_error_stops_the_command(kept: Path, corpus: Path) -> None:
-    """A link that goes round in a circle can't be opened, though it is there."""
+    """A symbolic link to itself can't be opened, although it exists."""
     broken = kept / "checkpoints" / "step_00000004" / manifest.NAME
     broken.unlink()
     broken.symlink_to(broken)
@@ -334,7 +334,7 @@ def test_an_io_error_stops_the_command(kept: Path, corpus: Path) -> None:
 
 
 def test_a_good_newer_checkpoint_is_never_set_aside(kept: Path, corpus: Path, tmp_path: Path) -> None:
-    """Not for one of another folder either: what this run did since would be lost."""
+    """This holds even when resuming from another folder's checkpoint, as the run's own later progress would be lost."""
     copy = Path(shutil.copytree(kept / "checkpoints" / "step_00000002", tmp_path / "copy" / "step_00000002"))
     before = snapshot(kept)
     ended = go_on(corpus, f"run.resume={copy}")
@@ -355,7 +355,7 @@ def trained_steps(run: Path) -> list[int]:
 
 def test_nothing_is_said_of_whole_logs(kept: Path, corpus: Path) -> None:
     with (kept / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "train/lo')  # what a kill leaves
+        file.write('{"step": 5, "train/lo')  # as a kill leaves it
     said = said_while_going_on(corpus)
     assert "damaged" not in said
     assert "is lost" not in said
@@ -366,7 +366,7 @@ def test_missing_metrics_are_said(kept: Path, corpus: Path) -> None:
     (kept / "metrics.jsonl").unlink()
     assert "metrics.jsonl is missing up to step 4: what was logged there is lost" in said_while_going_on(corpus)
     assert trained_steps(kept) == [5, 6]
-    # The next resume knows of it.
+    # The next resume doesn't report it again.
     ended = go_on(corpus, "trainer.max_steps=8")
     assert ended.code == 0, ended.err
     assert "is lost" not in ended.out
@@ -416,7 +416,7 @@ def test_a_run_with_damaged_metrics_goes_on(kept: Path, corpus: Path) -> None:
 
 
 def only_says(what: str, call: Callable[[], Any]) -> None:
-    """It works, or raises the one error that names the file."""
+    """Asserts that the call succeeds, or raises the one error that names the file."""
     try:
         call()
     except UserError as error:
@@ -426,7 +426,7 @@ def only_says(what: str, call: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_bits_of_the_logs_and_of_the_summary(every: int, tmp_path: Path) -> None:
-    """Whatever is flipped: one message, or nothing; rows that were not touched stay."""
+    """Any flipped bit gives one message or none, and untouched rows stay."""
     log, lines = tmp_path / "metrics.jsonl", [json.dumps({"step": n, "train/loss": 1.5}) + "\n" for n in range(1, 9)]
     whole = "".join(lines).encode()
     for bit in range(0, 8 * len(whole), every):
@@ -436,7 +436,7 @@ def test_bits_of_the_logs_and_of_the_summary(every: int, tmp_path: Path) -> None
         only_says("metrics.jsonl, line ", lambda: list(read_jsonl(log)))
         cut_back(log, 6, True, lambda _: None)
         touched = whole[: bit // 8].count(b"\n")
-        untouched = set(lines[:6]) - {lines[touched], lines[min(touched + 1, 7)]}  # a line end joins it to the next
+        untouched = set(lines[:6]) - {lines[touched], lines[min(touched + 1, 7)]}  # a lost line end joins two lines
         assert untouched <= set(log.read_text().splitlines(keepends=True)), f"bit {bit}"
         log.with_name("metrics.jsonl.damaged").unlink(missing_ok=True)
     run = RunDir(tmp_path)

@@ -1,4 +1,4 @@
-"""Two ranks that find damaged checkpoints: one message, all of them end; or all go on from the same one."""
+"""Two ranks that find damaged checkpoints end with one message, or continue from the same checkpoint."""
 
 import shutil
 from pathlib import Path
@@ -24,7 +24,7 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def kept(whole: Path, tmp_path: Path) -> Path:
-    """A copy of it, killed before it could say that it had ended."""
+    """Returns a copy of the run without its summary, as if it was killed before it ended."""
     run_dir = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
     (run_dir / "summary.json").unlink()
     return run_dir
@@ -39,7 +39,7 @@ def ends_with(corpus: Path, kept: Path, code: int, words: str) -> None:
     output, _ = process.communicate(timeout=300)
     processes.wait_until_gone(processes.below(process.pid), 10)
     assert process.returncode == code, output
-    assert output.count("error: ") == 1 + (code == 1), output  # the launcher says which rank was the first
+    assert output.count("error: ") == 1 + (code == 1), output  # the launcher says which rank failed first
     assert output.count(words) == 1, output
     assert "Traceback" not in output, output
 
@@ -61,7 +61,7 @@ def test_all_damaged_is_said_once_and_ends_all_ranks(kept: Path, corpus: Path) -
 def test_an_io_error_of_the_first_rank_is_said_once_and_ends_all_ranks(kept: Path, corpus: Path) -> None:
     broken = store.scan(kept / "checkpoints")[-1] / manifest.NAME
     broken.unlink()
-    broken.symlink_to(broken)  # opening it fails, though it is there
+    broken.symlink_to(broken)  # opening it fails, although it exists
     ends_with(corpus, kept, 1, f"cannot read {broken}")
     assert broken.is_symlink()
 

@@ -1,4 +1,4 @@
-"""A distillation killed in a step and in a save continues bit for bit: its teacher is loaded again, not saved."""
+"""A distillation killed in a step and in a save continues bit for bit; its teacher is loaded again, not saved."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ DISTILL = ["objective=distill", "data=chat_jsonl", "data.chat_template=zephyr", 
 
 @pytest.mark.slow
 def test_killed_in_a_step_and_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the steps train on what the student itself writes."""
+    """Half of the steps train on the student's own completions."""
     student = save_pretrained(tmp_path / "student", attention_dropout=0.1, max_position_embeddings=128)
     teacher = AutoModelForCausalLM.from_pretrained(student)
     teacher.lm_head.weight.data.mul_(1.5)

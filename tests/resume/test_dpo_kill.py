@@ -1,4 +1,4 @@
-"""A preference run killed anywhere continues bit for bit: its reference is built again, not read from a checkpoint."""
+"""A preference run killed anywhere continues bit for bit; its reference is rebuilt, not read from a checkpoint."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ KINDS = {
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A pretrained model with dropout in place of the runs' model from scratch."""
+    """Replaces the runs' model from scratch by a pretrained model with dropout."""
     base = save_pretrained(tmp_path / "base", attention_dropout=0.1, max_position_embeddings=1024)
     monkeypatch.setattr("runs.SETTINGS", [s for s in SETTINGS if not s.startswith(REPLACED)])
     return [*PAIRS, f"model.name_or_path={base}", f"data.cache_dir={tmp_path / 'cache'}"]
@@ -30,7 +30,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_dpo_killed_in_a_step_a_save_and_a_validation(kind: str, settings: list[str], tmp_path: Path) -> None:
-    """The other places of a save are the same code for each objective: test_kill_matrix.py."""
+    """The other places of a save run the same code for every objective: see test_kill_matrix.py."""
     given = [*settings, *KINDS[kind]]
     pairs = write_rows(tmp_path / "pairs.jsonl", "preference_jsonl")
     (tmp_path / "whole").mkdir()

@@ -1,4 +1,4 @@
-"""A disk that fails at every write of a save in turn: no checkpoint is lost, no damaged one is accepted."""
+"""A disk that fails at each write of a save in turn: no checkpoint is lost, and no damaged one is accepted."""
 
 import builtins
 import errno
@@ -18,7 +18,7 @@ from lmtrain.errors import RunError
 
 
 class Faults:
-    """Counts writes, syncs and renames; at the one called `fail_at` it fails as told and from then on as well."""
+    """Counts writes, syncs and renames; after `fail_at` of them, all fail with an error of this kind."""
 
     def __init__(self, kind: str, fail_at: int | None) -> None:
         self.kind, self.fail_at, self.calls = kind, fail_at, 0
@@ -33,7 +33,7 @@ class Faults:
 
 
 class FaultyFile(io.FileIO):
-    """An unbuffered file on that disk. A short write stores half of what it was given, then the disk is full."""
+    """An unbuffered file on that disk. A short write stores half of its data, then the disk is full."""
 
     faults: Faults
 
@@ -96,7 +96,7 @@ def test_every_write_of_a_save_fails_in_turn(kind: str, tmp_path: Path, monkeypa
         told = pytest.raises(RunError, match="the ones before it are untouched")
         with faulty_disk(Faults(kind, fail_at), tmp_path, monkeypatch), told:
             store.publish(content(3 + fail_at), path)
-        # A later save, on a disk that works again, finds its way whatever was left behind.
+        # A later save, on a disk that works again, succeeds whatever was left behind.
         for kept in store.scan(tmp_path):
             assert store.damage(kept) is None, f"{kept} was damaged by a failure at write {fail_at}"
         assert store.newest_complete(tmp_path) is not None

@@ -16,7 +16,7 @@ GRPO = ["objective=grpo", "data.val_fraction=0.2", "data.seq_len=64", "data.glob
         "data.micro_batch_size=2", "optimizer.lr=0.01", "model=pretrained", "objective.group_size=3",
         "objective.max_new_tokens=6", "objective.rollout_batch_size=8", "reward=regex", "reward.whole=false",
         "reward.pattern='[a-p]'", "callbacks.early_stopping.enabled=false"]  # fmt: skip
-# One rollout for three steps: checkpoints, which come after every second, fall into the middle of one.
+# With one rollout for three steps, checkpoints, which come after every second step, fall into the middle of one.
 KINDS = {"each_step": [], "three_steps": ["objective.updates_per_rollout=3", "objective.kl_coef=0.1"]}
 PLACES = ["mid_rollout", "before_backward", "mid_step", "mid_save"]
 
@@ -52,7 +52,7 @@ def compared(settings: list[str], prompts: Path, tmp_path: Path, kills: list[tup
 def test_killed_in_a_rollout_before_its_update_and_in_a_save(
     kind: str, settings: list[str], prompts: Path, tmp_path: Path
 ) -> None:
-    """Samples, rewards, weights and records; the two other kills fall into the middle of a rollout of three steps."""
+    """Samples, rewards, weights and records are equal; two of the kills are amid a rollout of three steps."""
     kills = [("mid_rollout", 3), ("before_backward", 5), ("mid_save", 8)]
     compared([*settings, *KINDS[kind]], prompts, tmp_path, kills)
 
@@ -62,6 +62,6 @@ def test_killed_in_a_rollout_before_its_update_and_in_a_save(
 def test_killed_at_ten_random_moments(settings: list[str], prompts: Path, tmp_path: Path) -> None:
     rng = random.Random(11)
     steps = sorted(rng.randrange(1, STEPS) for _ in range(10))
-    every = {"mid_rollout": 3, "mid_save": 2}  # steps from one rollout, and from one save, to the next
+    every = {"mid_rollout": 3, "mid_save": 2}  # steps between rollouts, and between saves
     places = [rng.choice([place for place in PLACES if step % every.get(place, 1) == 0]) for step in steps]
     compared([*settings, *KINDS["three_steps"]], prompts, tmp_path, list(zip(places, steps, strict=True)))

@@ -1,7 +1,7 @@
-"""SIGKILL anywhere, resume, and the run equals one that was never interrupted, bit for bit.
+"""SIGKILL anywhere, then resume: the run equals one that was never interrupted, bit for bit.
 
-Each chain kills one run again and again, at every place in turn, with another number of loader workers, another way of
-saving; all must equal the same plain uninterrupted run.
+Each chain kills one run repeatedly, at every place in turn, with different numbers of loader workers and ways of
+saving; all must equal the same uninterrupted run.
 """
 
 import functools
@@ -29,7 +29,7 @@ PLACES = [
 
 @pytest.fixture(scope="module")
 def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """A run that nothing befell, by its micro-batches a step; made when first asked for."""
+    """Returns a function that gives an uninterrupted run for a number of micro-batches per step, made on first use."""
 
     @functools.cache
     def made(accumulation: int) -> Path:
@@ -46,7 +46,7 @@ def micro(accumulation: int) -> str:
 
 
 def chain(corpus: Path | None, run_dir: Path, places: list[tuple[str, int]], *settings: str) -> None:
-    """Kills the run at each place, then lets it finish; moves the folder half way, as people do."""
+    """Kills the run at each place, then lets it finish; moves its folder halfway through, as users do."""
     for number, (place, step) in enumerate(places):
         died = train(corpus, run_dir, *settings, *kill_at(place, step))
         assert died.returncode == SIGKILLED, f"{place} at {step}: {died.returncode}\n{died.stdout}\n{died.stderr}"
@@ -63,7 +63,7 @@ def chain(corpus: Path | None, run_dir: Path, places: list[tuple[str, int]], *se
 
 
 def test_killed_in_a_save_and_a_validation(uninterrupted: Callable[[int], Path], corpus: Path, tmp_path: Path) -> None:
-    """The short chain that every test run pays for; the long ones are also of steps of one micro-batch."""
+    """The short chain, part of every test run; the long ones also have steps of one micro-batch."""
     chain(corpus, tmp_path / "run", [("mid_save", 4), ("mid_validation", 9)], micro(3))
     assert_equal_runs(uninterrupted(3), tmp_path / "run")
 
@@ -76,7 +76,7 @@ def test_killed_in_a_save_and_a_validation(uninterrupted: Callable[[int], Path],
 def test_kill_matrix(
     uninterrupted: Callable[[int], Path], corpus: Path, tmp_path: Path, accumulation: int, save: str, workers: int
 ) -> None:
-    """Each value of one setting with each value of every other."""
+    """Covers each value of one setting with each value of every other."""
     settings = [micro(accumulation), f"data.num_workers={workers}", f"checkpoint.async_save={save == 'async'}"]
     chain(corpus, tmp_path / "run", PLACES, *settings)
     assert_equal_runs(uninterrupted(accumulation), tmp_path / "run")
@@ -84,7 +84,7 @@ def test_kill_matrix(
 
 @pytest.mark.slow
 def test_a_mixture_of_text_whose_weights_change(corpus: Path, tmp_path: Path) -> None:
-    """The second source is used up, and the weights change, between the places where the run is killed."""
+    """Between the kills, the second source is used up and the weights change."""
     other = tmp_path / "other.txt"
     other.write_text("".join(f"line {i} of {i % 7} others\n" for i in range(20)))
     mixed = f"data.mixture=[{{path: {corpus}, weight: {{0: 1, 7: 3}}}}, {{path: {other}, weight: 2, max_epochs: 2}}]"
@@ -98,7 +98,7 @@ def test_a_mixture_of_text_whose_weights_change(corpus: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_rows_and_steps_that_grow(corpus: Path, tmp_path: Path) -> None:
-    """Killed in steps of each size and in rows of each length."""
+    """Kills come in steps of each size and in rows of each length."""
     rows = ["data.curriculum={by: length, start_length: 8, steps: 9}", "data.micro_batch_size=2"]
     settings = [*rows, "data.batch_warmup.start_size=2", "data.batch_warmup.steps=5"]
     done = train_here(corpus, tmp_path / "whole", *settings, "data.num_workers=0")
@@ -125,7 +125,7 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_only(
 
 @pytest.mark.slow
 def test_tmpdir_on_another_file_system(uninterrupted: Callable[[int], Path], corpus: Path, tmp_path: Path) -> None:
-    """Nothing of a checkpoint is written outside the run's folder: an unusable TMPDIR changes nothing."""
+    """Nothing of a checkpoint is written outside the run's folder, so an unusable TMPDIR changes nothing."""
     shm = Path("/dev/shm")
     if not shm.is_dir():
         pytest.skip("no /dev/shm to be the other file system")
@@ -143,7 +143,7 @@ def test_tmpdir_on_another_file_system(uninterrupted: Callable[[int], Path], cor
 
 
 def test_killed_before_training_began(uninterrupted: Callable[[int], Path], corpus: Path, tmp_path: Path) -> None:
-    """What an early kill leaves is a folder without config.yaml: the same command starts there as if it were new."""
+    """An early kill leaves a folder without config.yaml, in which the same command starts from scratch."""
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml.tmp123").write_text("seed:")
     done = train_here(corpus, tmp_path / "run", micro(3))

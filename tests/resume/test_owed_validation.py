@@ -1,4 +1,4 @@
-"""A validation that a stop interrupts is made up for, wherever it was due, on one device and on two ranks."""
+"""A validation interrupted by a stop is made up for on resume, on one device and on two ranks."""
 
 import json
 import os
@@ -23,8 +23,8 @@ RANKS = {
 
 
 def stop_in_validation(corpus: Path, run_dir: Path, *settings: str, after: int, to_rank: int | None = None) -> None:
-    """SIGTERM in the first batch of the validation after a step, which is not finished then."""
-    marker = run_dir.with_name(f"validating_{time.monotonic_ns()}")  # any rank makes it, more than once
+    """Sends SIGTERM in the first batch of the validation after a step, which is then left unfinished."""
+    marker = run_dir.with_name(f"validating_{time.monotonic_ns()}")  # each rank touches it, more than once
     slow = f"callbacks.extra=[{{_target_: slow.SlowValidation, seconds: 10, step: {after}, marker: {marker}}}]"
     process = start(corpus, run_dir, *settings, slow, "run.allow_target=[slow]")
     while not marker.exists():
@@ -43,12 +43,12 @@ def summary(run_dir: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_stopped_in_every_validation(ranks: str, corpus: Path, tmp_path: Path) -> None:
-    """In the middle, again where it is made up for, and after the last step, where nothing else is left to do."""
+    """Stops come in mid-run, again in the validation made up for, and after the last step, with nothing else to do."""
     settings = [*SETTINGS, *RANKS[ranks]]
     assert train(corpus, tmp_path / "whole", *settings).returncode == 0
     run_dir = tmp_path / "run"
     stop_in_validation(corpus, run_dir, *settings, after=3)
-    # The owed one comes before any step, and one rank alone is told.
+    # The owed validation comes before any step; only one rank gets the signal.
     stop_in_validation(corpus, run_dir, *settings, after=3, to_rank=None if ranks == "one" else 1)
     assert summary(run_dir)["step"] == 3
     stop_in_validation(corpus, run_dir, *settings, after=6)
@@ -68,7 +68,7 @@ BEFORE = [*SETTINGS, "trainer.val_before_training=true"]
 
 @pytest.mark.slow
 def test_killed_around_the_validation_before_training(corpus: Path, tmp_path: Path) -> None:
-    """Within it, right after it, after the first checkpoint: it stands once, as in a run left alone."""
+    """After kills during it, right after it and after the first checkpoint, it is recorded exactly once."""
     given = [*BEFORE, *RANKS["one"]]
     assert train(corpus, tmp_path / "whole", *given).returncode == 0
     assert [row["step"] for row in stable_rows(tmp_path / "whole") if "val/loss" in row] == [0, 3, 6]
@@ -81,7 +81,7 @@ def test_killed_around_the_validation_before_training(corpus: Path, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["one", "ddp"])
 def test_stopped_in_the_validation_before_training(ranks: str, corpus: Path, tmp_path: Path) -> None:
-    """There is nothing to save yet: the same command begins again. Two ranks validate as one does."""
+    """Nothing can be saved yet, so the same command begins again. Two ranks validate as one does."""
     settings = [*BEFORE, *RANKS[ranks]]
     run_dir = tmp_path / "run"
     stop_in_validation(corpus, run_dir, *settings, after=0, to_rank=None if ranks == "one" else 1)

@@ -1,4 +1,4 @@
-"""Signals and the time limit: a checkpoint at the next step boundary, exit 75, and an equal run afterwards."""
+"""Signals and the time limit: a checkpoint at the next step boundary, exit code 75, and an equal run afterwards."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_signal_saves_stops_and_resumes_equal(
     workers = ["data.num_workers=2"] if number == signal.SIGTERM else []
     process = start(corpus, run_dir, *LONG, *workers, *lingers(12))
     wait_for_step(process, run_dir, 12)
-    # To the whole group where there are loader workers, as a scheduler and a terminal do.
+    # With loader workers the whole group gets it, as from a scheduler or a terminal.
     os.killpg(process.pid, number) if workers else process.send_signal(number)
     asked = time.monotonic()
     output, _ = process.communicate(timeout=60)
@@ -83,7 +83,7 @@ def test_signal_saves_stops_and_resumes_equal(
 
 @pytest.mark.slow
 def test_what_a_stop_saved_takes_no_checkpoints_place(corpus: Path, tmp_path: Path) -> None:
-    """Stops beside the schedule, the last of them where its checkpoint would still be among the newest at the end."""
+    """Stops come between scheduled saves; the last one's checkpoint would be among the newest at the end."""
     settings = ["data.micro_batch_size=6", "checkpoint.keep_last=2"]
     assert train_here(corpus, tmp_path / "whole", *settings).code == 0
     run_dir = tmp_path / "run"
@@ -107,7 +107,7 @@ def stop_in_c(corpus: Path, run_dir: Path, again: float, work: int) -> subproces
 
 @pytest.mark.slow
 def test_a_signal_sent_twice_at_once_is_one_request(corpus: Path, tmp_path: Path) -> None:
-    """However late the step in which they come lets Python see the second."""
+    """This holds however late Python sees the second signal because of the step in which both come."""
     done = stop_in_c(corpus, tmp_path / "run", again=0.02, work=10)
     assert done.returncode == 75, done.stdout + done.stderr
     assert [store.step_of(p) for p in store.scan(tmp_path / "run" / "checkpoints")] == [7]
@@ -124,7 +124,7 @@ def test_a_second_signal_ends_what_hangs(corpus: Path, tmp_path: Path) -> None:
 def test_a_second_signal_ends_a_save(corpus: Path, tmp_path: Path) -> None:
     run_dir, marker = tmp_path / "run", tmp_path / "saving"
     settings = [*LONG, "trainer.val_check_interval=null"]
-    # The first signal comes past a save at 30, which SlowSave lets through.
+    # The first signal comes after a save at step 30, which SlowSave doesn't slow down.
     slow = f"callbacks.extra=[{{_target_: slow.StopAt, step: 40}}, {{_target_: slow.SlowSave, marker: {marker}}}]"
     process = start(corpus, run_dir, *settings, slow, "run.allow_target=[slow]")
     while not marker.exists():
@@ -152,7 +152,7 @@ def test_time_limit(devices: int, corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_long_validation_is_interrupted_and_owed(corpus: Path, tmp_path: Path) -> None:
-    """The signal comes in a validation: it is left at once, and the resumed run begins with it."""
+    """A signal during a validation ends it at once, and the resumed run begins with it."""
     settings = ["data.micro_batch_size=6", "trainer.max_steps=6", "trainer.val_check_interval=3"]
     whole = tmp_path / "whole"
     assert train_here(corpus, whole, *settings).code == 0

@@ -1,4 +1,4 @@
-"""Random kills of random processes of a run on two ranks until done: it equals the one that was not touched."""
+"""Random kills of random processes of a run on two ranks until it is done: it equals one that was never interrupted."""
 
 import contextlib
 import os
@@ -17,13 +17,13 @@ from lmtrain.files import read_jsonl
 KILLS = 6
 SETTINGS = ["trainer.devices=2", "data.micro_batch_size=3", "trainer.max_steps=1000", "trainer.val_check_interval=100",
             "trainer.save_every_n_steps=40", "checkpoint.keep_last=3"]  # fmt: skip
-TARGETS = ["rank 0", "rank 1", "parent", "group", "all"]  # the group of the parent; each process there is
+TARGETS = ["rank 0", "rank 1", "parent", "group", "all"]  # "group": the parent's process group; "all": each process
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_chaos_on_two_ranks(strategy: str, corpus: Path, tmp_path: Path) -> None:
-    """From start-up on; the seed is printed and can be given to run it again."""
+    """Kills come from start-up on; the seed is printed and can be set to repeat a run."""
     seed = int(os.environ.get("LMTRAIN_CHAOS_SEED", time.time_ns() % 2**32))
     print(f"LMTRAIN_CHAOS_SEED={seed}")
     draw = random.Random(seed)
@@ -40,7 +40,7 @@ def test_chaos_on_two_ranks(strategy: str, corpus: Path, tmp_path: Path) -> None
 
 
 def kill_once(draw: random.Random, words: list[str], run_dir: Path) -> None:
-    """Starts the run, signals one of its processes at some moment, and sees all of them end."""
+    """Starts the run, signals one of its processes at a random moment, and waits until all of them end."""
     number, target = draw.choice([signal.SIGKILL, signal.SIGTERM]), draw.choice(TARGETS)
     begins, steps = draw.random() < 0.25, draw.randint(1, 150)
     before = last_step(run_dir)
@@ -67,7 +67,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def send(run: subprocess.Popen[str], target: str, number: signal.Signals) -> None:
-    """To the parent where there are no ranks yet."""
+    """Sends the signal to the target, or to the parent if there are no ranks yet."""
     ranks = processes.ranks(run.pid) if target.startswith("rank") or target == "all" else []
     pids = [*ranks, run.pid] if target == "all" else (ranks[int(target[-1]) :][:1] if ranks else []) or [run.pid]
     for pid in pids:

@@ -1,4 +1,4 @@
-"""SIGKILL of one of two ranks anywhere, a signal to any process: resumed, it equals the uninterrupted run."""
+"""SIGKILL of one of two ranks anywhere, or a signal to any process: the resumed run equals the uninterrupted one."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from lmtrain.files import read_jsonl
 from support import lingers
 
 RANKS = ["trainer.devices=2", "data.micro_batch_size=3"]
-PLACES = [  # and the rank; what is written, rank 0 writes
+PLACES = [  # place, step and rank; only rank 0 writes
     ("mid_step", 1, 1),  # before the first checkpoint: starts over
     ("mid_save", 2, 0),
     ("mid_save", 2, 1),
@@ -45,9 +45,9 @@ def whole(strategy: str, corpus: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_killed_ranks_start_again_by_themselves(whole: Path, strategy: str, corpus: Path, tmp_path: Path) -> None:
-    """Every place in one command: after each kill the launcher ends the other rank and starts both again.
+    """Covers every place in one command: after each kill the launcher ends the other rank and starts both again.
 
-    Under fsdp both ranks write; what they leave is what rank 0 alone writes.
+    Under fsdp both ranks write the checkpoint; the result equals what rank 0 alone writes.
     """
     targets = ",".join(
         f"{{_target_: killer.KillAt, place: {place}, step: {step}, rank: {rank}, marker: {tmp_path / str(n)}}}"
@@ -63,7 +63,7 @@ def test_killed_ranks_start_again_by_themselves(whole: Path, strategy: str, corp
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_run(whole: Path, strategy: str, corpus: Path, tmp_path: Path) -> None:
-    """The first under ddp, the other under fsdp: the launcher sees processes, not what they compute."""
+    """Rank 0 is killed under ddp and rank 1 under fsdp: the launcher sees processes, not what they compute."""
     rank = 0 if "ddp" in strategy else 1
     run_dir = tmp_path / "run"
     words = kill_at("mid_step", 7)

@@ -1,4 +1,4 @@
-"""Two processes never train in one folder at a time."""
+"""Two processes never train in one folder at the same time."""
 
 import shutil
 import signal
@@ -19,12 +19,12 @@ from support import lingers
 
 @pytest.mark.slow
 def test_the_same_command_again_waits_and_goes_on(corpus: Path, tmp_path: Path) -> None:
-    """As where a launcher was killed and its ranks are still saving."""
+    """This happens if a launcher was killed while its ranks are still saving."""
     assert train_here(corpus, tmp_path / "whole", *LONG).code == 0
     run_dir = tmp_path / "run"
     first = start(corpus, run_dir, *LONG, *lingers(5))
     wait_for_step(first, run_dir, 5)
-    first.send_signal(signal.SIGSTOP)  # a save that takes long
+    first.send_signal(signal.SIGSTOP)  # stands for a save that takes long
     second = start(corpus, run_dir, *LONG)
     assert second.stdout is not None
     while "another process is still training in" not in (line := second.stdout.readline()):
@@ -40,7 +40,7 @@ def test_the_same_command_again_waits_and_goes_on(corpus: Path, tmp_path: Path) 
 
 
 def start_behind(folder: Path, corpus: Path) -> "subprocess.Popen[str]":
-    """A run that waits for this process, which holds the folder's lock; it continues nothing."""
+    """Starts a run that waits for this process, which holds the folder's lock; it resumes nothing."""
     words = [word for word in command(corpus, folder, "data.micro_batch_size=6") if word != "run.resume=auto"]
     late = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert late.stdout is not None
@@ -51,7 +51,7 @@ def start_behind(folder: Path, corpus: Path) -> "subprocess.Popen[str]":
 
 @pytest.mark.slow
 def test_a_run_that_was_waited_for_is_not_overwritten(corpus: Path, tmp_path: Path) -> None:
-    """There was none yet when the second command looked."""
+    """There was no run yet when the second command looked."""
     folder = tmp_path / "run"
     folder.mkdir()
     with run_lock.held(folder):
@@ -71,7 +71,7 @@ def test_a_folder_that_goes_while_one_waits_is_a_message(corpus: Path, tmp_path:
     folder.mkdir()
     with run_lock.held(folder):
         late = start_behind(folder, corpus)
-        folder.rename(tmp_path / "gone")  # at once: the one that waits touches the lock's file five times a second
+        folder.rename(tmp_path / "gone")  # at once: the waiting run touches the lock file five times a second
         shutil.rmtree(tmp_path / "gone")
     output, _ = late.communicate(timeout=600)
     assert late.returncode == 1, output
@@ -83,7 +83,7 @@ def test_a_folder_that_goes_before_one_waits_is_a_message(tmp_path: Path, monkey
     folder = tmp_path / "run"
     folder.mkdir()
     process = hold(folder)
-    monkeypatch.setattr("builtins.print", lambda *_, **__: shutil.rmtree(folder))  # between the first look and waiting
+    monkeypatch.setattr("builtins.print", lambda *_, **__: shutil.rmtree(folder))  # between the first look and the wait
     with pytest.raises(RunError, match="did not begin, and removed"), run_lock.held(folder):
         pass
     process.kill()
@@ -103,7 +103,7 @@ with lock.held(Path(sys.argv[1])):
 
 
 def hold(folder: Path) -> "subprocess.Popen[bytes]":
-    """A process that has the folder's lock when this returns."""
+    """Starts a process and returns once it holds the folder's lock."""
     process = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)])
     while not (folder / "held").exists():
         assert process.poll() is None

@@ -1,4 +1,4 @@
-"""A save that is still being written when the next validation asks which one is the best."""
+"""The best checkpoint is chosen correctly while its save is still being written."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from lmtrain.checkpoints import store
 
 @pytest.mark.slow
 def test_the_best_so_far_counts_while_it_is_written(corpus: Path, tmp_path: Path) -> None:
-    """With a rate of 0 every validation scores the same, so the first stays the best, however slow the disk is."""
+    """At a learning rate of 0 all validations score the same, so the first stays the best, however slow the disk is."""
     settings = ["data.micro_batch_size=6", "optimizer.lr=0", "trainer.max_steps=4", "trainer.val_check_interval=1",
                 "trainer.save_every_n_steps=100", "checkpoint.keep_last=4", "checkpoint.async_save=true"]  # fmt: skip
     slow = ["callbacks.extra=[{_target_: slow.SlowDisk, seconds: 1}]", "run.allow_target=[slow]"]

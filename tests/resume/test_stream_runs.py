@@ -1,4 +1,4 @@
-"""Runs on a stream: killed, cut off and on two ranks they equal the plain one; the disk holds no more than the ring."""
+"""Runs on a stream that are killed, cut off or on two ranks equal the plain one; the disk holds only the ring."""
 
 import gzip
 import random
@@ -29,7 +29,7 @@ STREAM = [
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four files of lines, less than the run reads."""
+    """Writes four files of lines, with less text than the run reads."""
     folder = tmp_path_factory.mktemp("stream")
     for number in range(4):
         draw = random.Random(number)
@@ -40,7 +40,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(text: Path, run_dir: Path, *more: str) -> list[str]:
-    """Of a run within this process."""
+    """Returns the command-line arguments of a run in this process."""
     ends = ["trainer.max_steps=40", "trainer.val_check_interval=20", "trainer.limit_val_batches=2"]
     data = ["data=text", f"data.path={text}", "data.sample_by=line", "data.global_batch_size=8"]
     quiet = ["export.enabled=false", "report.enabled=false", "run.resume=auto", f"run.dir={run_dir}"]
@@ -60,7 +60,7 @@ def test_one_that_breaks_off_is_saved_and_goes_on(text: Path, whole: Path, tmp_p
     assert not (whole / "ring").exists()
     broken = sorted(text.iterdir())[2]
     content = broken.read_bytes()
-    broken.write_bytes(content[:300] + bytes(50) + content[350:])  # a decompressor notices
+    broken.write_bytes(content[:300] + bytes(50) + content[350:])  # the decompressor detects this
     try:
         ended = run("train", *command(text, tmp_path / "run"))
     finally:
@@ -132,14 +132,14 @@ def test_conversations_are_not_streamed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[list[int]]:
-    """Bytes in the ring of the run in tmp_path/run, over and over."""
+    """Yields a list that repeatedly gets the number of bytes in the ring of the run in tmp_path/run."""
     sizes, done = [0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.001):
             try:
                 sizes.append(sum(file.stat().st_size for file in (tmp_path / "run" / "ring").iterdir()))
-            except FileNotFoundError:  # removed while it is looked at
+            except FileNotFoundError:  # removed in the meantime
                 continue
 
     thread = threading.Thread(target=watch)
@@ -175,7 +175,7 @@ def test_two_ranks_read_what_one_reads(text: Path, whole: Path, tmp_path: Path) 
         assert a.get("rows") == b.get("rows")
         for key in ("train/loss", "val/loss", "grad_norm"):
             if key in a:
-                # Two ranks add in another order, and 40 steps of AdamW carry the rounding on.
+                # Two ranks sum in another order, and 40 steps of AdamW propagate the rounding.
                 assert b[key] == pytest.approx(a[key], rel=1e-4), (a["step"], key)
 
 

@@ -1,4 +1,4 @@
-"""What a machine does to a run ends in one message, exit 1, and the last checkpoint untouched."""
+"""Trouble with the machine ends a run with one message, exit code 1, and the last checkpoint untouched."""
 
 import json
 from pathlib import Path
@@ -19,18 +19,18 @@ CASES = {
 def test_one_message_and_the_checkpoint_stays(
     what: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LMTRAIN_CACHE", str(tmp_path / "cache"))  # LoseTheData harms it
+    monkeypatch.setenv("LMTRAIN_CACHE", str(tmp_path / "cache"))  # LoseTheData damages it
     workers = "data.num_workers=2" if what == "KillWorkers" else "data.num_workers=0"
     run_dir = tmp_path / "run"
     trouble = [f"callbacks.extra=[{{_target_: trouble.{what}}}]", "run.allow_target=[trouble]"]
     settings = ["data.micro_batch_size=3", workers, "trainer.max_steps=500", *trouble]
-    if what == "KillWorkers":  # of a process that has no other children
+    if what == "KillWorkers":  # in a process that has no other children
         done = train(corpus, run_dir, *settings)
         code, err = done.returncode, done.stderr
     else:
         ended = train_here(corpus, run_dir, *settings)
         code, err = ended.code, ended.err
-        assert "Traceback" not in err  # torch prints an ignored one when it clears its dead workers away
+        assert "Traceback" not in err  # torch prints an ignored one when it cleans up its dead workers
     assert code == 1, err
     message, fix = CASES[what]
     assert message in err

@@ -1,8 +1,7 @@
-"""Verbs beside train, killed (SIGKILL) before each of their file operations in turn, or at any moment.
+"""Verbs other than train, killed (SIGKILL) before each of their file operations in turn, or at any moment.
 
-The same command goes on; what it leaves then equals, byte for byte, what a command leaves that nothing disturbed, and
-no process that it had started still runs. LMTRAIN_TEST_KILLS sets how often each verb is killed at least (3 times,
-where it is not set).
+The same command then continues; its results equal, byte for byte, those of an undisturbed command, and no process that
+it had started still runs. LMTRAIN_TEST_KILLS sets how often each verb is killed at least (default: 3).
 """
 
 import json
@@ -25,7 +24,7 @@ from support import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 KILLS = int(os.environ.get("LMTRAIN_TEST_KILLS", "3"))
-IN_A_ROW = 3  # kills of one folder before its command may end
+IN_A_ROW = 3  # kills in one folder before its command may end
 SHORT = [
     "trainer.max_steps=3",
     "trainer.val_check_interval=2",
@@ -36,7 +35,7 @@ SHORT = [
 
 @dataclass(frozen=True)
 class Case:
-    """words: the command's; leaves: what must be equal, by name, of a folder `work` in which it ended."""
+    """A command's verb and words, and the results by name that must be equal in the folder `work` where it ran."""
 
     verb: str
     words: Callable[[Path], list[str]]
@@ -45,7 +44,7 @@ class Case:
 
 
 def contents(folder: Path, *but: str) -> dict[str, Any]:
-    """All files below with their bytes; of temporary ones none may be there."""
+    """Returns all files below the folder with their contents, except those whose names begin with `but`."""
     found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
     assert found, f"nothing is left in {folder}"
     return {name: data for name, data in found.items() if not name.startswith(but)} if but else found
@@ -63,7 +62,7 @@ def prepared(work: Path) -> dict[str, Any]:
 
 
 def exported(work: Path) -> dict[str, Any]:
-    return contents(work / "run" / "export", "README.md")  # it says when
+    return contents(work / "run" / "export", "README.md")  # the README contains the date
 
 
 def evaluated(work: Path) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def reported(work: Path) -> dict[str, Any]:
 
 def tuned(work: Path) -> dict[str, Any]:
     found = json.loads((work / "tuned" / "tune.json").read_text())
-    assert sorted(p.name for p in work.glob("outputs/*")) == []  # the trials' folder is gone
+    assert sorted(p.name for p in work.glob("outputs/*")) == []  # the trials' folder was removed
     return {"lr": found["lr"]}
 
 
@@ -129,14 +128,14 @@ def pipeline_words(corpus: Path, work: Path) -> list[str]:
                      "overrides": ["data=text", f"data.path={corpus}", f"data.val_path={corpus}/file_00.txt"]},
         },
     }  # fmt: skip
-    file = work.parent.parent / "two.yaml"  # `fresh` empties the folder between
+    file = work.parent.parent / "two.yaml"  # outside the folder that `fresh` empties
     file.write_text(yaml.safe_dump(tree))
     return [f"pipeline={file}", f"run.dir={work}/pipe", "--trust", str(file)]
 
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run without its export, evaluations and report."""
+    """Trains a finished run without export, evaluations and report."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     ended = train_tiny(corpus, f"run.dir={folder}", "export.enabled=false", "report.enabled=false")
     assert ended.code == 0, ended.err
@@ -163,7 +162,7 @@ def cases(corpus: Path) -> dict[str, Case]:
 
 
 def fresh(here: Path, trained: Path) -> Path:
-    """An empty folder `here` with a copy of the trained run in `work`."""
+    """Empties `here`, copies the trained run to `work` in it, and returns `work`."""
     shutil.rmtree(here, ignore_errors=True)
     work = here / "work"
     shutil.copytree(trained, work / "run", symlinks=True)
@@ -185,12 +184,12 @@ def test_killed_again_and_again_it_leaves_the_same(name: str, corpus: Path, trai
     while deaths < KILLS:
         work = fresh(here, trained)
         for _ in range(IN_A_ROW):
-            # Of every three deaths two come before a file operation, spread over all of them, and one at any time.
+            # Of every three kills two come before a file operation, spread over all of them, and one at any time.
             at = 1 + (deaths * operations // KILLS + chance.randrange(operations)) % operations
             fatal, after = (None, chance.uniform(0.05, 3.0)) if deaths % 3 == 2 else (at, None)
             end = mortal.run(command, fatal, after)
             assert end.left_over == []
-            if end.code == 0:  # it had less left to do
+            if end.code == 0:  # little was left to do
                 break
             assert end.code == -9, end.output
             deaths += 1

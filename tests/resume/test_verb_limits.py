@@ -1,7 +1,7 @@
-"""Verbs beside train where room, files or memory run out, where they may not write, and two of one kind at once.
+"""Verbs other than train without enough disk space, files, memory or write access, and two of one kind at once.
 
-Each ends well or with one message, never with a traceback; and once it has what it needs, the same command leaves what
-one leaves that nothing disturbed.
+Each succeeds or ends with one message, never with a traceback; once it has what it needs, the same command leaves what
+an undisturbed one leaves.
 """
 
 import resource
@@ -29,7 +29,7 @@ def mount(folder: Path, options: str) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """disk(options): the folder of the tests' commands, a file system with these options of mount."""
+    """Yields disk(options), which remounts the tests' folder with these mount options and returns it."""
     folder = tmp_path / "here" / "work"
     folder.mkdir(parents=True)
     mount(folder, "size=64m")
@@ -48,7 +48,7 @@ def used_kib(disk: Path) -> int:
 
 
 def undisturbed(case: Case, here: Path, trained: Path) -> tuple[mortal.Command, dict]:
-    """The command in a fresh folder, and what it leaves; the folder is fresh again."""
+    """Returns the command and what it leaves in a fresh folder; the folder is fresh again afterwards."""
     work = fresh(here, trained)
     command = mortal.Command(case.verb, tuple(case.words(work)), here, case.forked)
     end = mortal.run(command)
@@ -87,7 +87,7 @@ def test_a_disk_that_is_full(
     assert_goes_on(command, case, expected)
     disk("ro")
     end = mortal.run(command)
-    if end.code != 0:  # what is prepared already needs nothing
+    if end.code != 0:  # what is prepared already needs no writing
         assert_one_message(end, "Read-only")
 
 
@@ -105,7 +105,7 @@ def test_few_files_may_be_open(name: str, corpus: Path, trained: Path, tmp_path:
 def test_memory_runs_out(name: str, corpus: Path, trained: Path, tmp_path: Path) -> None:
     case, here = cases(corpus)[name], tmp_path / "here"
     command, expected = undisturbed(case, here, trained)
-    end = mortal.run(command, limits=((resource.RLIMIT_AS, 1 << 28),))  # less than the process has already
+    end = mortal.run(command, limits=((resource.RLIMIT_AS, 1 << 28),))  # less than the process uses already
     if end.code != 0:
         assert_one_message(end, "memory")
     assert_goes_on(command, case, expected)
@@ -113,7 +113,7 @@ def test_memory_runs_out(name: str, corpus: Path, trained: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("name", VERBS)
 def test_two_at_once(name: str, corpus: Path, trained: Path, tmp_path: Path) -> None:
-    """Both end well, or one says that the other is running; what is left is whole."""
+    """Both succeed, or one says that the other is running; the results are complete."""
     case, here = cases(corpus)[name], tmp_path / "here"
     command, expected = undisturbed(case, here, trained)
     ends: list[mortal.End] = []

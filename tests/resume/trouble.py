@@ -1,4 +1,4 @@
-"""Callbacks that bring about what goes wrong on real machines."""
+"""Callbacks that cause failures known from real machines."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ import torch
 
 
 class KillWorkers(pl.Callback):
-    """The system kills the loader's workers, as it does when memory runs out."""
+    """Kills the loader's workers, as the system does when memory runs out."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 3:
@@ -19,7 +19,7 @@ class KillWorkers(pl.Callback):
 
 
 class Greedy(pl.Callback):
-    """Asks for a tensor that no machine has room for."""
+    """Allocates a tensor that fits into no machine's memory."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 3:
@@ -27,7 +27,7 @@ class Greedy(pl.Callback):
 
 
 class LoseTheData(pl.Callback):
-    """The file of tokens is cut off while it is read."""
+    """Truncates the file of tokens while it is being read."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 3:

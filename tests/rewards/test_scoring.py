@@ -1,4 +1,4 @@
-"""Rewards: what they say of texts, weights, and what becomes of one that fails, takes too long or returns nonsense."""
+"""Rewards: their values for texts, their weights, and how failing, slow or invalid ones are handled."""
 
 import math
 import time
@@ -44,7 +44,7 @@ def test_rewards_of_texts() -> None:
 
 
 class Odd(Reward):
-    """Raises for `bad`, returns what `values` says else."""
+    """A reward that raises for `bad` and otherwise returns `values`."""
 
     def __init__(self, values: Any = None, sleep: float = 0.0) -> None:
         self.values, self.sleep = values, sleep
@@ -130,7 +130,7 @@ PROGRAMS = {
 
 
 def test_code_is_run_with_limits() -> None:
-    """Wrong, endless, greedy and early-leaving programs are wrong answers; what they start ends with them."""
+    """Wrong, endless, greedy and early-exiting programs are wrong answers; processes they start end with them."""
     started = time.monotonic()
     found = CodeTests(seconds=1, jobs=4)(
         [0] * len(PROGRAMS), list(PROGRAMS), tests=["assert f(2) == 4"] * len(PROGRAMS)
@@ -140,7 +140,7 @@ def test_code_is_run_with_limits() -> None:
 
 
 class RaisesThenSleeps(Reward):
-    """Raises for several completions; alone, the second never ends."""
+    """A reward that raises for several completions; alone, the second never ends."""
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
         if len(completions) > 1:

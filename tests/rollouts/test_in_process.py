@@ -1,4 +1,4 @@
-"""The sampler against transformers' `generate`, against the trainer's own forward, and against the distribution."""
+"""The sampler against transformers' `generate`, the trainer's own forward, and the exact distribution."""
 
 import random
 from typing import Any
@@ -50,7 +50,7 @@ def prompts(count: int = 11) -> list[list[int]]:
 @pytest.mark.parametrize("at_once", [64, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_completions_are_those_of_generate(family: str, at_once: int) -> None:
-    """All at once, and four at a time, where waiting prompts take the places of those that have ended."""
+    """They are equal all at once and four at a time, where waiting prompts replace those that have ended."""
     model = model_of(family)
     found = InProcess(model, at_once).generate([Request(p, 0) for p in prompts()], Sampling(NEW, 0.0, 1.0, ENDS))
     for prompt, completion in zip(prompts(), found, strict=True):
@@ -65,7 +65,7 @@ def test_greedy_completions_are_those_of_generate(family: str, at_once: int) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_the_trainers(family: str) -> None:
-    """To 1e-5 in fp32, at a temperature; entropies are those of whole rows of logits."""
+    """They agree to 1e-5 in fp32, at a temperature; entropies are those of whole rows of logits."""
     model, sampling = model_of(family), Sampling(NEW, 0.8, 1.0, ENDS)
     requests = [Request(p, 1000 * i + g) for i, p in enumerate(prompts()) for g in range(2)]
     for request, completion in zip(requests, InProcess(model, 6).generate(requests, sampling), strict=True):
@@ -106,4 +106,4 @@ def test_top_p_leaves_out_the_unlikely() -> None:
     tokens, log_probs, _ = draw(logits.expand(n, -1), torch.arange(n), torch.arange(n) % 5, Sampling(1, 1.0, 0.8, ()))
     share = torch.bincount(tokens, minlength=4) / n
     torch.testing.assert_close(share, torch.tensor([0.0, 0.5, 0.0, 0.35]) / 0.85, rtol=0, atol=0.02)
-    torch.testing.assert_close(log_probs, logits[0][tokens])  # of the whole distribution, as the trainer has it
+    torch.testing.assert_close(log_probs, logits[0][tokens])  # of the whole distribution, as the trainer computes them

@@ -1,4 +1,4 @@
-"""callbacks=ema: the average of the weights is validated, exported and resumed; training is as without it."""
+"""callbacks=ema: the average of the weights is validated, exported and resumed; training itself is unchanged."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def averages(folder: str, every: int = 1, first: int = 0) -> dict[str, torch.Tensor]:
-    """By the formula, in fp64, of the weights of every step's checkpoint."""
+    """Computes the average by its formula, in fp64, from the weights in every step's checkpoint."""
     mean: dict[str, torch.Tensor] = {}
     for path in store.scan(Path(folder) / "checkpoints"):
         step = store.step_of(path) - 1
@@ -55,7 +55,7 @@ def test_what_is_validated_and_exported_is_the_average(corpus: Path) -> None:
     exported = AutoModelForCausalLM.from_pretrained("run/export").state_dict()
     for name, value in expected.items():
         assert torch.allclose(exported[name.removeprefix("model.model.")].double(), value, rtol=1e-5, atol=1e-7), name
-    # The loss of the averaged weights, by a run that knows of no average.
+    # The loss of the averaged weights, computed by a run without averaging.
     other = lmtrain.build(lmtrain.compose([*TINY, "data=text", f"data.path={corpus}", *SIX, "run.dir=other",
                                            "trainer.limit_val_batches=1"]))  # fmt: skip
     other.objective.model.model.load_state_dict(exported)
@@ -73,7 +73,7 @@ def test_every_verb_and_python_take_the_average(corpus: Path) -> None:
     assert all(torch.equal(again[name], value) for name, value in exported.items())
     words = [*TINY, "data=text", f"data.path={corpus}", *EMA, "trainer.max_steps=7", "trainer.limit_val_batches=1"]
     longer = lmtrain.build(lmtrain.compose(words))
-    assert longer.validate()["val/loss"] == pytest.approx(logged("run")[-1]["val/loss"], rel=1e-6)  # the checkpoint's
+    assert longer.validate()["val/loss"] == pytest.approx(logged("run")[-1]["val/loss"], rel=1e-6)  # of the checkpoint
     longer.fit()
     assert longer.validate()["val/loss"] == pytest.approx(logged("run")[-1]["val/loss"], rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""What cuts across is one class: a made-up feature is in plan, model, summary, fingerprint and export."""
+"""A cross-cutting feature is one class: a test feature appears in plan, model, summary, fingerprint and export."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from support import TINY, rows
 
 
 class Doubled(Feature):
-    """Doubles the output of the final norm; on for runs named so."""
+    """A feature that doubles the output of the final norm; it is on in runs with this name."""
 
     factor = 2
 

@@ -1,4 +1,4 @@
-"""What strangers' files bring: terminal escapes, YAML tags, pickles. One message each; nothing steers, nothing runs."""
+"""Untrusted files with terminal escapes, YAML tags or pickles: one message each, no terminal control, no code run."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from lmtrain import terminal
 from lmtrain.checkpoints import checksums, manifest, store
 from support import TINY
 
-ESCAPE, BIDI, CLEAR = "\x1b]0;title\x07", "\u202egnp.", "\x9b2J"  # sets a title; turns text round; clears the screen
+ESCAPE, BIDI, CLEAR = "\x1b]0;title\x07", "\u202egnp.", "\x9b2J"  # sets a title; reverses text; clears the screen
 HOSTILE = f"a{ESCAPE}{BIDI}{CLEAR}b"
 
 
@@ -69,7 +69,7 @@ def test_no_error_steers_the_terminal(make: Any, here: Path) -> None:
 
 
 def test_no_plan_steers_the_terminal(here: Path, corpus: Path) -> None:
-    """A file's text stands in the plan's first row and in samples, its folder's name beside the tokens."""
+    """A data file's text is shown in the plan's first row and in samples, its folder's name next to the tokens."""
     data = here / f"data{BIDI}"
     data.mkdir()
     for file in corpus.iterdir():
@@ -95,7 +95,7 @@ def test_the_console_keeps_its_own_colours_and_takes_those_of_data() -> None:
 
 
 class Runs:
-    """A pickle that runs a command where it is loaded without care."""
+    """A pickle that runs a command if it is loaded without restrictions."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -145,7 +145,7 @@ def test_a_config_that_is_none(text: bytes, kept: Path, corpus: Path) -> None:
 @pytest.mark.parametrize("name", ["model.pt", "trainer.pt"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_pickle_in_a_checkpoint_runs_nothing(name: str, whole: bool, kept: Path, corpus: Path, here: Path) -> None:
-    """Even where its manifest was made to fit; torch's own format with a strange class in it, too."""
+    """This holds even if the manifest was made to match, and in torch's own format with an unknown class."""
     for checkpoint in store.scan(kept / "checkpoints"):
         if whole:
             torch.save({"callbacks": Runs(here / "ran")}, checkpoint / name)

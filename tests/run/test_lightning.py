@@ -1,4 +1,4 @@
-"""Lightning's own Trainer arguments and callbacks: each does here what docs/lightning.md says."""
+"""Lightning's own Trainer arguments and callbacks: each does what docs/lightning.md says."""
 
 import dataclasses
 import inspect
@@ -19,7 +19,7 @@ from lmtrain.errors import UserError
 from support import REPO, TINY, Run, rows
 
 PAGE = (REPO / "docs" / "lightning.md").read_text()
-ELSEWHERE = ("accumulate_grad_batches", "check_val_every_n_epoch")  # config/aliases.py has the words
+ELSEWHERE = ("accumulate_grad_batches", "check_val_every_n_epoch")  # explained in config/aliases.py
 QUIET = ["export.enabled=false", "callbacks.samples.every_n_validations=0", "run.dir=run", "run.resume=auto"]
 
 
@@ -29,7 +29,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table(heading: str) -> dict[str, str]:
-    """The rows of the table under a heading, first cell to the rest."""
+    """Returns the rows of the table under a heading, as a dict from the first cell to the rest."""
     part = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
     return dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", part, flags=re.MULTILINE))
 
@@ -62,7 +62,7 @@ def test_profiler(profiler: str, corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_torchs_profiler(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
-    """In a process of its own: it is one for all of a process."""
+    """It runs in a process of its own, as torch's profiler is global to a process."""
     settings = [*TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", *QUIET, "trainer.profiler=pytorch"]
     done = lmtrain("train", *settings)
     assert done.returncode == 0, done.stderr
@@ -88,7 +88,7 @@ def test_overfit_batches_learns_few_rows(corpus: Path, tmp_path: Path) -> None:
         assert ended.code == 0, ended.err
         found = [row for row in rows(tmp_path / name / "metrics.jsonl") if "train/loss" in row]
         losses[name] = [row["train/loss"] for row in found]
-    assert all(a > b for a, b in zip(losses["few"], losses["few"][1:], strict=False))  # the same rows each step
+    assert all(a > b for a, b in zip(losses["few"], losses["few"][1:], strict=False))  # the same rows in each step
     assert losses["few"][-1] < losses["all"][-1]
 
 
@@ -109,7 +109,7 @@ def with_callback(name: str, **options: object) -> str:
 
 
 def records(name: str) -> dict[int, dict[str, float]]:
-    """Of the training steps, by step."""
+    """Returns the records of training steps, by step."""
     return {row["step"]: row for row in rows(Path(name) / "metrics.jsonl") if "val/loss" not in row}
 
 
@@ -200,4 +200,4 @@ def test_early_stopping_on_what_is_logged(corpus: Path) -> None:
     ended = train_tiny(corpus, *QUIET, *SIX, "trainer.val_check_interval=1", f"callbacks.extra=[{logs},{stops}]",
                        "run.allow_target=[users_callbacks]")  # fmt: skip
     assert ended.code == 0, ended.err
-    assert json.loads(Path("run/summary.json").read_text())["step"] == 2  # val/mine falls from the first on
+    assert json.loads(Path("run/summary.json").read_text())["step"] == 2  # val/mine falls from the first validation on

@@ -1,4 +1,4 @@
-"""What a user's callback or module logs reaches every logger at its step, once, and over a resume as well."""
+"""Values logged by a user's callback or module reach every logger once, at their step, also across a resume."""
 
 import csv
 import json
@@ -52,11 +52,11 @@ def test_everything_logged_stands_in_its_steps_record(
         }
         assert mine.items() <= train[step].items()
         assert "train/loss" in train[step]
-        assert "mine/once" not in train[step]  # it is no longer so
+        assert "mine/once" not in train[step]  # logged in step 3 only
     assert train[3] == {"step": 3, "mine/direct": 30.0}  # Lightning's log keeps to log_every_n_steps
     assert {step: row["val/mine"] for step, row in validations.items()} == {3: 97.0, 6: 94.0}
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["best_metric"] == {"val/mine": 94.0}
-    # Keys and order of lmtrain's own numbers are those of a run without callbacks.
+    # The keys and order of lmtrain's own numbers are those of a run without callbacks.
     own = [row for row in found if "tokens_seen" in row]
     before = logged(tmp_path / "plain" / "metrics.jsonl")
     assert [list(row)[: len(b)] for row, b in zip(own, before, strict=True)] == [list(b) for b in before]
@@ -78,7 +78,7 @@ def test_a_killed_run_goes_on_without_doubles(corpus: Path, tmp_path: Path, monk
     with pytest.raises(ZeroDivisionError):
         train_tiny(corpus, *SIX, *USER, *loggers, f"callbacks.extra=[{LOGS},{{_target_: inprocess.Breaks, at: 5}}]")
     assert rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 4
-    # As a kill leaves it: records, and TensorBoard's events, past the checkpoint that is there.
+    # As after a kill: records and TensorBoard events exist beyond the last checkpoint.
     done = train_tiny(corpus, *SIX, *USER, *loggers, f"callbacks.extra=[{LOGS}]", "trainer.save_every_n_steps=4")
     assert done.code == 0, done.err
     a, b = (logged(tmp_path / name / "metrics.jsonl") for name in ("whole", "run"))

@@ -1,4 +1,4 @@
-"""The plan's longest row: what is at hand for activations, divided by what a token takes."""
+"""The plan's longest row: the memory available for activations, divided by the memory per token."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def llama() -> Any:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_longer_row_would_not_fit(size: int, llama: Any) -> None:
-    """Of a device's memory that no token needs, each token of its slice takes what one more takes."""
+    """The memory left by everything else is divided by the cost of one more token in a device's slice of the row."""
     config, room = config_of(size), 80 * GIB
     held = []
     for config.data.seq_len in (1024 * size, 2048 * size):
@@ -46,8 +46,8 @@ def test_a_longer_row_would_not_fit(size: int, llama: Any) -> None:
     found = plan_costs.longest_row(llama, config, room)
     assert found % (256 * size) == 0
     assert expected - 256 * size <= found <= expected
-    assert config.data.seq_len == 2048 * size  # as it was
-    assert plan_costs.longest_row(llama, config, GIB // 8) == 0  # not even the parameters
+    assert config.data.seq_len == 2048 * size  # restored
+    assert plan_costs.longest_row(llama, config, GIB // 8) == 0  # not even the parameters fit
 
 
 def test_it_is_said_where_devices_share_rows_and_their_memory_is_known(llama: Any, monkeypatch: Any) -> None:

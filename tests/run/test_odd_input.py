@@ -1,4 +1,4 @@
-"""Odd values, environments and files: one message that says what to change, or it works; no traceback, no silence."""
+"""Odd values, environments and files work or give one message that says what to change, with no traceback."""
 
 import json
 import os
@@ -184,7 +184,7 @@ def test_a_system_prompt_stands_before_unpaired_answers(tmp_path: Path) -> None:
     kto = ["objective=kto", "data=unpaired_jsonl", "data.chat_template=zephyr"]
     shown = run("inspect", *chat_run(unpaired(None), tmp_path, *kto, "data.system_prompt=Be brief."))
     assert shown.code == 0, shown.err
-    assert "Be brief." in shown.out.replace("╎", "")  # which stands between tokens
+    assert "Be brief." in shown.out.replace("╎", "")  # "╎" separates tokens
 
 
 def test_a_system_prompt_without_a_place_is_said(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a run writes lies in its folder: links that lead out are not followed, other places are said."""
+"""A run writes within its folder: links that lead out aren't followed, and other places are reported."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from lmtrain.sweeps.processes import locked
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    """A run's folder that somebody sent; beside it `outside` with a file of the user's."""
+    """Creates a run's folder received from somebody else, and `outside` next to it with a file of the user's."""
     (tmp_path / "outside" / "step_00000001").mkdir(parents=True)
     (tmp_path / "outside" / "mine.txt").write_text("mine")
     run = tmp_path / "run"

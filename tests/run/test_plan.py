@@ -1,4 +1,4 @@
-"""The plan says what will be computed, also where it isn't what was asked for."""
+"""The plan states what will be computed, also where that differs from the request."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""The plan says how long a run will take where an earlier one of its kind tells."""
+"""The plan estimates how long a run will take if an earlier run of its kind shows the speed."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A run from Python has the command line's numbers, and so have its modules under a stock Trainer."""
+"""A run started from Python gives the command line's numbers, as do its modules under a stock Trainer."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def settings(corpus: Path, *more: str) -> list[str]:
 
 @pytest.fixture
 def typed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The records of the command line's run."""
+    """Returns the records of the command line's run."""
     monkeypatch.chdir(tmp_path)
     assert train_tiny(corpus, *STEPS, "run.dir=typed").code == 0
     return [without_times(row) for row in rows(tmp_path / "typed" / "metrics.jsonl")]
@@ -80,7 +80,7 @@ def test_under_a_stock_trainer(typed: list[dict[str, Any]], corpus: Path, tmp_pa
 
 
 def test_a_stock_trainers_metrics_test_and_predict(typed: list[dict[str, Any]], corpus: Path, tmp_path: Path) -> None:
-    """As people from Lightning write it: no logger, and fewer steps than log_every_n_steps."""
+    """It is used as Lightning users would: without a logger, for fewer steps than log_every_n_steps."""
     run = lmtrain.build(lmtrain.compose(settings(corpus, "run.dir=built")))
     trainer = pl.Trainer(max_steps=4, accelerator="cpu", logger=False, enable_progress_bar=False,
                          enable_checkpointing=False, val_check_interval=2)  # fmt: skip

@@ -1,4 +1,4 @@
-"""A run's folder: continued by name, left alone when finished, typed without quotes, enough to run again."""
+"""A run's folder: resumed by name, left alone when finished, typed without quotes, enough to repeat the run."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stable(run_dir: Path) -> list[dict]:
-    """metrics.jsonl without what depends on the machine's speed."""
+    """Returns the rows of metrics.jsonl without fields that depend on the machine's speed."""
     return [without_times(row) for row in rows(run_dir / "metrics.jsonl")]
 
 
@@ -71,7 +71,7 @@ def test_a_finished_run_that_is_asked_for_no_more_steps_is_left_as_it_is(length:
 
 
 def test_a_named_run_continues(corpus: Path, here: Path) -> None:
-    """The same command with more steps; what is there already stays, and each step stands once."""
+    """With more steps, the same command keeps what exists, and each step is recorded once."""
     assert train_tiny(corpus, "run.name=first", "schedule=constant").code == 0
     run_dir = here / "outputs" / "first"
     earlier = stable(run_dir)
@@ -87,7 +87,7 @@ def test_a_named_run_continues(corpus: Path, here: Path) -> None:
 
 
 def test_rows_after_the_checkpoint_are_cut_and_written_again(corpus: Path, here: Path) -> None:
-    """A run that died after step 3 had logged more than its checkpoint of step 2 knows; one line is even torn."""
+    """A run that died after step 3 had logged more than its checkpoint of step 2 knows; one line is even incomplete."""
     settings = ["run.name=first", "trainer.max_steps=4", "trainer.save_every_n_steps=2", "checkpoint.keep_best=0"]
     assert train_tiny(corpus, *settings).code == 0
     run_dir = here / "outputs" / "first"
@@ -128,7 +128,7 @@ def test_unnamed_runs_get_folders_of_their_own(corpus: Path, here: Path) -> None
 
 
 def test_runs_that_begin_in_the_same_second_share_no_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have looked before either makes its folder."""
+    """Both have looked for a free name before either creates its folder."""
     config = rules.check(rules.compose([]))
     taken, free = here / "2030-01-01_00-00-00", here / "2030-01-01_00-00-00_1"
     taken.mkdir()
@@ -149,7 +149,7 @@ def test_where_a_run_lives(here: Path) -> None:
 
 
 def test_no_name_needs_quotes_on_the_command_line(corpus: Path, here: Path) -> None:
-    """Each path that a run makes can be typed as the value of an override, and means itself."""
+    """Each path that a run creates can be typed as the value of an override, and stands for itself."""
     assert train_tiny(corpus, "logger=tensorboard").code == 0
     parser = OverridesParser.create()
     paths = [p.relative_to(here) for p in (here / "outputs").rglob("*")]
@@ -161,7 +161,7 @@ def test_no_name_needs_quotes_on_the_command_line(corpus: Path, here: Path) -> N
 
 
 def test_resuming_from_a_path_in_another_run(corpus: Path, here: Path) -> None:
-    """A second run that goes on from the first one's checkpoint, which stays as it is."""
+    """A second run continues from the first one's checkpoint, which stays unchanged."""
     assert train_tiny(corpus, "run.name=first").code == 0
     before = snapshot(here / "outputs" / "first")
     last = "outputs/first/checkpoints/last"
@@ -172,7 +172,7 @@ def test_resuming_from_a_path_in_another_run(corpus: Path, here: Path) -> None:
 
 
 def test_a_runs_config_is_enough_to_run_it_again(corpus: Path, here: Path) -> None:
-    """With the same numbers, from the run's folder alone; single keys can be changed."""
+    """The numbers are the same, from the run's folder alone; single keys can be changed."""
     assert train_tiny(corpus, "run.name=first", "schedule=linear", "model.dropout=0.1", "seed=7").code == 0
     again = run("train", "--config-dir", "outputs/first", "run.dir=outputs/again")
     assert again.code == 0, again.err
@@ -191,7 +191,7 @@ def test_a_runs_config_is_enough_to_run_it_again(corpus: Path, here: Path) -> No
 
 
 def test_its_config_says_what_ran(corpus: Path, here: Path) -> None:
-    """Nothing is left to be decided: no auto for hardware, no interpolation, and it loads as the same config."""
+    """Every decision is written out: no auto for hardware, no interpolation, and it loads as the same config."""
     assert train_tiny(corpus, "run.name=first", "trainer.precision=auto").code == 0
     text = (here / "outputs" / "first" / "config.yaml").read_text()
     assert "${" not in text
@@ -202,7 +202,7 @@ def test_its_config_says_what_ran(corpus: Path, here: Path) -> None:
 
 
 def test_only_a_new_and_unused_folder_is_discarded(here: Path) -> None:
-    """What training has begun in stays, whatever happens; of a path only the new part goes."""
+    """A folder in which training has begun stays; of a path, only the new part is removed."""
     used = RunDir(here / "used")
     used.path.mkdir()
     used.metrics.write_text('{"step": 1}\n')
@@ -220,7 +220,7 @@ def test_only_a_new_and_unused_folder_is_discarded(here: Path) -> None:
 
 
 def test_the_same_numbers_with_the_folder_elsewhere(corpus: Path, here: Path) -> None:
-    """Neither the folder's name nor how often something is logged reaches the numbers."""
+    """Neither the folder's name nor the logging frequency changes the numbers."""
     assert train_tiny(corpus, "run.name=first", "trainer.max_steps=4").code == 0
     argv = [o for o in TINY if "log_every" not in o]
     ended = run("train", *argv, "data=text", f"data.path={corpus}", "run.dir=b", "trainer.max_steps=4",

@@ -1,4 +1,4 @@
-"""What is seen while a run trains and when it has ended: the bar at four widths, lines in a pipe, what is kept."""
+"""Output during and after training: the progress bar at four widths, lines in a pipe, and what is kept."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from lmtrain.run.summary import git_state
 from support import TINY
 
 ROW = {"step": 250, "train/loss": 2.34567, "lr": 6e-4, "tokens_per_s": 12345.6, "grad_norm": 1.0}
-SCREENS = {  # after 100 s at 2.5 steps a second, without the bar's own signs
+SCREENS = {  # after 100 s at 2.5 steps a second, without the bar's own characters
     60: "train 250/1000  25% loss 2.3457 left 0:05:00",
     80: "train 250/1000  25% loss 2.3457  val 2.5000 left 0:05:00",
     120: "train 250/1000  25% loss 2.3457  val 2.5000  lr 6.00e-04  tok/s 12,346  after 0:01:40 left 0:05:00",
@@ -29,7 +29,7 @@ SCREENS = {  # after 100 s at 2.5 steps a second, without the bar's own signs
 
 
 def screen(width: int, *, validated: bool) -> str:
-    """The bar's line as rich draws it, a quarter of the way, with a clock of our own."""
+    """Returns the bar's line as rich draws it, a quarter of the way through, with a simulated clock."""
     now = [0.0]
     console = Console(width=width, file=io.StringIO(), color_system=None, force_terminal=True)
     bar = RichBar(console, 1000, clock=lambda: now[0])
@@ -64,7 +64,7 @@ def test_lines_in_a_pipe_carry_elapsed_and_left() -> None:
     out = io.StringIO()
     lines = PlainLines(Console(width=200, file=out), 1000, every_seconds=0)
     lines.on_train_start(SimpleNamespace(global_step=0), None)  # type: ignore[arg-type]
-    lines.listen(ROW | {"step": 50})  # before it, code is compiled
+    lines.listen(ROW | {"step": 50})  # code is compiled before it
     assert out.getvalue().endswith(" elapsed\n")
     lines._began -= 100
     lines.listen(ROW)

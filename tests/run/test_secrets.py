@@ -1,4 +1,4 @@
-"""A secret of the environment is in no byte that lmtrain writes or prints, however it came into the config."""
+"""A secret from the environment is in no byte that lmtrain writes or prints, in whatever way the config got it."""
 
 import threading
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def server(corpus: Path) -> Iterator[str]:
-    """The address of a server of the corpus, which takes any `?key=`."""
+    """Yields the URL of a corpus file on a local server, which accepts any `?key=`."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(corpus))) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{http.server_port}/{next(corpus.glob('*.txt')).name}"
@@ -33,7 +33,7 @@ def server(corpus: Path) -> Iterator[str]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is the working folder and holds the cache; the canary is in the environment."""
+    """Makes a folder the working folder and the place of the cache, and puts the canary into the environment."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LMTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("BOOK_ACCESS", CANARY)
@@ -41,7 +41,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def holders(folder: Path) -> list[str]:
-    """Files below a folder that hold the canary, or are named by it."""
+    """Returns the files below a folder whose contents or names contain the canary."""
     found = [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
     return [str(p.relative_to(folder)) for p in found if CANARY in p.name or CANARY.encode() in p.read_bytes()]
 
@@ -76,7 +76,7 @@ def test_what_a_config_reads_of_the_environment_is_used_and_not_written(server: 
     ]
     assert [one.code for one in after] == [0] * len(after), [one.err for one in after]
     no_leak(place, trained, again, *shown, *after)
-    page = (folder / "report.html").read_text().replace("<wbr>", "")  # where a long name may be broken
+    page = (folder / "report.html").read_text().replace("<wbr>", "")  # marks where a long name may be broken
     assert "oc.env:BOOK_ACCESS" in page
     assert "oc.env:BOOK_ACCESS" in (folder / "csv" / "hparams.yaml").read_text()
 
@@ -94,7 +94,7 @@ def test_a_secret_typed_in_full_is_written_as_a_reference(
     plan = " ".join((place / "one" / "plan.txt").read_text().split())
     assert "data.path holds the value of the environment variable BOOK_TOKEN" in plan
     assert rules.read(place / "one" / "config.yaml")["data"]["path"] == f"{server}?key=${{oc.env:BOOK_TOKEN}}"
-    # Enough to run it again, where the user vouches for the file.
+    # It can be run again if the user vouches for the file.
     again = run("train", "--config-dir", "one", "--trust", "one/config.yaml", "run.dir=two")
     assert again.code == 0, again.err
     no_leak(place, trained, again)

@@ -1,4 +1,4 @@
-"""TensorBoard, CSV and W&B get the run's numbers, and a resumed run goes on in the same place."""
+"""TensorBoard, CSV and W&B get the run's numbers, and a resumed run continues in the same place."""
 
 import json
 import struct
@@ -48,16 +48,16 @@ def test_tensorboard_and_csv_over_a_resume(corpus: Path, tmp_path: Path, monkeyp
     last = [r["val/loss"] for r in rows(tmp_path / "run" / "metrics.jsonl") if "val/loss" in r][-1]
     assert [(e.step, e.value) for e in events.Scalars("final/val/loss")] == [(6, pytest.approx(last, rel=1e-6))]
     hparams = yaml.safe_load((tmp_path / "run" / "tensorboard" / "hparams.yaml").read_text())
-    assert hparams["trainer"]["max_steps"] == 4  # of the first start
+    assert hparams["trainer"]["max_steps"] == 4  # from the first start
     shown = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert b"trainer/max_steps" in shown
 
 
 def log_records(content: bytes) -> Iterator[bytes]:
-    """The records of a *.wandb file, up to where it is cut off.
+    """Yields the records of a *.wandb file, up to where it is cut off.
 
-    It is a log in LevelDB's format (its log_format.md: blocks of 32 KiB; a record lies in one part, or in a first,
-    middle and last one) behind 7 bytes of W&B's own.
+    It is a log in LevelDB's format (its log_format.md: blocks of 32 KiB; a record is stored in one part, or in a first,
+    middle and last one) after 7 bytes of W&B's own.
     """
     at, parts = 7, b""
     while at + 7 <= len(content):
@@ -65,19 +65,19 @@ def log_records(content: bytes) -> Iterator[bytes]:
         if left < 7:
             at += left
             continue
-        length, kind = struct.unpack("<HB", content[at + 4 : at + 7])  # behind a checksum of 4 bytes
+        length, kind = struct.unpack("<HB", content[at + 4 : at + 7])  # after a checksum of 4 bytes
         part = content[at + 7 : at + 7 + length]
         if kind == 0 or len(part) < length:
             return
         parts += part
         at += 7 + length
-        if kind in (1, 4):  # whole, last
+        if kind in (1, 4):  # a whole record, the last part
             yield parts
             parts = b""
 
 
 def sent(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Config and history of an offline W&B run."""
+    """Returns config and history of an offline W&B run."""
     config: dict[str, Any] = {}
     history: list[dict[str, Any]] = []
     for data in log_records(next(folder.glob("*.wandb")).read_bytes()):
@@ -142,7 +142,7 @@ def test_wandb_without_login_or_network_is_kept_here(
 def test_wandb_keeps_its_id(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
     loggers = ["logger=wandb", "logger.wandb.mode=offline"]
     ids = []
-    gone = {"WANDB_SERVICE": "3-1-unix-/nowhere"}  # the service of a process that started this one, and has ended
+    gone = {"WANDB_SERVICE": "3-1-unix-/nowhere"}  # the service of the parent process, which has ended
     for steps in (2, 4):
         done = lmtrain("train", *settings(corpus, steps), *loggers, env=gone, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr

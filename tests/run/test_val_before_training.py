@@ -1,4 +1,4 @@
-"""trainer.val_before_training: the untrained model's score stands at step 0, and nothing after it changes."""
+"""trainer.val_before_training: the untrained model's score is recorded at step 0, and nothing after it changes."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tiny_pretrained import SHORT, save_pretrained
 LONG = ["data.chat_template=zephyr", "model.max_position_embeddings=1024", "data.seq_len=512", "data.val_fraction=0.2"]
 EVERY = ["trainer.max_steps=4", "trainer.val_check_interval=2", "model.dropout=0.1", "export.enabled=false",
          "callbacks.samples.every_n_validations=2", "trainer.save_every_n_steps=2",
-         # As if the loss should rise: were the first one counted, nothing after it would be better.
+         # As if a rising loss were better: if the first one counted, no later one would be better.
          "callbacks.early_stopping.enabled=true", "callbacks.early_stopping.patience=1",
          "callbacks.early_stopping.mode=max"]  # fmt: skip
 KINDS = {
@@ -41,7 +41,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_as_without_it(kind: str, corpus: Path, tmp_path: Path) -> None:
-    """Metrics, samples, weights, optimizer and early stopping's count, bit for bit."""
+    """Metrics, samples, weights, optimizer and early stopping's count are equal bit for bit."""
     given = settings(kind, corpus, tmp_path)
     for name, extra in (("with", [ON]), ("without", [])):
         done = run("train", *given, *extra, f"run.dir={tmp_path / name}")
@@ -64,7 +64,7 @@ def test_training_goes_as_without_it(kind: str, corpus: Path, tmp_path: Path) ->
 
 
 def test_the_base_models_loss(corpus: Path, tmp_path: Path) -> None:
-    """As plain transformers has it, over the text that is held out."""
+    """The score equals that of plain transformers on the held-out text."""
     base = save_pretrained(tmp_path / "base")
     text = "".join(f"held out number {i}. " for i in range(40))
     (tmp_path / "val.txt").write_text(text)
@@ -73,7 +73,7 @@ def test_the_base_models_loss(corpus: Path, tmp_path: Path) -> None:
                "export.enabled=false", "trainer.max_steps=1")  # fmt: skip
     assert done.code == 0, done.err
     ids = torch.tensor([*text.encode(), 256])
-    rows_ = ids[: 32 * ((len(ids) - 1) // 32) + 1].unfold(0, 33, 32)  # [rows, 33], neighbours share a token
+    rows_ = ids[: 32 * ((len(ids) - 1) // 32) + 1].unfold(0, 33, 32)  # [rows, 33]; neighbors share a token
     with torch.no_grad():
         found = AutoModelForCausalLM.from_pretrained(base).eval()(rows_[:, :-1].contiguous()).logits
     expected = F.cross_entropy(found.flatten(0, 1), rows_[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""`lmtrain.verify` says yes to exact resume, and would say no."""
+"""`lmtrain.verify` confirms exact resume, and detects when it fails."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Callbacks as users bring them."""
+"""Callbacks as users would write them."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 
 class LogsAll(pl.Callback):
-    """Logs in every way there is, each value a function of the step and the rank."""
+    """Logs in every possible way; each value is a function of the step and the rank."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for logger in trainer.loggers:
@@ -33,7 +33,7 @@ class LogsAll(pl.Callback):
 
 
 class LogsOnce(pl.Callback):
-    """Logs `what` in the hook `at`."""
+    """Logs `what` in the hook named `at`."""
 
     def __init__(self, at: str, what: Any, directly: bool = False) -> None:
         def hook(trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -47,7 +47,7 @@ class LogsOnce(pl.Callback):
 
 
 class TakesAway(pl.Callback):
-    """Puts a file in the place of a folder after the second step."""
+    """Replaces a folder by a file after the second step."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -59,7 +59,7 @@ class TakesAway(pl.Callback):
 
 
 class Accumulates(pl.Callback):
-    """What would work where a batch is a micro-batch."""
+    """Sets Lightning's gradient accumulation, which would work only if a batch were a micro-batch."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.accumulate_grad_batches = 2

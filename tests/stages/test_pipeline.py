@@ -1,4 +1,4 @@
-"""Pipelines: what is refused before the first stage begins, and what runs, is skipped and runs again."""
+"""Pipelines: what is refused before the first stage begins, and which stages run, are skipped or run again."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ Tree = dict[str, dict]
 
 @pytest.fixture(autouse=True, scope="module")
 def _composed_once() -> Iterator[None]:
-    """The same words make the same tree: what a test leaves as it is need not be composed again."""
+    """Caches composed configs by their overrides, so that those that tests share are composed only once."""
     with pytest.MonkeyPatch.context() as patch:
         composes = compose.compose
         remembered = functools.cache(lambda words, folder: composes(list(words), folder))
@@ -42,7 +42,7 @@ def tree(corpus: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def refused(tree: Tree, *argv: str) -> str:
-    """The one message; no stage was started."""
+    """Returns the single message of a pipeline that is refused before any stage is started."""
     ended = run("pipeline", f"pipeline={write(tree, Path.cwd())}", *argv)
     assert ended.code == 2, ended.out
     assert ended.err.startswith("error: ")
@@ -156,7 +156,7 @@ def test_a_pipeline_takes_one_value_of_a_key(tree: Tree) -> None:
 
 
 def test_what_a_stage_is_known_by(tree: Tree, tmp_path: Path) -> None:
-    """Its settings and its inputs, not what is only shown, nor where the pipeline lies."""
+    """It is known by its settings and inputs, not by display settings or the pipeline's folder."""
     exports = {"pretrain": "a", "sft": "b"}
     before = planned(tree)
     again = planned(tree, f"run.dir={tmp_path}/elsewhere", "trainer.num_threads=1", "callbacks.samples.top_k=3")
@@ -169,7 +169,7 @@ def test_what_a_stage_is_known_by(tree: Tree, tmp_path: Path) -> None:
 
 
 class Verbs:
-    """In place of processes: stages run in this process, which is quick."""
+    """Replaces the processes of stages: they run in this process, which is faster."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -191,7 +191,7 @@ class Verbs:
 
 def test_skips_continues_and_runs_again(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     verbs = Verbs()
-    del tree["stages"]["dpo"]  # test_pipeline_kills.py has all three
+    del tree["stages"]["dpo"]  # test_pipeline_kills.py covers all three stages
     monkeypatch.setattr("lmtrain.stages.run.Work", lambda: verbs)
 
     def start(*argv: str) -> tuple[Ended, list[str]]:
@@ -206,7 +206,7 @@ def test_skips_continues_and_runs_again(tree: Tree, monkeypatch: pytest.MonkeyPa
     assert scores["answers/loss"]["sft"] < scores["answers/loss"]["pretrain"]
     page = Path("outputs/tiny/report.html").read_text()
     rows = read_rows(Path("outputs/tiny/evaluations/answers-sft.rows.jsonl"))
-    # Of a ratio of sums, by the delta method (Cochran 1977, 6.4); the bootstrap of ten rows is near it.
+    # Standard error of a ratio of sums, by the delta method (Cochran 1977, 6.4); the bootstrap of ten rows is near it.
     losses, tokens = (np.array([row[key] for row in rows]) for key in ("nll", "tokens"))
     spread = np.sqrt(np.sum((losses - scores["answers/loss"]["sft"] * tokens) ** 2)) / tokens.sum()
     assert errors["answers/loss"]["sft"] == pytest.approx(spread, rel=0.5)

@@ -1,4 +1,4 @@
-"""A pipeline that is killed again and again ends with the bytes of one that never was."""
+"""A pipeline that is killed repeatedly ends with the same bytes as one that never was."""
 
 import hashlib
 import os
@@ -42,7 +42,7 @@ def start(file: Path, folder: Path) -> subprocess.Popen[str]:
 
 
 def when(happened: Callable[[], bool], process: subprocess.Popen[str], by: signal.Signals) -> None:
-    """Sends the pipeline a signal as soon as something has happened; nothing where it ends before."""
+    """Sends the pipeline a signal as soon as something has happened, or nothing if it ends before."""
     while process.poll() is None:
         if happened():
             process.send_signal(by)
@@ -66,7 +66,7 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(corpus: Path, tmp_path: Pat
         tree["stages"][stage]["overrides"] += [killed_at(place, step, markers[stage])]
     file, killed, whole = write(tree, tmp_path), tmp_path / "killed", tmp_path / "whole"
 
-    # One death of a stage's process each, of the pipeline's own, and a request to stop: then until all is done.
+    # Each stage's process dies once, the pipeline's twice, and it gets one request to stop; then it runs to the end.
     events: list[tuple[Callable[[], bool], signal.Signals]] = [
         (lambda: False, signal.SIGKILL),  # pretrain dies
         (lambda: (killed / "pretrain" / "summary.json").exists(), signal.SIGKILL),

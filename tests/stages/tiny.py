@@ -1,4 +1,4 @@
-"""A pipeline of three tiny stages with data of its own, written as a user would write one."""
+"""A pipeline of three tiny stages with its own data, as a user would write it."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ ANSWERS = ["evaluate.answers=2", "evaluate.max_new_tokens=4"]
 
 
 def write_rows(folder: Path) -> dict[str, Path]:
-    """Ten questions, and as many pairs of answers to them."""
+    """Writes ten questions with answers, and as many pairs of answers to them."""
     asked = [(f"What is {n} plus {n}?", f"It is {n + n}.", f"It is {n}.") for n in range(1, 11)]
     chats = [{"prompt": question, "response": right} for question, right, _ in asked]
     pairs = [{"prompt": question, "chosen": right, "rejected": wrong} for question, right, wrong in asked]
@@ -30,7 +30,7 @@ def write_rows(folder: Path) -> dict[str, Path]:
 
 
 def tiny(corpus: Path, folder: Path) -> dict[str, dict]:
-    """The stages and evaluations; change them, then `write`."""
+    """Returns the tree of stages and evaluations, to be changed and then written with `write`."""
     rows = write_rows(folder)
     chats = ["data=chat_jsonl", f"data.path={rows['chats']}"]
     pairs = ["data=preference_jsonl", f"data.path={rows['pairs']}"]

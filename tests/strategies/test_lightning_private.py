@@ -1,7 +1,7 @@
-"""Each private part of Lightning that lmtrain touches does what strategies/lightning_private.py says of it.
+"""Each private part of Lightning that lmtrain uses behaves as strategies/lightning_private.py says.
 
-They were read in the sources of all versions in READ_IN. A new version: run this file, look at the source of what
-fails, and raise the bound.
+The sources of all versions in READ_IN were read. For a new version, run this file, read the source of what fails, and
+raise the bound.
 """
 
 import ast
@@ -31,7 +31,7 @@ STEPS = 4
 
 
 class Plain(pl.LightningModule):
-    """Logs two numbers a step, one of them over the epoch."""
+    """Logs two numbers per step, one of them averaged over the epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Plain(pl.LightningModule):
 
 
 class AtStep(pl.Callback):
-    """Keeps what `look` gives at the end of each step."""
+    """Collects what `look` returns at the end of each step."""
 
     def __init__(self, look: Any) -> None:
         self.look, self.seen = look, []  # type: ignore[var-annotated]
@@ -67,7 +67,7 @@ def trainer_of(tmp_path: Path, *callbacks: pl.Callback, **options: Any) -> pl.Tr
 
 
 def fit(tmp_path: Path, look: Any, **options: Any) -> list[Any]:
-    """What `look` gives at the end of each of four steps."""
+    """Returns what `look` gives at the end of each of four steps."""
     callback = AtStep(look)
     rows: Any = DataLoader(torch.ones(STEPS, 2))  # type: ignore[arg-type]
     trainer_of(tmp_path, callback, **options).fit(Plain(), rows, rows)
@@ -96,7 +96,7 @@ def test_leave_signals_alone(tmp_path: Path) -> None:
 
 
 def test_broadcast_no_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's own would broadcast at each step of several ranks."""
+    """Lightning's own method would broadcast at each step on several ranks."""
     asked: list[str] = []
     monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: asked.append("broadcast"))
     monkeypatch.setattr(torch.distributed, "is_available", lambda: True)
@@ -131,7 +131,7 @@ def test_hide_logged(tmp_path: Path) -> None:
 
 
 def test_between_batches(tmp_path: Path) -> None:
-    """What was logged before a validation that a callback runs is what is there after it."""
+    """Values logged before a validation that a callback runs are still there after it."""
 
     def look(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], bool]:
         before = dict(lightning_private.logged_at_step(trainer))
@@ -171,7 +171,7 @@ def test_half_dtype(name: Any, dtype: torch.dtype) -> None:
 
 
 def test_wandb_options(tmp_path: Path) -> None:
-    wandb.finish()  # a run that another test left open would be taken
+    wandb.finish()  # a run that another test left open would be reused
     logger = pl.loggers.WandbLogger(save_dir=tmp_path, mode="online")
     lightning_private.wandb_options(logger)["mode"] = "disabled"
     assert logger.experiment.disabled, "read when the run is opened"
@@ -191,7 +191,7 @@ def source(name: str) -> str:
 
 
 def private_names(folder: Path) -> set[str]:
-    """Private methods and attributes of the classes below `folder`."""
+    """Returns the private methods and attributes of the classes below `folder`."""
     text = "".join(path.read_text() for path in folder.rglob("*.py"))
     return set(re.findall(r"(?:def |self\.)(_[a-z]\w*)\b(?=\(| = |: )", text))
 
@@ -203,7 +203,7 @@ def touched(path: Path, names: set[str]) -> Iterator[str]:
 
 
 def test_nothing_else_touches_them() -> None:
-    """Names that lmtrain gives to attributes of its own are left out."""
+    """Names that lmtrain also gives to its own attributes are not checked."""
     here = THE_FILE.parents[1]
     of_lightning = private_names(Path(pl.__file__).parents[1])
     of_lmtrain = private_names(here)

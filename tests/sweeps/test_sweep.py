@@ -1,4 +1,4 @@
-"""Sweeps as users start them: processes that fail, are killed, are interrupted and started again; what is searched."""
+"""Sweeps as users start them: processes that fail, are killed, interrupted and restarted, and what is searched."""
 
 import json
 import math
@@ -28,7 +28,7 @@ STATES = "callbacks.extra=choice([],[{_target_: sweep_trial.Raises}],[{_target_:
 
 
 def sweep(here: Path, corpus: Path, *words: str, **extra: str) -> "subprocess.Popen[str]":
-    """A sweep in a folder, its output in files there."""
+    """Starts a sweep in a folder, with its output in files there."""
     out, err = (open(here / name, "w") for name in ("stdout", "stderr"))  # noqa: SIM115
     command = [sys.executable, "-m", "lmtrain.train", "-m", *TINY, *FOUR_STEPS, f"data.path={corpus}", *words]
     environ = {**os.environ, "PYTHONPATH": str(REPO / "tests" / "helpers"), **extra}
@@ -36,7 +36,7 @@ def sweep(here: Path, corpus: Path, *words: str, **extra: str) -> "subprocess.Po
 
 
 def sweep_here(here: Path, patch: pytest.MonkeyPatch, corpus: Path, *words: str) -> Ended:
-    """The same sweep from this process; its trials are processes of their own."""
+    """Runs the same sweep from this process; its trials are separate processes."""
     patch.chdir(here)
     patch.setenv("PYTHONPATH", str(REPO / "tests" / "helpers"))
     return run("train", "-m", *TINY, *FOUR_STEPS, f"data.path={corpus}", *words)
@@ -148,7 +148,7 @@ RANKS = {
 
 @pytest.mark.parametrize("by", RANKS)
 def test_ranks_start_no_sweep(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would run all of it; one of them says so."""
+    """Each rank would run the whole sweep; only one of them prints the message."""
     monkeypatch.chdir(tmp_path)
     environ, said = RANKS[by]
     for name, value in environ.items():
@@ -195,7 +195,7 @@ SPACE = ["optimizer.lr=tag(log,interval(1e-4,1e-2))", "model.num_hidden_layers=i
 
 
 def searched(plan: SweepPlan, trials: list[Trial], until: int) -> list[Trial]:
-    """Goes on with a search whose score is known: best at a rate of 1e-3; every fifth trial fails."""
+    """Continues a search with a known score: it is best at a rate of 1e-3, and every fifth trial fails."""
     space = search.distributions(plan.swept)
     while len(trials) < until:
         chosen = search.propose(space, plan.config.sweep, "min", trials)
@@ -217,8 +217,8 @@ def test_a_search_learns_and_goes_on_where_it_was() -> None:
     assert len(layers) > 3
     off = [abs(math.log10(float(t.overrides[0].partition("=")[2]) / 1e-3)) for t in whole]
     print(f"distance to the best rate, in decades: first 8 {sum(off[:8]) / 8:.2f}, last 16 {sum(off[-16:]) / 16:.2f}")
-    assert sum(off[-16:]) / 16 < 0.35  # 0.5 where rates are drawn at random
-    # A space that was narrowed since leaves out what lies outside.
+    assert sum(off[-16:]) / 16 < 0.35  # 0.5 if rates are drawn at random
+    # A space that was narrowed in the meantime excludes what is outside it.
     narrow = made("sweep=optuna", SPACE[0].replace("1e-4", "9e-4"), *SPACE[1:])
     assert 9e-4 <= float(searched(narrow, whole[:10], 11)[-1].overrides[0].partition("=")[2]) <= 1e-2
 
@@ -236,7 +236,7 @@ def test_a_score_that_is_not_finite_fails_the_trial(best: float, status: str, tm
 
 
 def test_a_trial_without_a_result_is_judged_by_its_folder(tmp_path: Path) -> None:
-    """Where a launcher's job died and gave no exit code."""
+    """This is the case if a launcher's job died without an exit code."""
     trial = Trial(0, [], [])
     trial_rows.judge(trial, tmp_path, None, stopped=False)
     assert (trial.status, trial.error) == ("failed", "the launcher gave no result for this trial")
@@ -277,7 +277,7 @@ def test_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_optuna_on_two_ranks_a_trial(corpus: Path, tmp_path: Path) -> None:
-    """Trials that are groups of processes: one folder each, nothing left running; more trials are added later."""
+    """Trials that are groups of processes have one folder each and leave nothing running; trials can be added later."""
     pytest.importorskip("optuna")
     words = ["sweep=optuna", "sweep.name=mine", "sweep.startup_trials=1", "trainer.devices=2",
              "data.global_batch_size=8", "optimizer.lr=tag(log,interval(1e-4,1e30))"]  # fmt: skip
@@ -288,7 +288,7 @@ def test_optuna_on_two_ranks_a_trial(corpus: Path, tmp_path: Path) -> None:
     assert table(folder)[:2] == first or any(t.status == "failed" for t in first)
     assert [t.number for t in table(folder)] == [0, 1, 2]
     assert all((folder / str(n) / "config.yaml").exists() for n in range(3))
-    deadline = time.monotonic() + 60  # a rank that was killed shows until it is scheduled once more
+    deadline = time.monotonic() + 60  # a rank that was killed is listed until it is scheduled once more
     while str(folder) in (listed := subprocess.check_output(["ps", "-eo", "args"], text=True)):
         assert time.monotonic() < deadline, listed
         time.sleep(0.2)
@@ -312,7 +312,7 @@ def test_trials_end_with_a_sweep_that_was_killed(corpus: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_hydras_launcher(corpus: Path, tmp_path: Path) -> None:
-    """submitit on this machine: the same path as to SLURM, but for the queue."""
+    """submitit on this machine takes the same path as to SLURM, except for the queue."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     (tmp_path / "repaired").touch()
     words = [STATES, "sweep.name=mine", "hydra/launcher=submitit_local"]
