@@ -33,7 +33,8 @@ STEP = {
     "step": Definition("steps", "the run", "optimizer steps taken, bad ones included", _COUNTED),
     "tokens_seen": Definition(
         "tokens", "the run", "tokens read: of windows of text those with a label, else all but padding; a prompt that "
-        "two answers share once, KTO's answers to other prompts not", {"plain count": f"{RECOMPUTED}::test_pairs"},
+        "two answers share counts once, KTO's answers paired with other prompts don't count",
+        {"plain count": f"{RECOMPUTED}::test_pairs"},
     ),
     "rows": Definition("checksum", "rows of the step", "CRC-32 of their (epoch, row) numbers, int64", _COUNTED),
     "bad_steps": Definition("steps", "the run", "updates left out: gradient not finite, or the loss a spike", _COUNTED),

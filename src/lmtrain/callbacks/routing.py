@@ -17,7 +17,7 @@ CHOICES = {"memory": "chapters", "router": "experts"}
 _SHARES = Definition(
     "list of thousandths",
     "choices of all tokens of the step, all layers",
-    "choices that fell on each / all; 64 numbers at most, where there are more choices neighbouring ones are together",
+    "choices of each / all choices; at most 64 numbers: with more, neighbouring choices are counted together",
     {"plain loop": f"{RECOMPUTED}::test_routers"},
 )
 USE = {f"router/{choices}": _SHARES for choices in CHOICES.values()}

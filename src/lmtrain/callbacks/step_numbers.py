@@ -69,10 +69,10 @@ class StepNumbers:
 
 MACHINE = {
     "host_memory_gib": Definition(
-        "GiB", "rank 0, now", "resident memory of the process (outside Linux the most there was)"
+        "GiB", "rank 0, now", "resident memory of the process (outside Linux its maximum so far)"
     ),
-    "gpu_utilization": Definition("share", "rank 0's GPU, now", "time in which a kernel ran, as NVML has it"),
-    "gpu_watts": Definition("W", "rank 0's GPU, now", "power drawn, as NVML has it"),
+    "gpu_utilization": Definition("share", "rank 0's GPU, now", "time in which a kernel ran, from NVML"),
+    "gpu_watts": Definition("W", "rank 0's GPU, now", "power drawn, from NVML"),
 }
 
 _PAGES = Path("/proc/self/statm")

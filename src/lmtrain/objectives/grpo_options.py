@@ -40,7 +40,9 @@ ROLLOUTS = {
         "sum of weight x reward, with overlong_penalty; val/: of one greedy completion a prompt",
         _LOOP,
     ),
-    "reward/<name>": Definition("reward", "completions it was given to", "one part of a sum, unweighted", _LOOP),
+    "reward/<name>": Definition(
+        "reward", "completions it was given to", "one term of a summed reward, unweighted", _LOOP
+    ),
     "reward_failures": Definition(
         "share",
         _COMPLETIONS,
@@ -62,7 +64,7 @@ ROLLOUTS = {
     "overlong_penalty": Definition(
         "reward", _COMPLETIONS, "max(-1, min(0, (max_new_tokens - buffer - tokens) / buffer))", _LOOP
     ),
-    "response_length": Definition("tokens", _COMPLETIONS, "tokens of a completion, its ending one included", _LOOP),
+    "response_length": Definition("tokens", _COMPLETIONS, "tokens of a completion, with its ending token", _LOOP),
     "cut_off": Definition("share", _COMPLETIONS, "objective.max_new_tokens came before an ending token", _LOOP),
     "entropy": Definition(
         "nats", _TOKENS, "of the distribution that a token was drawn from, at the sampling temperature", _LOOP

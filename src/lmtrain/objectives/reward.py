@@ -35,7 +35,7 @@ REWARDS = {
         "-log s(r(chosen) - r(rejected) - margin) + objective.center_rewards_coefficient x (r(chosen) + r(rejected))^2",
         _TRL,
     ),
-    "rewards/chosen": Definition("reward", "pairs", "r(chosen): what the head says at the answer's last token", _TRL),
+    "rewards/chosen": Definition("reward", "pairs", "r(chosen): the scalar head's output at the last token", _TRL),
     "rewards/rejected": Definition("reward", "pairs", "the same of the rejected answer", _TRL),
     "rewards/margin": Definition("reward", "pairs", "rewards/chosen - rewards/rejected", _TRL),
     "rewards/mean": Definition("reward", "answers", "the mean of both", _TRL),

@@ -38,8 +38,12 @@ _LOOP = {"plain loop": f"{RECOMPUTED}::test_the_summary"}
 SUMMARY = {
     "step": Definition("steps", "the run", "step of the last record", _LOOP),
     "tokens": Definition("tokens", "the run", "tokens_seen of the last record", _LOOP),
-    "train": Definition("as in metrics.jsonl", "the step logged last", "its train/..., and which step it was", _LOOP),
-    "validation": Definition("as in metrics.jsonl", "the last validation", "its val/..., and which step it was", _LOOP),
+    "train": Definition(
+        "as in metrics.jsonl", "the step logged last", "its train/... metrics, and the number of that step", _LOOP
+    ),
+    "validation": Definition(
+        "as in metrics.jsonl", "the last validation", "its val/... metrics, and the number of that step", _LOOP
+    ),
     "best_metric": Definition(
         "as in metrics.jsonl",
         "the checkpoints that stand",
