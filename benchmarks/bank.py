@@ -1,4 +1,4 @@
-"""What a memory adds to a training step of a SmolLM2-135M-shaped model with a frozen base, in CPU time of one thread.
+"""The CPU time that a memory adds to a training step of a frozen SmolLM2-135M-shaped model, on one thread.
 
 python benchmarks/bank.py       what is measured, and how, is in benchmarks/README.md
 """
@@ -28,7 +28,7 @@ def model_with(chapters: int, layers: tuple[int, ...], depth: int) -> LlamaForCa
 
 
 def seconds(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
-    """CPU seconds of forward, backward and AdamW's step."""
+    """Returns the CPU seconds of forward, backward and AdamW's step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = getattr(model, "own_optimizer", None) or torch.optim.AdamW(trained, fused=True)
     model.own_optimizer = optimizer
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def turned_off(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
-    """The same step with the memory turned off: its gradient still has to reach the layer it follows."""
+    """Turns the memory off; the backward pass still has to reach the layer after which the memory is read."""
     block, layer = memory_blocks(model)[0], decoder_layers(model)[0]
     bias = torch.zeros(SHAPE["hidden_size"], requires_grad=True)  # type: ignore[call-overload]
     handle = layer.register_forward_hook(lambda _module, _inputs, output: output + bias)

@@ -1,8 +1,8 @@
-"""experiment=shakespeare_char next to nanoGPT's own CPU recipe: loss and time of whole processes, interleaved.
+"""experiment=shakespeare_char against nanoGPT's own CPU recipe: loss and time of whole processes, interleaved.
 
-python benchmarks/char.py --nanogpt DIR          DIR: nanoGPT, its data/shakespeare_char prepared
+python benchmarks/char.py --nanogpt DIR          DIR: nanoGPT, with data/shakespeare_char prepared
 
-Each round: nanoGPT's recipe, ours as it stands, and ours with as few steps as reach nanoGPT's loss (--reach).
+Each round runs nanoGPT's recipe, ours unchanged, and ours with just enough steps to reach nanoGPT's loss (--reach).
 """
 
 import argparse
@@ -24,7 +24,7 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 TOKENS = {"nanogpt": 12 * 64, "lmtrain": 24 * 128, "lmtrain_short": 24 * 128}  # per step
-# The line of nanoGPT's README for a CPU, and the checkpoint of the last step kept even if its estimate is not the best.
+# The CPU command of nanoGPT's README, but the checkpoint of the last step is kept even if its estimate is not the best.
 RECIPE = (
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
     "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters={steps} --lr_decay_iters={steps} --dropout=0.0 "
@@ -37,7 +37,7 @@ class Result:
     """One run of one contender."""
 
     val_loss: float  # after the last step, over the held-out tenth; in rows of 64 characters (nanoGPT) or 128 (ours)
-    own_val_loss: float  # as the contender itself printed it
+    own_val_loss: float  # as printed by the contender
     step_ms: float  # median over its steps
     process_s: float
 
@@ -65,7 +65,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def lmtrain(options: argparse.Namespace, folder: Path, steps: int | None = None) -> Result:
-    """The experiment, on the text: logging, validations, samples, checkpoints and export included."""
+    """Runs the experiment on the text, including logging, validations, samples, checkpoints and export."""
     steps = steps or options.ours
     command = [
         *(sys.executable, "-m", "lmtrain.train", "experiment=shakespeare_char", f"trainer.max_steps={steps}"),
@@ -88,7 +88,7 @@ def lmtrain_short(options: argparse.Namespace, folder: Path) -> Result:
 
 
 def nanogpt(options: argparse.Namespace, folder: Path) -> Result:
-    """train.py as it is, then its checkpoint on the rows lmtrain validates on."""
+    """Runs the unchanged train.py, then scores its checkpoint on the rows that lmtrain validates on."""
     settings = [*RECIPE.format(steps=options.steps).split(), f"--out_dir={folder}"]
     own: list[float] = []
 

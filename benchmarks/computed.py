@@ -1,9 +1,9 @@
-"""What an H200 should make of three workloads, from counted FLOPs and bytes: measurements are held against it.
+"""Expected performance of three workloads on an H200, from counted FLOPs and bytes, to compare with measurements.
 
 python benchmarks/computed.py   prints the table; about 1 minute
 
-Seconds of a step = FLOPs of the matrix products / PRODUCTS + bytes that everything else moves / MEMORY. Nothing is
-taken off for launches, the host, or what overlaps, so neither is it a bound: it says where the time should go.
+Seconds per step = FLOPs of the matrix products / PRODUCTS + bytes moved by everything else / MEMORY. Kernel launches,
+the host and overlap are ignored, so this is not a bound; it shows where the time should go.
 """
 
 import sys
@@ -17,10 +17,10 @@ from lmtrain.config.compose import check, compose
 from lmtrain.models import flops
 from lmtrain.models.build import build_model
 
-PRODUCTS = 790e12  # FLOP/s of bf16 products of [8192, 8192] on random data, as read on an H200
-MEMORY = 4.3e12  # bytes/s of a copy, read and written, as read on an H200
+PRODUCTS = 790e12  # FLOP/s of bf16 products of [8192, 8192] with random data, measured on an H200
+MEMORY = 4.3e12  # bytes/s of a copy, read plus written, measured on an H200
 # Bytes per token that the fused kernels of one block move in forward and backward, residuals in fp32 (bf16-mixed), the
-# 1.24B on packed rows; and per logit: as tests/cuda/emitted.py counts them.
+# 1.24B on packed rows; and bytes per logit. Both as counted by tests/cuda/emitted.py.
 BLOCK_BYTES = {"gpt_small": 110_884, "llama_1b": 329_760}
 LOGIT_BYTES = 6
 # Per parameter and step: fp32 gradient from bf16 (6), norm (4), clipping (8), fused AdamW (28), cast to bf16 (6).
@@ -29,22 +29,22 @@ STEP_BYTES = 52
 
 @dataclass
 class Workload:
-    """One row of the table."""
+    """A row of the table."""
 
     name: str
     preset: str
     rows: int
     seq_len: int
-    mean_length: int  # tokens that a token may look at, on average twice this: documents, not rows
-    learned: float  # share of the tokens whose logits are made
-    forwards_besides: float = 0.0  # forwards of a reference, in units of the policy's
+    mean_length: int  # mean length of a document (not of a row); on average a token attends to half of it
+    learned: float  # share of the tokens whose logits are computed
+    forwards_besides: float = 0.0  # forward passes of a reference model, relative to one of the policy
     per: str = "tokens"
-    tokens_per: float = 1.0  # tokens of one of them
+    tokens_per: float = 1.0  # tokens per unit
     settings: tuple[str, ...] = ()
 
 
-# What workload.py makes: conversations of 268 tokens on average, half of them learned, rows filled with them; pairs of
-# 534 tokens, 485 of them in the two answers.
+# The data of workload.py: conversations of 268 tokens on average, half of them trained on, packed into full rows;
+# pairs of 534 tokens, 485 of them in the two answers.
 WORKLOADS = [
     Workload("gpt_small, 64 x 1,024", "gpt_small", 64, 1024, 1024, 1.0),
     Workload("SFT 1.24B, packed 8 x 2,048", "llama_1b", 8, 2048, 268, 0.5),
@@ -64,7 +64,7 @@ def vocabulary(preset: str) -> int:
 
 
 def count(work: Workload) -> dict[str, float]:
-    """FLOPs and bytes of an optimizer step, and what follows from them."""
+    """Computes FLOPs and bytes of an optimizer step, and the resulting time and memory."""
     config, vocab = config_of(work), vocabulary(work.preset)
     with torch.device("meta"):
         model = build_model(config.model, vocab, None, work.seq_len)
@@ -72,8 +72,8 @@ def count(work: Workload) -> dict[str, float]:
     parameters, _, tables = flops.parameter_counts(model)
     tokens = work.rows * work.seq_len
     layers, width = shape.num_hidden_layers, shape.hidden_size
-    blocks = parameters - tables  # the output embedding is tied to a table, and made for learned tokens alone
-    # Forward 2, backward 4; attention's scores and sums 4 * width per pair of tokens, 3.5 times with its backward.
+    blocks = parameters - tables  # the output layer is tied to a table, and computed only for trained tokens
+    # Per parameter: forward 2, backward 4. Attention: 4 * width per pair of tokens, 3.5 times that with the backward.
     attention = 4 * layers * width * work.mean_length / 2
     forward = 2 * blocks + attention + 2 * width * vocab * work.learned
     train = 3 * (2 * blocks + 2 * width * vocab * work.learned) + 3.5 * attention
@@ -96,7 +96,7 @@ def count(work: Workload) -> dict[str, float]:
     }
 
 
-# What gpu_day.py's table calls these numbers; and what is to be reached.
+# The names of these numbers in the table of gpu_day.py, and the targets.
 NAMES = {
     "gpt_small lmtrain, tokens/s": 0, "sft_full lmtrain, tokens/s": 1, "dpo_full lmtrain, pairs/s": 2,
     "dpo_precomputed lmtrain_precomputed, pairs/s": 3,
@@ -112,7 +112,7 @@ GOALS = {
 
 
 def expected() -> dict[str, str]:
-    """The computed column of gpu_day.py's table."""
+    """Returns the computed column of gpu_day.py's table."""
     return {name: f"{count(WORKLOADS[number])['per_s']:,.0f}" for name, number in NAMES.items()}
 
 

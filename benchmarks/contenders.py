@@ -1,4 +1,4 @@
-"""How each contender is told to train the same shape on the same bins."""
+"""The command and settings with which each contender trains the same shape on the same bins."""
 
 import json
 import re
@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Job:
-    """What every contender is asked to do."""
+    """The task that all contenders get."""
 
     config: Config  # lmtrain's, composed from `overrides`
     overrides: list[str]
@@ -33,14 +33,14 @@ class Job:
     cuda: bool
 
     def write(self, path: Path) -> Path:
-        """The parts a leg of ours reads, as JSON."""
+        """Writes the settings that our own leg scripts read, as JSON."""
         spec = {"overrides": self.overrides, "bins": str(self.bins), "steps": self.steps, "every": self.every}
         path.write_text(json.dumps(spec | {"precision": self.precision}))
         return path
 
 
 def _printed_stamps(lines: Lines) -> Stamps:
-    """Reports of our own legs, which print {"step": ..., "time": ...}."""
+    """Returns the reports of our own leg scripts, which print {"step": ..., "time": ...}."""
     rows = [json.loads(text) for _, text in lines if text.startswith('{"step"')]
     return [(row["step"], row["time"]) for row in rows]
 
@@ -50,14 +50,14 @@ def _printed_facts(lines: Lines) -> dict[str, Any]:
 
 
 def bare(job: Job, folder: Path, options: Any) -> Leg:
-    """A plain loop over lmtrain's model, loss, optimizer and batches, which are in memory already."""
+    """A plain loop over lmtrain's model, loss and optimizer, with batches that are already in memory."""
     spec = job.write(folder / "spec.json")
     command = [sys.executable, str(HERE / "leg_bare.py"), str(spec)]
     return Leg(command, _printed_stamps, _printed_facts)
 
 
 def lmtrain(job: Job, folder: Path, options: Any) -> Leg:
-    """The real command; its reports are the rows of metrics.jsonl."""
+    """The lmtrain.train command; its reports are the rows of metrics.jsonl."""
 
     def rows() -> list[dict[str, Any]]:
         found = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
@@ -71,7 +71,7 @@ def lmtrain(job: Job, folder: Path, options: Any) -> Leg:
 
 
 def transformers(job: Job, folder: Path, options: Any) -> Leg:
-    """transformers' Trainer on transformers' own model of the same shape."""
+    """transformers' Trainer with transformers' model of the same shape."""
     try:
         import accelerate  # noqa: F401
     except ImportError:
@@ -82,7 +82,7 @@ def transformers(job: Job, folder: Path, options: Any) -> Leg:
 
 
 def litgpt(job: Job, folder: Path, options: Any) -> Leg:
-    """`litgpt pretrain` in its own environment; it always compiles, which takes a C++ compiler on a CPU."""
+    """`litgpt pretrain` in its own environment; it always compiles, which needs a C++ compiler on a CPU."""
     python = litgpt_python(options.litgpt_python)
     config = folder / "litgpt.yaml"
     config.write_text(yaml.safe_dump(_litgpt_config(job, folder)))
@@ -120,7 +120,7 @@ def _litgpt_config(job: Job, folder: Path) -> dict[str, Any]:
     if model.family == "llama":
         shape |= {"norm_class_name": "RMSNorm", "bias": False, "mlp_class_name": "LLaMAMLP"}
         shape |= {"intermediate_size": model.intermediate_size, "n_query_groups": model.num_key_value_heads}
-    else:  # the nearest it has to GPT-2: rotary instead of learned positions
+    else:  # its closest equivalent of GPT-2, with rotary instead of learned positions
         shape |= {"norm_class_name": "LayerNorm", "bias": True, "attn_bias": True, "mlp_class_name": "GptNeoxMLP"}
         shape |= {"gelu_approximate": "tanh"}
     lr, betas, decay = LEARNING_RATE, list(job.config.optimizer.betas or ()), job.config.optimizer.weight_decay
@@ -152,14 +152,14 @@ def _litgpt_config(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def nanogpt(job: Job, folder: Path, options: Any) -> Leg:
-    """nanoGPT's train.py as it is, from a folder of the user's."""
+    """nanoGPT's unchanged train.py, from a folder of the user."""
     settings = _nanogpt_settings(job, folder, options, "train.py")
     command = [sys.executable, "train.py", *(f"--{key}={value}" for key, value in settings.items())]
     return Leg(command, nanogpt_stamps, cwd=options.nanogpt)
 
 
 def nanogpt_model(job: Job, folder: Path, options: Any) -> Leg:
-    """nanoGPT's model.py in a loop of ours that does what its train.py does: only this one file is needed."""
+    """nanoGPT's model.py in our own loop, which does the same as its train.py, so only model.py is needed."""
     settings = _nanogpt_settings(job, folder, options, "model.py")
     spec = folder / "spec.json"
     spec.write_text(json.dumps(settings, default=str))
@@ -168,7 +168,7 @@ def nanogpt_model(job: Job, folder: Path, options: Any) -> Leg:
 
 
 def _nanogpt_settings(job: Job, folder: Path, options: Any, file: str) -> dict[str, Any]:
-    """By the names of its train.py; Skipped where it can't run this job."""
+    """Returns the settings by the names of its train.py; raises Skipped if it can't run this job."""
     if options.nanogpt is None:
         raise Skipped(f"name a folder with nanoGPT's {file}: --nanogpt DIR")
     if not (options.nanogpt / file).is_file():
@@ -180,11 +180,11 @@ def _nanogpt_settings(job: Job, folder: Path, options: Any, file: str) -> dict[s
         raise Skipped("it has no bf16 on a CPU")
     beta1, beta2 = adamw.betas or (0.9, 0.95)
     return {
-        "dataset": job.bins,  # an absolute path, so its data/ folder drops out
+        "dataset": job.bins,  # an absolute path, which overrides its data/ folder
         "out_dir": folder / "out",
         "device": "cuda" if job.cuda else "cpu",
         "dtype": "bfloat16" if job.precision == "bf16" else "float32",
-        "compile": job.cuda,  # as its README says for a CPU
+        "compile": job.cuda,  # off on a CPU, as in its README
         "eval_interval": 10**9,
         "eval_iters": 1,
         "always_save_checkpoint": False,
@@ -195,7 +195,7 @@ def _nanogpt_settings(job: Job, folder: Path, options: Any, file: str) -> dict[s
         "n_layer": model.num_hidden_layers,
         "n_head": model.num_attention_heads,
         "n_embd": model.hidden_size,
-        "bias": True,  # as GPT-2
+        "bias": True,  # as in GPT-2
         "dropout": 0.0,
         "max_iters": job.steps,
         "learning_rate": LEARNING_RATE,
@@ -208,7 +208,7 @@ def _nanogpt_settings(job: Job, folder: Path, options: Any, file: str) -> dict[s
 
 
 def nanogpt_stamps(lines: Lines) -> Stamps:
-    """Its line for iter n comes when n + 1 steps are done."""
+    """It prints the line of iter n after n + 1 steps."""
     found = [(t, re.match(r"iter (\d+): loss", text)) for t, text in lines]
     return [(int(match[1]) + 1, t) for t, match in found if match]
 

@@ -1,4 +1,4 @@
-"""What gpu_day.py measures: six parts, their measurements, and the sizes for a GPU and for a CPU."""
+"""The six parts of gpu_day.py with their measurements, and the sizes for a GPU and for a CPU."""
 
 import json
 import os
@@ -27,7 +27,7 @@ GPU_TESTS = ("tests/losses/test_losses.py", "tests/models/test_attention.py", "t
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """The sizes of all measurements."""
 
     name: str  # full or toy
     cuda: bool
@@ -38,7 +38,7 @@ class Size:
     tune: tuple[str, ...]  # of sft.py and dpo.py
     sft: tuple[str, ...]
     dpo: tuple[str, ...]
-    large: bool  # fine-tune the shape of Llama 3.2 1B (1.24 B parameters), not a toy
+    large: bool  # fine-tune the shape of Llama 3.2 1B (1.24 B parameters) instead of a toy model
     shape: str  # of the short runs, a key of SHAPES
     rows: int
     steps: int
@@ -78,13 +78,13 @@ def sizes(options: Any) -> Size:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One thing to find out."""
+    """One measurement."""
 
     name: str
     make: Callable[[Size, Path], dict[str, Any]]
-    needs: tuple[str, ...] = ()  # packages
+    needs: tuple[str, ...] = ()  # required packages
     gpu: bool = False
-    toy: bool = True  # whether it is made at toy sizes; False where another runs the same code
+    toy: bool = True  # whether it runs at toy sizes; False if another measurement runs the same code
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Part:
 
 
 def gpu_tests(size: Size, folder: Path) -> dict[str, Any]:
-    """The tests marked gpu."""
+    """Runs the tests marked gpu."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *GPU_TESTS]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=legs.LIMIT_S)
     if done.returncode != 0:
@@ -103,7 +103,7 @@ def gpu_tests(size: Size, folder: Path) -> dict[str, Any]:
 
 
 def benchmark(main: Callable[[list[str]], int], argv: list[str], folder: Path) -> dict[str, Any]:
-    """The JSON that one of the other benchmarks writes."""
+    """Runs another benchmark and returns the JSON that it writes."""
     path = folder / "numbers.json"
     if main([*argv, f"--json={path}"]) != 0:
         raise Failed("every contender failed")
@@ -116,7 +116,7 @@ def beside_nanogpt(size: Size) -> list[str]:
 
 
 def gpt_small(size: Size, folder: Path) -> dict[str, Any]:
-    """lmtrain, a bare loop over the same, and nanoGPT's model, interleaved."""
+    """lmtrain, a bare loop over the same model, and nanoGPT's model, interleaved."""
     contenders = "bare,lmtrain,nanogpt_model"
     argv = [*size.pretrain, f"--contenders={contenders}", *beside_nanogpt(size)]
     return benchmark(pretrain.main, argv, folder)
@@ -146,7 +146,7 @@ def tuned(main: Callable[[list[str]], int], contenders: str, *own: str) -> Calla
 
 
 def short_run(name: str, *own: str, gpu: bool = False, needs: tuple[str, ...] = (), toy: bool = False) -> Measurement:
-    """The main job for a few steps, a process of its own."""
+    """Runs the main job for a few steps in a separate process."""
 
     def make(size: Size, folder: Path) -> dict[str, Any]:
         bins = folder.parent / "bins"
@@ -178,13 +178,13 @@ def run_overrides(size: Size, bins: Path) -> list[str]:
     ]  # fmt: skip
 
 
-# A checkpoint of gpt_small is 1.5 GB: four of them.
+# A checkpoint of gpt_small is 1.5 GB, and the run saves four.
 SAVES = ("trainer.log_every_n_steps=1", "trainer.save_every_n_steps=15", "checkpoint.keep_last=100")
 MOE = ("model=moe_small",)
 
 
 def exact_resume(size: Size, folder: Path) -> dict[str, Any]:
-    """`lmtrain.verify`: a run killed and resumed against one that wasn't, with deterministic algorithms."""
+    """`lmtrain.verify`: compares a killed and resumed run with an uninterrupted one, with deterministic algorithms."""
     bins = folder / "bins"
     write_text_bins(bins, 200_000, 20_000)
     overrides = [*run_overrides(size, bins), "trainer.deterministic=true", f"run.root={folder}"]

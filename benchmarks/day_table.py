@@ -8,7 +8,7 @@ from computed import GOALS, expected
 
 
 def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """(measurement, measured, computed, to be reached), in the order of the parts."""
+    """Returns (measurement, measured, computed, target) in the order of the parts."""
     rows, computed = [], expected() if numbers.get("size") == "full" else {}
     for part in sorted(numbers["parts"]):
         for name, found in numbers["parts"][part].items():
@@ -22,7 +22,7 @@ def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def told(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The numbers worth a row each, of any measurement."""
+    """Returns the numbers of any measurement that get a row each."""
     rows: list[tuple[str, str]] = []
     if "step_ms" in found and isinstance(found["step_ms"], dict):  # pretrain.py
         tokens = tokens_of(found["overrides"])
@@ -59,13 +59,13 @@ def told(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def tokens_of(overrides: list[str]) -> int:
-    """Tokens of a step."""
+    """Returns the tokens per step."""
     given = dict(word.split("=", 1) for word in overrides if word.startswith("data."))
     return int(given["data.global_batch_size"]) * int(given["data.seq_len"])
 
 
 def append(results: Path, numbers: dict[str, Any]) -> None:
-    """The section of this day and machine: at the end, or in the place of an earlier one of the same heading."""
+    """Appends the section of this day and machine, or replaces an earlier one with the same heading."""
     heading = f"## GPU day {numbers['date']}: {numbers['machine']}"
     rows = "\n".join(f"| {' | '.join(row)} |" for row in rows_of(numbers))
     section = (

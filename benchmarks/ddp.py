@@ -1,4 +1,4 @@
-"""Measures what two ranks make of two cores: ddp and fsdp, a thread each, against one process with one thread.
+"""Measures how well two ranks use two cores: ddp and fsdp, one thread per rank, against one process with one thread.
 
 python benchmarks/ddp.py            what is measured, and how, is in benchmarks/README.md
 """
@@ -34,7 +34,7 @@ def two_ranks(strategy: str) -> list[str]:
     return [f"trainer.devices={RANKS}", f"trainer.strategy={strategy}"]
 
 
-# What each is told beside the shape; `apart` is two processes at a time, which share nothing and have half the rows.
+# Settings of each contender besides the shape; `apart` is two independent processes with half the rows each.
 CONTENDERS: dict[str, list[str]] = {
     "one": ["trainer.devices=1"],
     "apart": ["trainer.devices=1"],
@@ -70,7 +70,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def settings(name: str, options: argparse.Namespace, bins: Path) -> list[str]:
-    """A contender's overrides."""
+    """Returns the overrides of a contender."""
     rows = options.rows // RANKS if name == "apart" else options.rows
     shape = replace(SHAPES[options.shape], rows=rows)
     given = overrides(
@@ -108,7 +108,7 @@ def measurer(options: argparse.Namespace, bins: Path) -> Callable[[str, Path], t
 
 
 def efficiencies(legs: list[Round], one: list[Round]) -> list[float]:
-    """Of each round: the time of one process over as many times the time of this many ranks."""
+    """Returns for each round: the time of one process / (ranks x the time with that many ranks)."""
     return [alone.step_ms / (RANKS * leg.step_ms) for leg, alone in zip(legs, one, strict=True)]
 
 

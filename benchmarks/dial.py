@@ -1,13 +1,14 @@
-"""Where the rules of experiment=dial come from: rates at several depths, and which depth learns most in some time.
+"""The experiments behind experiment=dial: learning rates at several depths, and the best depth for a given time.
 
 python benchmarks/dial.py --json numbers.json rates     the loss at half, the same and twice the rule's rate
 python benchmarks/dial.py --json numbers.json law       depths after equal times, and the law fitted to them
 python benchmarks/dial.py --json numbers.json search    the dial against 24 random shapes, rates and batches
 python benchmarks/dial.py --json numbers.json forecast a.txt b.txt     what three early validations say of the end
 
-The text is the standard library's source; `forecast` takes files of yours, too. Runs are processes of one thread; what
-is in the file of `--json` is not run again. The law has the form of Hoffmann et al. 2022 (arXiv:2203.15556): bits per
-byte = E + A / N^0.5 + B / D^0.5, with N the weights of the layers and D the tokens.
+The text is the source of the standard library; `forecast` accepts your own files too. Each run is a process with one
+thread; results that are already in the file of `--json` are not computed again. The law has the form of Hoffmann et al.
+2022 (arXiv:2203.15556): bits per byte = E + A / N^0.5 + B / D^0.5, where N is the number of weights in the layers and D
+the number of tokens.
 """
 
 import argparse
@@ -29,10 +30,10 @@ from lmtrain.models.dial import forecast, weights
 RATES = {2: 300, 4: 200, 6: 100}  # depth: steps
 FACTORS = (0.5, 1.0, 2.0)
 TIMES = {30: (2, 3, 4), 100: (2, 3, 4, 5), 250: (2, 3, 4, 5)}  # seconds of training on one thread: depths
-EXPONENT = 0.5  # of N and D: with that of N free, 0.5 to 0.9 fit eleven runs about as well
-SEARCHED, DRAWN = 60, 24  # seconds of the processor for the steps of each; how many are drawn
+EXPONENT = 0.5  # of N and D; with a free exponent of N, 0.5 to 0.9 fit eleven runs about equally well
+SEARCHED, DRAWN = 60, 24  # CPU seconds for the steps of each candidate; number of random candidates
 FORECASTS = {2: 300, 3: 500, 4: 300}  # depth: steps
-ROW, ROWS = 256, 4  # tokens of a row, rows of a step for each layer
+ROW, ROWS = 256, 4  # tokens per row; rows per step, times the number of layers
 
 
 def tokens(depth: int, steps: int) -> int:
@@ -40,7 +41,7 @@ def tokens(depth: int, steps: int) -> int:
 
 
 def score(depth: int, steps: int, factor: float = 1.0) -> float:
-    """Bits per byte of the held-out modules."""
+    """Returns the bits per byte of the held-out modules."""
     rate = 6e-3 * (depth / 4) ** -0.5 * factor
     return bits([f"model.num_hidden_layers={depth}", f"trainer.max_steps={steps}", f"optimizer.lr={rate:.4g}"])
 
@@ -84,7 +85,7 @@ def bits(words: list[str]) -> float:
 
 
 def processor_seconds(words: list[str]) -> float:
-    """The processor's time for a step: other work on the machine hardly changes it."""
+    """Returns the CPU time of a step, which other work on the machine hardly affects."""
 
     def of(steps: int) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -96,7 +97,7 @@ def processor_seconds(words: list[str]) -> float:
 
 
 def drawn() -> list[list[str]]:
-    """Depth, width, rate and rows at random, widely around the dial's."""
+    """Draws depth, width, learning rate and rows at random, in a wide range around the values of the dial."""
     draw, found = random.Random(0), list[list[str]]()
     for _ in range(DRAWN):
         depth, width = draw.randint(1, 5), 32 * draw.randint(2, 6)
@@ -119,7 +120,7 @@ def search(kept: Kept) -> None:
 
 
 def forecast_off(words: list[str], steps: int) -> float:
-    """How far the end of a run is from what its first three of ten validations say: end / forecast - 1."""
+    """Returns the forecast error of a run's final loss from its first three of ten validations: end / forecast - 1."""
     every = math.ceil(steps / 10.5)
     rows = train(["experiment=dial", *words, f"trainer.max_steps={steps}", f"trainer.val_check_interval={every}"])
     scores = [(row["step"], row["val/bits_per_byte"]) for row in rows if "val/bits_per_byte" in row]

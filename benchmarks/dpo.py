@@ -21,7 +21,7 @@ def lmtrain(precomputed: bool) -> Contender:
             "objective": "dpo",
             "objective.reference": "precomputed" if precomputed else online,
             "data": "preference_jsonl",
-            "data.train_on": "completion",  # as TRL: all that the template writes behind the prompt
+            "data.train_on": "completion",  # as in TRL: everything that the template writes after the prompt
             "data.on_too_long": "drop",
             "data.global_batch_size": task.options.pairs,
             "data.micro_batch_size": task.options.micro_batch_size or task.options.pairs,

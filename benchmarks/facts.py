@@ -1,4 +1,4 @@
-"""Invented facts, memorised with the base frozen: a memory beside LoRA of about as many trained parameters.
+"""Memorisation of invented facts with a frozen base: a memory against LoRA with about as many trained parameters.
 
 python benchmarks/facts.py --model DIR      what is measured, and how, is in benchmarks/README.md
 """
@@ -33,7 +33,7 @@ CONTENDERS = {
 
 
 def facts(number: int) -> list[tuple[str, str]]:
-    """(name, town), the same every time; names are different, towns are not."""
+    """Returns pairs (name, town), the same in every call; names are unique, towns are not."""
     rng = random.Random(0)
     syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
     word = lambda n: "".join(rng.choice(syllables) for _ in range(n)).capitalize()  # noqa: E731
@@ -59,7 +59,7 @@ def settings(folder: Path, model: Path, args: argparse.Namespace, contender: str
 
 
 def batches(tokenizer: object, pairs: list[tuple[str, str]], phrasing: str) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt, answer) in the tokens of the whole text, as they are trained on."""
+    """Returns prompts and answers in the tokens of the whole text, as in training."""
     encode = lambda text: tokenizer(text)["input_ids"]  # type: ignore[operator]  # noqa: E731
     for name, town in pairs:
         prompt = encode(phrasing.format(name=name))
@@ -68,7 +68,7 @@ def batches(tokenizer: object, pairs: list[tuple[str, str]], phrasing: str) -> I
 
 @torch.no_grad()
 def exact_match(model: torch.nn.Module, tokenizer: object, pairs: list[tuple[str, str]], phrasing: str) -> float:
-    """Share of answers that greedy decoding gives whole: each of their tokens is the likeliest after those before."""
+    """Returns the share of answers that greedy decoding reproduces exactly: every token is the most likely next one."""
     right = 0
     for prompt, answer in batches(tokenizer, pairs, phrasing):
         ids = torch.tensor([[*prompt, *answer]])

@@ -1,4 +1,4 @@
-"""What the fine-tuning benchmarks share: rounds of interleaved legs, and the table."""
+"""Shared code of the fine-tuning benchmarks: rounds of interleaved legs, and the table."""
 
 import argparse
 import json
@@ -25,9 +25,9 @@ LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-l
 
 @dataclass
 class Task:
-    """What every contender is asked to do."""
+    """The task that all contenders get."""
 
-    data: Path  # JSON lines
+    data: Path  # JSON Lines file
     model: Path
     options: argparse.Namespace
 
@@ -36,8 +36,8 @@ class Task:
 class Round:
     """One leg of one contender."""
 
-    per_s: float  # tokens that are no padding, or pairs, per second after the warm-up
-    peak_gib: float  # of the GPU's memory where there is one, else of the process
+    per_s: float  # non-padding tokens, or pairs, per second after the warm-up
+    peak_gib: float  # of GPU memory, or of the process without a GPU
     process_s: float
 
 
@@ -79,7 +79,7 @@ def prepare(
 ) -> Task:
     rows = read_rows(options.data.expanduser(), 2000) if options.data else made_rows(2000)
     rows = [{name: row[name] for name in columns} for row in rows]
-    # Real conversations hold an empty turn now and then, which lmtrain refuses and TRL trains on.
+    # Real conversations sometimes contain an empty turn, which lmtrain refuses and TRL trains on.
     rows = [row for row in rows if all(turn["content"] for turn in row.get("messages", []))]
     data, model = folder / "rows.jsonl", folder / "model"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -88,7 +88,7 @@ def prepare(
 
 
 def lmtrain_leg(task: Task, folder: Path, settings: dict[str, Any], counted: Callable[[Row], float]) -> Leg:
-    """The real command; its reports are the rows of metrics.jsonl."""
+    """The lmtrain.train command; its reports are the rows of metrics.jsonl."""
     options = task.options
     common = {
         "data.path": task.data,
@@ -171,7 +171,7 @@ def measure(
 
 
 def show(results: dict[str, list[Round]], missing: dict[str, str], options: argparse.Namespace, unit: str) -> None:
-    """Each contender's median, and the first one's over it, round by round: a machine that drifts cancels out."""
+    """Prints each contender's median, and per round the first one's ratio to it, in which machine drift cancels out."""
     first = next(iter(results.values()))
     table = Table()
     for column in ("", f"{unit}/s", f"{next(iter(results))} over it", "(least, most)", "peak GiB", "process s"):

@@ -1,11 +1,11 @@
-"""All that only a GPU can tell, in one command of six parts, each under ten minutes on an H200.
+"""All measurements that need a GPU, in one command of six parts, each under ten minutes on an H200.
 
 python benchmarks/gpu_day.py                       all parts; numbers to gpu_day.json, a table to benchmarks/RESULTS.md
 python benchmarks/gpu_day.py --parts 1,2           these parts; what the file already holds is kept and not made again
 python benchmarks/gpu_day.py --toy                 to the end on a CPU, at sizes that say nothing
 
-What is missing on the machine is said, and the rest runs. What must be brought where there is no package index, and how
-large it is, stands in benchmarks/README.md.
+Measurements that lack a package are reported and skipped. benchmarks/README.md lists the files to bring to a machine
+without a package index, and their sizes.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from day_table import append, rows_of  # noqa: E402
 from machine import machine, setting  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
-PART_SECONDS = 540  # a measurement of a part that is this old is left for the next call
+PART_SECONDS = 540  # after this time the remaining measurements of a part are left for the next call
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -67,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What was measured so far; of another machine or size it is refused."""
+    """Reads the measurements made so far; those of another machine or size are refused."""
     if not path.exists():
         return {"parts": {}}
     found: dict[str, Any] = json.loads(path.read_text())
@@ -75,7 +75,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def measure(measurement: Measurement, size: Size, folder: Path) -> dict[str, Any]:
-    """Its numbers, or {"not_made": why}."""
+    """Returns the numbers of a measurement, or {"not_made": reason}."""
     lacks = missing(measurement.needs)
     if lacks:
         return {"not_made": f"{', '.join(lacks)} not installed"}
@@ -89,7 +89,7 @@ def measure(measurement: Measurement, size: Size, folder: Path) -> dict[str, Any
         return {"not_made": str(reason)}
     except SystemExit as reason:
         return {"not_made": f"it ended: {reason}"}
-    except Exception as error:  # the rest of the day is worth more than this measurement
+    except Exception as error:  # one failure must not stop the other measurements
         return {"not_made": f"{type(error).__name__}: {error}"}
 
 

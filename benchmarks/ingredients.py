@@ -1,12 +1,12 @@
-"""What each ingredient of a recipe for small models is worth: one changed at a time, at equal steps and at equal time.
+"""The effect of each ingredient of a recipe for small models, changed one at a time, at equal steps and at equal time.
 
 python benchmarks/ingredients.py --text input.txt --json numbers.json           the losses
 python benchmarks/ingredients.py --text input.txt --json numbers.json --times   what a step takes: on an idle machine
 
-The recipe is experiment=shakespeare_char with two layers. Runs are processes of one thread. What is in the file of
-`--json` is not run again. With the times of `--times`, a change whose steps take another time is run at equal time,
-too: for as many steps as fit into the recipe's time. Differences are of the same seeds; p is of the paired t-test,
-two-sided.
+The recipe is experiment=shakespeare_char with two layers. Each run is a process with one thread. Results that are
+already in the file of `--json` are not computed again. Once `--times` has measured step times, a change that alters the
+time per step is also run at equal time: for as many steps as fit into the recipe's time. Differences are between runs
+with the same seed; p is from the two-sided paired t-test.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _SHAPE = ["model.hidden_size=96", "model.num_hidden_layers=2", "model.num_attent
           "model.max_position_embeddings=128"]  # fmt: skip
 _NANOCHAT = ["model=llama_nano", *_SHAPE, "model.family=nanochat", "model.hidden_act=relu2",
              "model.tie_word_embeddings=false"]  # fmt: skip
-# What is changed -> the words that change it. Families take the recipe's width and depth and its feed-forward weights.
+# Change -> its overrides. Model families use the recipe's width and depth and as many feed-forward weights.
 CHANGES: dict[str, list[str]] = {
     "family gpt2": ["model=gpt_nano", *_SHAPE],
     "family llama, untied": ["model=llama_nano", *_SHAPE, "model.intermediate_size=256",
@@ -84,14 +84,14 @@ def loss_of(options: argparse.Namespace, change: list[str], seed: int, steps: in
 
 
 def step_of(options: argparse.Namespace, change: list[str]) -> float:
-    """Milliseconds of a step, the median of the later ones of a short run."""
+    """Returns the milliseconds per step: the median of the later steps of a short run."""
     short = ["trainer.max_steps=60", "trainer.log_every_n_steps=5", "trainer.limit_val_batches=1"]
     rows = train([*BASE, *change, f"data.path={options.text.resolve()}", *short])
     return median(row["step_ms"] for row in rows if row["step"] >= 20 and "step_ms" in row)
 
 
 def p_value(differences: list[float]) -> float:
-    """Of the paired t-test, two-sided; by the trapezoid rule over Student's density."""
+    """Returns p of the two-sided paired t-test, by the trapezoid rule over the density of Student's t."""
     n = len(differences)
     if n < 2 or stdev(differences) == 0:
         return math.nan
@@ -127,7 +127,7 @@ def main() -> int:
 
 
 def step_time(kept: Kept, change: str) -> float | None:
-    """Milliseconds of a step, the median of what --times has measured."""
+    """Returns the milliseconds per step: the median of the measurements of --times."""
     found = [ms for name, ms in kept.found.get("step_ms", {}).items() if name.startswith(f"{change} @ ")]
     return median(found) if found else None
 

@@ -1,4 +1,4 @@
-"""Runs of one thread whose only result is a number, and the file that keeps the numbers of a long series."""
+"""Single-threaded runs that each produce a number, and the file that keeps the numbers of a long series."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _BARE = [
 
 
 class Kept:
-    """Numbers by kind and name in a JSON file, written after each; what is there is not measured again."""
+    """Numbers by kind and name in a JSON file, written after each measurement; existing ones are not measured again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class Kept:
 
 
 def train(words: Sequence[str]) -> list[dict]:
-    """The records of a run, which validates once, at its end; SystemExit with what it said where it failed."""
+    """Trains a run that validates once, at its end; returns its records, or raises SystemExit with the output."""
     with tempfile.TemporaryDirectory(prefix="lmtrain_run_") as folder:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "lmtrain.train", *_BARE, *words, f"run.dir={folder}/run"]

@@ -1,10 +1,10 @@
-"""How long until lmtrain reaches the validation loss that nanoGPT ends with, on the same bins.
+"""The time until lmtrain reaches the final validation loss of nanoGPT, on the same bins.
 
 python benchmarks/learning.py --nanogpt DIR          DIR: a folder with nanoGPT's model.py
 
 The bins are the bytes of Python's standard library. nanoGPT's model trains with its train.py's AdamW and cosine,
 lmtrain with Muon and a cosine, the same number of steps of the same rows; both are scored on all of val.bin in
-the same rows. Seconds are steps times the median step, without start, compiling and validation.
+the same rows. Seconds are steps times the median step time, without startup, compilation and validation.
 """
 
 import argparse
@@ -64,12 +64,12 @@ def overrides(options: argparse.Namespace, bins: Path) -> list[str]:
 
 
 def nanogpt(options: argparse.Namespace, bins: Path, folder: Path) -> dict[str, float]:
-    """Its loss at the end, on the rows that lmtrain validates on."""
+    """Returns its final loss on the rows that lmtrain validates on."""
     chosen = [*overrides(options, bins), "optimizer=adamw"]
     every, precision = max(1, options.steps // 40), "bf16" if options.cuda else "fp32"
     job = Job(config.check(config.compose(chosen)), chosen, bins, 256, options.steps, every, precision, options.cuda)
     leg = CONTENDERS["nanogpt_model"](job, folder, options)
-    # What its train.py does where nothing is said, but for the length of the schedule and of the warm-up.
+    # The defaults of its train.py, except the lengths of schedule and warm-up.
     schedule = {"learning_rate": 6e-4, "min_lr": 6e-5, "decay_lr": True, "warmup_iters": options.steps // 20}
     spec = folder / "spec.json"
     spec.write_text(json.dumps(json.loads(spec.read_text()) | schedule | {"score": True}))
@@ -79,7 +79,7 @@ def nanogpt(options: argparse.Namespace, bins: Path, folder: Path) -> dict[str, 
 
 
 def lmtrain(options: argparse.Namespace, bins: Path, folder: Path) -> tuple[float, list[tuple[int, float]]]:
-    """(milliseconds a step, validation loss by step)."""
+    """Returns (milliseconds per step, validation loss by step)."""
 
     def rows() -> list[dict[str, Any]]:
         return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -1,6 +1,7 @@
-"""The loop every trainer is compared with: lmtrain's model, loss, optimizer and batches, and nothing else.
+"""The baseline loop of the comparison: lmtrain's model, loss, optimizer and batches, and nothing else.
 
-Forward, backward, clip, step. Batches are in host memory before the clock starts, so lmtrain's loader counts as cost.
+Forward, backward, clip, step. Batches are in host memory before timing starts, so lmtrain's loader counts as its
+overhead.
 Run by pretrain.py: python leg_bare.py spec.json
 """
 
@@ -34,7 +35,7 @@ def main() -> None:
 
 
 def read_steps(cfg: Config, corpus: build.Corpus, steps: int) -> list[list[MicroBatch]]:
-    """The micro-batches of every step, as lmtrain's loader will give them."""
+    """Returns the micro-batches of every step, as lmtrain's loader yields them."""
     dataset = StepDataset(
         corpus.train,
         seed=cfg.seed,
@@ -57,7 +58,7 @@ def train(
     steps: list[list[MicroBatch]],
     every: int,
 ) -> float:
-    """Prints the time every so many steps; returns the last step's loss, which must be lmtrain's."""
+    """Prints the time every few steps; returns the loss of the last step, which must equal lmtrain's."""
     device = cfg.trainer.accelerator
     parameters = list(model.parameters())
     for done, micro_batches in enumerate(steps, start=1):

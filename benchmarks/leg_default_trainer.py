@@ -1,4 +1,4 @@
-"""transformers' Trainer with GPT-2's default shape and TrainingArguments' defaults on bins of characters.
+"""transformers' Trainer with the default shape of GPT-2 and the defaults of TrainingArguments, on bins of characters.
 
 Run by minutes.py: python leg_default_trainer.py FOLDER CHARACTERS STEPS OUT
 """

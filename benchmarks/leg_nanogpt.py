@@ -1,7 +1,7 @@
-"""nanoGPT's model and optimizer in a loop that does what its train.py does: its model.py is the only file needed.
+"""nanoGPT's model and optimizer in a loop equivalent to its train.py, so that only its model.py is needed.
 
-Random windows of train.bin, forward, backward, clip, step; with `decay_lr` its cosine after a warm-up; with `score` the
-loss of the trained model on all of val.bin, in the rows lmtrain validates on.
+Random windows of train.bin, forward, backward, clip, step; with `decay_lr`, its cosine schedule after a warm-up; with
+`score`, also the loss of the trained model on all of val.bin, in the rows that lmtrain validates on.
 Run by pretrain.py and learning.py, in the folder of model.py: python leg_nanogpt.py spec.json
 """
 
@@ -26,7 +26,7 @@ def main() -> None:
     from model import GPT, GPTConfig  # nanoGPT's
 
     torch.manual_seed(1337)
-    torch.set_float32_matmul_precision("high")  # it allows TF32
+    torch.set_float32_matmul_precision("high")  # nanoGPT allows TF32 too
     vocab_size = pickle.loads((Path(spec["dataset"]) / "meta.pkl").read_bytes())["vocab_size"]  # noqa: S301  # our own
     shape = {key: spec[key] for key in ("block_size", "n_layer", "n_head", "n_embd", "bias", "dropout")}
     model = GPT(GPTConfig(vocab_size=vocab_size, **shape)).to(spec["device"])
@@ -45,7 +45,7 @@ def mixed(spec: dict[str, Any]) -> Any:
 
 
 def train(model: Any, spec: dict[str, Any]) -> float:
-    """Prints the time every so many steps; returns the last micro-batch's loss."""
+    """Prints the time every few steps; returns the loss of the last micro-batch."""
     decay, betas = spec["weight_decay"], (spec["beta1"], spec["beta2"])
     optimizer = model.configure_optimizers(decay, spec["learning_rate"], betas, spec["device"])
     forward = torch.compile(model) if spec["compile"] else model
@@ -57,7 +57,7 @@ def train(model: Any, spec: dict[str, Any]) -> float:
         for _ in range(spec["gradient_accumulation_steps"]):
             with mixed(spec):
                 loss = forward(inputs, labels)[1] / spec["gradient_accumulation_steps"]
-            inputs, labels = batch(tokens, spec)  # while the device is at work
+            inputs, labels = batch(tokens, spec)  # while the device computes
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), spec["grad_clip"])
         optimizer.step()
@@ -69,7 +69,7 @@ def train(model: Any, spec: dict[str, Any]) -> float:
 
 
 def rate(step: int, spec: dict[str, Any]) -> float:
-    """A constant, or its schedule: linear warm-up, then a cosine down to `min_lr` at the last step."""
+    """Returns the learning rate: constant, or linear warm-up, then cosine decay to `min_lr` at the last step."""
     highest = spec["learning_rate"]
     if not spec["decay_lr"]:
         return highest
@@ -80,7 +80,7 @@ def rate(step: int, spec: dict[str, Any]) -> float:
 
 
 def batch(tokens: Any, spec: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Inputs and labels [B, T] of random windows, on their way to the device."""
+    """Returns inputs and labels [B, T] of random windows, copied to the device asynchronously."""
     length = spec["block_size"]
     starts = torch.randint(len(tokens) - length, (spec["batch_size"],)).tolist()
     rows = torch.from_numpy(np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64))

@@ -1,4 +1,4 @@
-"""Short runs of the main job in this process, one after the other, and what their records say.
+"""Short runs of the main job in this process, one after the other, and numbers from their records.
 
 Run by gpu_day.py: python leg_runs.py CASES.json FOLDER; CASES: {name: overrides}. Prints {name: numbers} at the end.
 """
@@ -15,11 +15,11 @@ from typing import Any
 
 from lmtrain import train
 
-WARMUP = 3  # of an odd number of records: compiling, the first allocations
+WARMUP = 3  # records not counted, because of compilation and first allocations
 
 
 def numbers(run: Path) -> dict[str, Any]:
-    """Speed, memory and loss of a run, and how much longer the step after a save took."""
+    """Returns speed, memory and loss of a run, and the extra time of the step after a save."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "step_ms" in row]
     counted = rows[WARMUP:]

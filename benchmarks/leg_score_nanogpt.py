@@ -1,4 +1,4 @@
-"""The loss of a nanoGPT checkpoint on all of val.bin, cut into rows exactly as lmtrain's validation cuts them.
+"""The loss of a nanoGPT checkpoint on all of val.bin, in exactly the rows of lmtrain's validation.
 
 nanoGPT's own figure is a mean over a few random batches. Run by char.py, in nanoGPT's folder:
 python leg_score_nanogpt.py ckpt.pt val.bin
@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-ROWS = 64  # per forward
+ROWS = 64  # per forward pass
 
 
 @torch.no_grad()
 def val_loss(model: Any, val: Path, seq_len: int, device: str = "cpu") -> float:
-    """Mean negative log-likelihood of all whole rows of `seq_len` tokens."""
+    """Returns the mean negative log-likelihood over all complete rows of `seq_len` tokens."""
     model.eval()
     tokens = torch.from_numpy(np.fromfile(val, dtype=np.uint16).astype(np.int64))
     rows = tokens.unfold(0, seq_len + 1, seq_len).to(device)  # [n, seq_len + 1]: the label of each token is the next

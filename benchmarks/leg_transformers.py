@@ -1,4 +1,4 @@
-"""transformers' Trainer on transformers' own model of the same shape, its own attention included.
+"""transformers' Trainer with transformers' model of the same shape and its own attention.
 
 Run by pretrain.py: python leg_transformers.py spec.json
 """
@@ -22,7 +22,7 @@ from lmtrain.run import build
 
 
 class Rows(Dataset):
-    """Row i of train.bin; transformers' models shift the labels themselves."""
+    """Row i of train.bin; the labels are not shifted, because transformers' models do that."""
 
     def __init__(self, path: Path, seq_len: int) -> None:
         self.tokens, self.seq_len = np.memmap(path, dtype=np.uint16, mode="r"), seq_len
@@ -36,7 +36,7 @@ class Rows(Dataset):
 
 
 class Report(TrainerCallback):
-    """Trainer has read the loss from the device when it logs."""
+    """Prints the time at each log, when Trainer has just read the loss from the device."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if logs and "loss" in logs:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def build_transformers_model(cfg: Config) -> transformers.PreTrainedModel:
-    """From the config that lmtrain trains, with transformers' default attention instead of lmtrain's."""
+    """Builds the model from lmtrain's config, but with transformers' default attention."""
     vocab_size = len(build.build_corpus(cfg).prepared.tokenizer)
     with torch.device("meta"):
         shape = build_model(cfg.model, vocab_size, None, cfg.data.seq_len).config.to_dict()
@@ -82,7 +82,7 @@ def arguments(cfg: Config, spec: dict[str, Any]) -> TrainingArguments:
         bf16=spec["precision"] == "bf16",
         torch_compile=torch.cuda.is_available(),
         save_strategy="no",
-        report_to="tensorboard",  # lmtrain writes it too
+        report_to="tensorboard",  # as lmtrain does
         disable_tqdm=True,
         seed=cfg.seed,
     )

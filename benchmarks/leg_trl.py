@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer or DPOTrainer, in an environment of its own (`make env-trl`).
+"""TRL's SFTTrainer or DPOTrainer, in a separate environment (`make env-trl`).
 
 Run by sft.py and dpo.py: python leg_trl.py spec.json
 """
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class Report(transformers.TrainerCallback):
-    """Trainer has read the loss from the device when it logs; num_tokens is without padding."""
+    """Prints the time at each log, when Trainer has just read the loss from the device; num_tokens excludes padding."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if logs and "loss" in logs:

@@ -1,7 +1,7 @@
-"""A leg is one contender's process, timed from outside.
+"""Legs: processes of one contender each, timed from outside.
 
-Every contender reports each few steps, just after it has read the loss from the device; the times of these reports are
-all that is compared, so nobody's own stopwatch is trusted.
+Every contender reports every few steps, just after it has read the loss from the device. Only the times of these
+reports are compared, not any contender's own measurement.
 """
 
 import os
@@ -16,27 +16,27 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-Lines = list[tuple[float, str]]  # what a process printed, each line with the time it came
-Stamps = list[tuple[int, float]]  # (optimizer steps done, seconds on the wall clock)
+Lines = list[tuple[float, str]]  # output of a process: each line with its arrival time
+Stamps = list[tuple[int, float]]  # (optimizer steps done, wall-clock seconds)
 Measured = TypeVar("Measured")
-LIMIT_S: float | None = None  # a leg that takes longer is ended, its children with it
+LIMIT_S: float | None = None  # a leg that takes longer is killed with its children
 
 
 class Skipped(Exception):
-    """Why a contender can't be measured here."""
+    """Raised with the reason if a contender can't be measured here."""
 
 
 class Failed(Exception):
-    """A leg ended with an error; the message holds the end of what it printed."""
+    """Raised if a leg ended with an error; the message contains the end of its output."""
 
 
 @dataclass
 class Leg:
-    """A process to run, and how to read what it printed."""
+    """A process to run, and how to parse its output."""
 
     command: list[str]
     stamps: Callable[[Lines], Stamps]
-    facts: Callable[[Lines], dict[str, Any]] = lambda _: {}  # parameters, last_loss: where it says so
+    facts: Callable[[Lines], dict[str, Any]] = lambda _: {}  # parameters, last_loss, if it prints them
     cwd: Path | None = None
     env: dict[str, str] = field(default_factory=dict)
 
@@ -47,13 +47,13 @@ class Run:
 
     stamps: Stamps
     facts: dict[str, Any]
-    seconds: float  # from start to exit: imports, building, compiling and saving included
-    peak_gib: float  # most resident memory of the process
+    seconds: float  # from start to exit, including imports, model building, compilation and saving
+    peak_gib: float  # peak resident memory of the process
 
 
 def run(leg: Leg, threads: int | None) -> Run:
     env = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers' Trainer would use them all
+    env.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers' Trainer would use all GPUs
     if threads is not None:
         env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     started, lines = time.time(), []
@@ -87,13 +87,13 @@ def run(leg: Leg, threads: int | None) -> Run:
 
 
 def say_left_out(missing: dict[str, str]) -> None:
-    """The reasons why contenders are missing, a line each."""
+    """Prints why contenders are missing, one line each."""
     for name, reason in missing.items():
         print(f"{name} left out: {reason.splitlines()[0]}")
 
 
 def interval_ms(stamps: Stamps, warmup: int) -> list[float]:
-    """Milliseconds per step between successive reports after the warm-up."""
+    """Returns the milliseconds per step between successive reports after the warm-up."""
     counted = [stamp for stamp in stamps if stamp[0] >= warmup]
     intervals = [1000 * (t2 - t1) / (s2 - s1) for (s1, t1), (s2, t2) in pairwise(counted)]
     if not intervals:
@@ -104,9 +104,9 @@ def interval_ms(stamps: Stamps, warmup: int) -> list[float]:
 def interleaved(
     names: list[str], rounds: int, folder: Path, measure: Callable[[str, Path], tuple[Measured, str]]
 ) -> tuple[dict[str, list[Measured]], dict[str, str]]:
-    """(rounds by contender, why the others are missing). A contender that fails once is out.
+    """Returns (rounds by contender, reasons for missing ones); a contender that fails once is dropped.
 
-    measure: runs a leg of a contender in an empty folder; returns what was measured, and it in words.
+    measure: runs a leg of a contender in an empty folder; returns the result and a description of it.
     """
     results: dict[str, list[Measured]] = {name: [] for name in names}
     missing: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The bins of a benchmark as a litgpt DataModule; imported by litgpt in its own environment."""
+"""The bins of a benchmark as a litgpt DataModule; litgpt imports it in its own environment."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Rows(Dataset):
-    """Row i of a bin: seq_len tokens and the label of the last, int64 [seq_len + 1]."""
+    """Row i of a bin, int64 [seq_len + 1]: seq_len tokens and the label of the last one."""
 
     def __init__(self, path: Path, seq_len: int) -> None:
         self.tokens, self.seq_len = np.memmap(path, dtype=np.uint16, mode="r"), seq_len

@@ -1,4 +1,4 @@
-"""litgpt wants an older huggingface_hub than lmtrain, so it lives in an environment of its own."""
+"""The separate environment of litgpt, which needs an older huggingface_hub than lmtrain."""
 
 import os
 import subprocess
@@ -9,11 +9,11 @@ from pathlib import Path
 from legs import Skipped
 
 CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"
-NOT_LITGPTS = ("huggingface_hub==",)  # the pins that litgpt 0.5 can't live with
+NOT_LITGPTS = ("huggingface_hub==",)  # pins that conflict with litgpt 0.5
 
 
 def litgpt_python(given: Path | None) -> Path:
-    """The interpreter named by the user, else that of an environment made once in the cache folder."""
+    """Returns the user's interpreter, or that of an environment that is created once in the cache folder."""
     if given is not None:
         if not _has_litgpt(given):
             raise Skipped(f"--litgpt-python {given} can't import litgpt")
@@ -34,13 +34,13 @@ def _has_litgpt(python: Path) -> bool:
 
 
 def _install(folder: Path, python: Path) -> None:
-    """Our pins hold there too, torch's first of all: another torch would be another benchmark."""
+    """Installs litgpt with lmtrain's pins, above all the same torch, so that the benchmark compares like with like."""
     print(f"installing litgpt into {folder} (once; --litgpt-python PATH takes one that is there)", flush=True)
     venv.create(folder, with_pip=True, clear=True)
     pins = [p for p in CONSTRAINTS.read_text().splitlines() if not p.startswith(NOT_LITGPTS)]
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(pins) + "\n")
-    packages = ("litgpt", "requests")  # its command line imports the second, too
+    packages = ("litgpt", "requests")  # litgpt's command line imports requests
     command = [str(python), "-m", "pip", "install", "--quiet", "-c", str(constraints), *packages]
     done = subprocess.run(command, stdout=sys.stdout, stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:

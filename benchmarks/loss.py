@@ -1,9 +1,9 @@
-"""The loss alone, forward and backward: lmtrain's against torch's own F.linear_cross_entropy (from torch 2.13 on).
+"""Forward and backward of the loss alone: lmtrain's against torch's F.linear_cross_entropy (since torch 2.13).
 
 python benchmarks/loss.py                        65,536 tokens of gpt_small, 8,192 of Llama 3.2 1B; on a CPU a toy
 
-Hidden states [N, D] and the output embedding [V, D] in bf16 on a GPU, gradients of both; the median of some calls, each
-timed from idle to idle, and the most memory a call held beyond its inputs.
+Hidden states [N, D] and the output embedding [V, D] in bf16 on a GPU, with gradients of both. Reports the median of
+several calls, each timed with the device idle before and after, and the peak memory of a call beyond its inputs.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from lmtrain.losses.cross_entropy import chunked_cross_entropy
 from lmtrain.models.language_model import auto_chunk_bytes
 
-SHAPES = {"gpt_small": (65536, 768, 50304), "llama_1b": (8192, 2048, 128256)}  # tokens, width, words
+SHAPES = {"gpt_small": (65536, 768, 50304), "llama_1b": (8192, 2048, 128256)}  # tokens, width, vocabulary
 TOY = {"toy": (64, 32, 500)}
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -51,7 +51,7 @@ def measure(loss: Loss, shape: tuple[int, int, int], device: str, calls: int) ->
     weight = (0.02 * torch.randn(words, width, device=device, dtype=dtype)).requires_grad_()
     labels = torch.randint(0, words, (tokens,), device=device)
     times, value = [], 0.0
-    for _ in range(calls + 2):  # the first compile and allocate
+    for _ in range(calls + 2):  # the first calls compile and allocate
         hidden.grad = weight.grad = None
         wait(device)
         if device == "cuda":

@@ -1,4 +1,4 @@
-"""The machine in words, and whether it is quiet enough to measure on."""
+"""A description of the machine, and a check that it is idle enough for measurements."""
 
 import os
 import platform
@@ -9,23 +9,23 @@ import torch
 
 import lmtrain
 
-BUSY = 0.3  # load average over a minute; with two cores, a third of one busy shows in every number
+BUSY = 0.3  # load average over a minute; on two cores, a third of one core already affects every measurement
 
 
 def machine() -> str:
-    """Processor and cores, or the GPU; no names of hosts."""
+    """Returns the processor and its cores, or the GPU, without host names."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name(0)}, {os.cpu_count()} CPU cores"
     return f"{_processor()}, {os.cpu_count()} cores"
 
 
 def setting() -> str:
-    """The line under every table."""
+    """Returns the line below every table."""
     return f"{machine()}, torch {torch.__version__}, python {platform.python_version()}"
 
 
 def versions() -> dict[str, str]:
-    """lmtrain's own is the code's: it need not be installed."""
+    """Returns package versions; lmtrain's comes from the source, so it need not be installed."""
     return {"lmtrain": lmtrain.__version__} | {name: version(name) for name in ("torch", "lightning", "transformers")}
 
 

@@ -1,4 +1,4 @@
-"""What each device holds under each strategy: measured on CPU ranks, beside what the plan computes.
+"""Memory per device with each strategy: measured on CPU ranks, against the estimate of the plan.
 
 python benchmarks/memory.py         what is measured, and how, is in benchmarks/README.md
 """
@@ -36,14 +36,14 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Model:
-    """The overrides of a model, and of one as deep with next to nothing in it."""
+    """The overrides of a model, and of a minimal twin of the same depth."""
 
     large: list[str]
     small: list[str]
 
 
 def _model(preset: str, inner: str = "model.intermediate_size", width: int = 1408, bank: bool = False) -> Model:
-    """26 M parameters in 8 layers of the preset's architecture, whose inner layers are set by the key `inner`."""
+    """Returns a model of 26 M parameters, 8 layers as in the preset; `inner` is the key of the feed-forward width."""
     grouped = [] if preset in ("gpt_nano", "llama_nano", "memory_nano") else ["model.num_key_value_heads=4"]
     own = [f"model={preset}", "model.num_hidden_layers=8", "model.num_attention_heads=8", *grouped]
     heads = [[f"model.head_dim={n}"] if grouped else [] for n in (64, 2)]
@@ -66,7 +66,7 @@ MODELS = {
     "moe": _model("moe_small", "model.moe_intermediate_size", 192),
     "memory": _model("memory_nano", bank=True),
 }
-# What is freed goes back to the system at once: glibc would keep blocks under 32 MiB, and larger models' are above.
+# Return freed memory to the system at once; glibc would keep blocks under 32 MiB. Larger models' blocks are above.
 ENV = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -78,17 +78,17 @@ ENV = {
 
 @dataclass
 class Point:
-    """One strategy on so many devices."""
+    """One strategy on a number of devices."""
 
     model: str
     strategy: str
     devices: int
     computed_mib: float
-    measured_mib: float  # most of any rank, less what the same run of a model of next to nothing takes
+    measured_mib: float  # maximum over the ranks, minus that of the same run with the minimal twin
 
 
 def settings(folder: Path, strategy: str, count: int, model: list[str], rows: int = 1, seq_len: int = 64) -> list[str]:
-    """The command line of a run: `rows` rows of `seq_len` tokens on each of `count` devices."""
+    """Returns the command line of a run: `rows` rows of `seq_len` tokens on each of `count` devices."""
     fixed = ["data=text", f"data.path={folder / 'text.txt'}", f"data.cache_dir={folder / 'cache'}", "tokenizer=bytes"]
     steps = [f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1", "trainer.save_every_n_steps=null"]
     steps += ["trainer.val_check_interval=null", "data.val_fraction=0", "export.enabled=false", "logger=none"]
@@ -99,7 +99,7 @@ def settings(folder: Path, strategy: str, count: int, model: list[str], rows: in
 
 
 def computed(argv: list[str]) -> float:
-    """Bytes of one device, as the plan of the run says."""
+    """Returns the bytes per device that the run's plan states."""
     config = check(compose(argv))
     devices.resolve_auto(config)
     with torch.device("meta"):
@@ -108,7 +108,7 @@ def computed(argv: list[str]) -> float:
 
 
 def measured(folder: Path, jobs: list[list[str]], count: int) -> list[int]:
-    """The most bytes that one rank held in each of the runs, all on the same `count` ranks."""
+    """Returns the peak bytes of any rank in each run, all on the same `count` ranks."""
     here = Path(tempfile.mkdtemp(dir=folder))
     named = [[*argv, f"run.dir={here / str(number)}"] for number, argv in enumerate(jobs)]
     (here / "jobs.json").write_text(json.dumps(named))
@@ -124,7 +124,7 @@ def measured(folder: Path, jobs: list[list[str]], count: int) -> list[int]:
 
 
 def compare(folder: Path, names: list[str], strategy: str, count: int, rows: int, seq_len: int) -> list[Point]:
-    """A point for each model: what a rank holds, less what it holds for the model's small twin."""
+    """Returns a point for each model: the memory of a rank minus that with the minimal twin."""
     sizes = [size for name in names for size in (MODELS[name].small, MODELS[name].large)]
     jobs = [settings(folder, strategy, count, size, rows, seq_len) for size in sizes]
     held = measured(folder, jobs, count)

@@ -1,10 +1,10 @@
-"""Runs one after the other on ranks that import torch once, and the most memory each held: started by memory.py.
+"""Runs jobs in sequence on ranks that import torch once, and records the peak memory of each; started by memory.py.
 
     python -m torch.distributed.run --nproc-per-node=2 benchmarks/memory_ranks.py JOBS.json
 
-Every rank writes <rank>.json beside the jobs: bytes for each of them. The kernel keeps the peak (VmHWM, proc(5)), which
-is asked anew after the second step, so nothing depends on when one looks. Pages of files (RssFile: libraries, which the
-kernel drops when memory is short) are left out, as many as there are at the end.
+Every rank writes <rank>.json beside the jobs, with the bytes of each job. The kernel records the peak (VmHWM, proc(5)),
+which is reset after the second step, so it does not depend on sampling. File-backed pages (RssFile: libraries, which
+the kernel drops when memory is short) are subtracted, as many as there are at the end.
 """
 
 import ctypes
@@ -24,31 +24,31 @@ from lmtrain.run_folder import folder as run_dir
 
 
 class Peak(pl.Callback):
-    """Writes the most bytes that this process held between its second step and its fourth: into `path`."""
+    """Writes the peak bytes of this process between its second and its fourth step to `path`."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if trainer.global_step == 2:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current value
         elif trainer.global_step == 4:
             self.path.write_text(str(_status("VmHWM") - _status("RssFile")))
 
 
 def _status(name: str) -> int:
-    """Bytes that the kernel has counted of this process."""
+    """Returns the bytes in a field of this process's status in /proc."""
     return 1024 * int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
 
 
 def held(overrides: list[str], path: Path) -> int:
-    """Bytes that this rank held at most in a run."""
+    """Returns the peak bytes of this rank in a run."""
     path.unlink(missing_ok=True)
     config = check(compose([*overrides, f"callbacks.extra=[{{_target_: memory_ranks.Peak, path: {path}}}]",
                             "run.allow_target=[memory_ranks]"]))  # fmt: skip
     devices.resolve_auto(config)
     folder = run_dir.RunDir(Path(str(config.run.dir)))
-    if os.environ.get("RANK", "0") == "0":  # as the parent of a run does
+    if os.environ.get("RANK", "0") == "0":  # as the parent process of a run does
         folder = run_dir.open_run(config)
     code = Session(config, folder).run()
     if code != 0:

@@ -1,12 +1,12 @@
-"""The best model for so many minutes: budget.minutes next to nanoGPT and transformers' Trainer, by bits per byte.
+"""The best model in a given time: budget.minutes against nanoGPT and transformers' Trainer, in bits per byte.
 
 python benchmarks/minutes.py --nanogpt DIR --minutes 2 --text book.txt --json numbers.json
 
 The last 100,000 characters of each text are held out. Ours is `lmtrain.train TEXT budget.minutes=M`. nanoGPT is its
-CPU recipe on characters (4 layers of 128, rows of 64, 12 a step) at three rates, the best of which counts; after the
-first round only that one is run. Trainer is GPT-2's default shape on the same characters, rows of 256, with
-TrainingArguments' defaults. Both get as many steps as end in the time, by a short run before; whole processes are
-timed. What is in the file of `--json` is not run again.
+CPU recipe on characters (4 layers of 128, rows of 64, 12 per step) at three learning rates, of which the best counts;
+after the first round only that one is run. Trainer is the default shape of GPT-2 on the same characters, rows of 256,
+with the defaults of TrainingArguments. Both get as many steps as fit into the time, by a short run before; whole
+processes are timed. Results that are already in the file of `--json` are not computed again.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from machine import setting, warn_if_busy
 HERE = Path(__file__).resolve().parent
 HELD_OUT = 100_000  # characters
 RATES = (1e-3, 2e-3, 4e-3)
-SHORT = {"nanogpt": 200, "trainer": 4}  # steps by which the length is chosen; nanoGPT warms up for 100
+SHORT = {"nanogpt": 200, "trainer": 4}  # steps of the short run that sets the length; nanoGPT warms up for 100
 
 
 class Text:
-    """A text cut in two, as files of words and, for nanoGPT and Trainer, of characters."""
+    """A text split in two, as text files and, for nanoGPT and Trainer, as bins of characters."""
 
     def __init__(self, path: Path, folder: Path) -> None:
         whole = path.read_text(encoding="utf-8", errors="ignore")
@@ -50,7 +50,7 @@ class Text:
         self.bytes_per_character = len(whole[cut:].encode()) / HELD_OUT
 
     def bits(self, nats: float) -> float:
-        """Bits per byte, from the loss of a character."""
+        """Converts a loss per character to bits per byte."""
         return nats / math.log(2) / self.bytes_per_character
 
 
@@ -63,7 +63,7 @@ def timed(command: list[str], cwd: Path) -> float:
 
 
 def ours(text: Text, minutes: float, folder: Path) -> tuple[float, float]:
-    """Bits per byte and the seconds of the process."""
+    """Returns the bits per byte and the seconds of the process."""
     run = folder / "run"
     paths = [f"data.val_path={text.folder}/val.txt", f"run.dir={run}", f"data.cache_dir={folder}/cache"]
     command = [sys.executable, "-m", "lmtrain.train", f"{text.folder}/train.txt", f"budget.minutes={minutes:g}", *paths]
@@ -74,7 +74,7 @@ def ours(text: Text, minutes: float, folder: Path) -> tuple[float, float]:
 
 def nanogpt(text: Text, nanogpt_folder: Path, rate: float, folder: Path, steps: int) -> tuple[float, float]:
     data = nanogpt_folder / "data" / f"minutes_{text.name}"
-    data.unlink(missing_ok=True)  # a link that an earlier call has left
+    data.unlink(missing_ok=True)  # a link left by an earlier call
     data.symlink_to(text.folder)
     settings = RECIPE.format(steps=steps).split()
     own = [f"--learning_rate={rate}", f"--min_lr={rate / 10}", f"--eval_interval={steps}", f"--dataset={data.name}"]
@@ -91,7 +91,7 @@ def trainer(text: Text, folder: Path, steps: int) -> tuple[float, float]:
 
 
 def steps_within(seconds: float, short: int, run: Callable[[int], tuple[float, float]]) -> int:
-    """The steps that end in the time, by the times of two short runs."""
+    """Returns the number of steps that fit into the time, by the times of two short runs."""
     few, more = run(short)[1], run(3 * short)[1]
     each = max(1e-3, (more - few) / (2 * short))
     return max(short, int((seconds - few) / each) + short)
@@ -100,7 +100,7 @@ def steps_within(seconds: float, short: int, run: Callable[[int], tuple[float, f
 def measure(
     kept: Kept, contender: str, where: str, at: str, seconds: float, run: Callable[..., tuple[float, float]]
 ) -> None:
-    """Runs a contender, with as many steps as end in the time where it has no clock of its own."""
+    """Runs a contender; one without a time budget gets as many steps as fit into the time."""
     if at in kept.found.get("bits_per_byte", {}):
         return
     steps = []
@@ -113,7 +113,7 @@ def measure(
 
 
 def best_rates(kept: Kept, where: str) -> tuple[float, ...]:
-    """Those to try: all in the first round, later its best."""
+    """Returns the rates to try: all in the first round, then only the best."""
     found = {r: kept.found.get("bits_per_byte", {}).get(f"{where}, nanogpt {r:g}, round 1") for r in RATES}
     scores = {rate: bits for rate, bits in found.items() if bits is not None}
     return (min(scores, key=lambda r: scores[r]),) if len(scores) == len(RATES) else RATES
@@ -122,7 +122,7 @@ def best_rates(kept: Kept, where: str) -> tuple[float, ...]:
 def contenders(
     text: Text, rates: Sequence[float], options: argparse.Namespace, root: Path
 ) -> dict[str, Callable[..., tuple[float, float]]]:
-    """What runs, by the name that its numbers have; each takes its steps, ours none."""
+    """Returns the contenders by the name of their numbers; each takes a number of steps, except ours."""
 
     def fresh() -> Path:
         return Path(tempfile.mkdtemp(dir=root))

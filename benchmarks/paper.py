@@ -2,9 +2,9 @@
 
 python benchmarks/paper.py   prints it as Markdown; half a minute, on the meta device
 
-Memory is that of the plan (models/flops.py), in GiB a GPU. A save moves the checkpoint's 12 bytes a parameter over the
-nodes' ways to the file system, each its share; a resume reads them twice, for checksums and to load. Tokens/s are
-the FLOPs that the GPUs give at MFU over those of a token.
+Memory is the plan's estimate (models/flops.py), in GiB per GPU. A save writes the checkpoint's 12 bytes per parameter,
+each node its share, at NODE_BYTES; a resume reads them twice, for the checksums and to load. Tokens/s are the FLOP/s of
+the GPUs at MFU divided by the FLOPs per token.
 """
 
 import sys
@@ -14,9 +14,9 @@ from lmtrain.models.flops import flops_per_token
 from lmtrain.planning import estimation
 
 GPU = "h100"  # 80 GiB
-PEAK, MFU = 989e12, 0.4  # FLOP/s of bf16 products; the share of it that training makes use of
-NODE_BYTES = 2 * 2**30  # a second, of one node to and from the file system
-ROW = 8192  # tokens; one row a micro-batch
+PEAK, MFU = 989e12, 0.4  # peak FLOP/s of bf16 products; the share of it that training reaches
+NODE_BYTES = 2 * 2**30  # bytes/s of one node to and from the file system
+ROW = 8192  # tokens; one row per micro-batch
 LLAMA_8B = ["hidden_size=4096", "num_hidden_layers=32", "num_attention_heads=32", "num_key_value_heads=8",
             "intermediate_size=14336"]  # fmt: skip
 LLAMA_70B = ["hidden_size=8192", "num_hidden_layers=80", "num_attention_heads=64", "num_key_value_heads=8",

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on one CPU thread: milliseconds of the processor by kernel, ten steps' mean.
+"""CPU time of a step on one thread by kernel, in milliseconds: the mean of ten steps.
 
 python benchmarks/parts.py experiment=dial model.num_hidden_layers=3
 python benchmarks/parts.py --compare experiment=dial model.num_hidden_layers=3      as it is and compiled
@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import lmtrain
 
-FIRST, STEPS = 10, 10  # steps before it is measured, and then
+FIRST, STEPS = 10, 10  # steps before the measurement; measured steps
 OFF = ["trainer.accelerator=cpu", "trainer.num_threads=1", "trainer.val_check_interval=null", "export.enabled=false",
        "trainer.save_every_n_steps=null", "report.enabled=false", "callbacks.samples.every_n_validations=0",
        "trainer.limit_val_batches=1", "logger=none", "run.quiet=true"]  # fmt: skip

@@ -1,9 +1,9 @@
-"""How fast text becomes tokens on disk: `lmtrain.prepare` beside datasets.map and the way of nanoGPT's prepare script.
+"""Speed of tokenizing text to disk: `lmtrain.prepare` against datasets.map and the method of nanoGPT's prepare script.
 
 python benchmarks/prepare.py --text corpus.jsonl --tokenizer FOLDER         FOLDER holds tokenizer.json (GPT-2's)
 
-corpus.jsonl has a document a line, {"text": ...}. Each contender is a process of its own, in rounds, and begins with
-nothing prepared; the clock runs from its start to its end. What each does is in benchmarks/README.md.
+corpus.jsonl has one document per line, {"text": ...}. In each round, every contender runs in a separate process, starts
+with nothing prepared, and is timed from start to exit. benchmarks/README.md describes them.
 """
 
 import argparse
@@ -33,14 +33,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="of each contender (%(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="of datasets.map (%(default)s)")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # a contender's process
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # the process of a contender
     options = parser.parse_args(argv)
     options.text, options.tokenizer = options.text.resolve(), options.tokenizer.resolve()
     return options
 
 
 def with_datasets(options: argparse.Namespace, threads: bool) -> int:
-    """The fast tokenizer in datasets.map: on processes, or in one with the library's own threads."""
+    """The fast tokenizer in datasets.map: in several processes, or in one with the tokenizer's own threads."""
     from datasets import load_dataset
     from transformers import AutoTokenizer
 
@@ -57,7 +57,7 @@ def with_datasets(options: argparse.Namespace, threads: bool) -> int:
 
 
 def in_nanogpts_way(options: argparse.Namespace) -> int:
-    """Documents one by one through tiktoken in datasets.map, then copied into one file of uint16."""
+    """Tokenizes documents one by one with tiktoken in datasets.map, then copies them into one file of uint16."""
     import numpy as np
     import tiktoken
     from datasets import load_dataset
@@ -94,8 +94,8 @@ def work(options: argparse.Namespace) -> int:
 
 
 def leg(name: str, options: argparse.Namespace, folder: Path) -> tuple[float, float, int]:
-    """Seconds, peak MiB of the process and its children (their proportional set sizes, looked at each half second)
-    and tokens."""
+    """Returns the seconds, the peak MiB of the process and its children (sum of proportional set sizes, sampled every
+    half second) and the tokens."""
     words = [__file__, "--text", options.text, "--tokenizer", options.tokenizer, "--worker", name]
     words += ["--processes", options.processes]
     if name == "lmtrain":
@@ -118,7 +118,7 @@ def leg(name: str, options: argparse.Namespace, folder: Path) -> tuple[float, fl
 
 
 def resident(pid: int) -> float:
-    """MiB of a process and those it has started."""
+    """Returns the MiB of a process and its children."""
     total = 0
     try:
         root = psutil.Process(pid)
@@ -130,7 +130,7 @@ def resident(pid: int) -> float:
 
 
 def counted(name: str, folder: Path) -> int:
-    """The tokens that a leg says it has made."""
+    """Returns the number of tokens that a leg reports."""
     if name == "lmtrain":
         meta = next(folder.rglob("meta.json"))
         return int(json.loads(meta.read_text())["splits"]["train"]["tokens"])

@@ -27,8 +27,8 @@ class Round:
     """One leg of one contender."""
 
     step_ms: float  # median over intervals of `every` steps
-    process_s: float  # from start to exit: imports, building, compiling, saving
-    parameters: int | None = None  # where the contender says so
+    process_s: float  # from start to exit, including imports, model building, compilation and saving
+    parameters: int | None = None  # if the contender reports it
     last_loss: float | None = None
 
 
@@ -61,7 +61,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_job(options: argparse.Namespace, folder: Path) -> Job:
-    """Writes the bins and composes the config that all contenders' settings are read from."""
+    """Writes the bins and composes the config from which the settings of all contenders are derived."""
     shape = SHAPES[options.shape]
     shape = replace(shape, rows=options.rows or shape.rows)
     chosen = overrides(
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace, job: Job, folder: Path) -> tuple[dict[s
 
 
 def ratios(legs: list[Round], base: list[Round]) -> list[float]:
-    """Step time over the base's, round by round: neighbours in time, so a machine that drifts cancels out."""
+    """Returns per round the step time relative to the baseline's, so that drift of the machine cancels out."""
     return [leg.step_ms / other.step_ms for leg, other in zip(legs, base, strict=True)]
 
 

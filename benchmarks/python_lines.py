@@ -1,8 +1,8 @@
-"""How much of what a model writes is Python: the share of its lines that parse, each by itself.
+"""How much of a model's output is valid Python: the share of its lines that parse, each on its own.
 
 python benchmarks/python_lines.py outputs/first/export
 
-Eight texts of 96 tokens after each of four beginnings, at temperature 0.5. Lines of prose in a docstring don't parse.
+It samples eight texts of 96 tokens for each of four prompts, at temperature 0.5. Prose in a docstring doesn't parse.
 """
 
 import ast
@@ -16,7 +16,7 @@ TEXTS, TOKENS = 8, 96
 
 
 def parses(line: str) -> bool:
-    """Whether a line is a statement, or the head of one: what it needs around it is added."""
+    """Returns whether a line is a statement or the head of one; the surrounding code that it needs is added."""
     if line.startswith(("elif ", "else:")):
         line = f"if x:\n pass\n{line}"
     if line.startswith(("except", "finally:")):
@@ -39,7 +39,7 @@ def main() -> None:
         options = {"max_new_tokens": TOKENS, "do_sample": True, "temperature": 0.5, "top_k": 50, "pad_token_id": 0}
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in model.generate(ids, **options)]
         print(texts[0], "-" * 40, sep="\n")
-        # A line that a text repeats counts once; the last is cut off.
+        # A repeated line of a text counts once; the last line is dropped because it may be incomplete.
         lines = [s.strip() for text in texts for s in dict.fromkeys(text[len(beginning) :].splitlines()[:-1])]
         found += [parses(line) for line in lines if line]
     print(f"{sum(found)} of {len(found)} lines parse: {sum(found) / len(found):.0%}")

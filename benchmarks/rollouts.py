@@ -1,9 +1,10 @@
-"""Tokens a second of rollouts beside transformers' `generate` with static batches: equal and ragged lengths, in turns.
+"""Tokens per second of rollouts against transformers' `generate` with static batches, for equal and varying lengths.
 
 python benchmarks/rollouts.py [hidden layers]
 
-Both sample at temperature 1 from the same random llama; a completion ends with any of some tokens, so lengths are
-geometric, or at a fixed length where there is none. Tokens counted are those of completions, up to their ending one.
+Both sample at temperature 1 from the same random llama; a completion ends at any of a set of stop tokens, so lengths
+are geometrically distributed; without stop tokens all have a fixed length. Only tokens of completions count, up to the
+stop token.
 """
 
 import statistics

@@ -17,7 +17,7 @@ from workload import MARKED_CHATML, made_conversations
 
 
 def rows_of_a_step(task: Task, packed: bool) -> tuple[int, int]:
-    """(rows per step, rows per forward); packed rows are fewer, with about as many tokens as the padded ones."""
+    """Returns (rows per step, rows per forward pass); packed rows are fewer, with about as many tokens in total."""
     rows = task.options.rows
     micro = task.options.micro_batch_size or rows
     if not packed:
@@ -69,7 +69,7 @@ def task_of(folder: Path, options: Any) -> Task:
 
 
 def mean_length(task: Task) -> float:
-    """Tokens of a conversation on average, cut at seq_len."""
+    """Returns the mean tokens per conversation, truncated at seq_len."""
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     rows = [json.loads(line)["messages"] for line in task.data.read_text().splitlines()]
     texts = [tokenizer.apply_chat_template(row, chat_template=MARKED_CHATML, tokenize=False) for row in rows]

@@ -1,4 +1,4 @@
-"""What is trained in a benchmark: a few shapes of lmtrain's own presets, and plain bins of random tokens for them."""
+"""The models and data of a benchmark: a few shapes based on lmtrain's presets, and plain bins of random tokens."""
 
 import importlib.util
 import os
@@ -10,13 +10,13 @@ import numpy as np
 
 TRAIN_TOKENS, VAL_TOKENS = 2_000_000, 100_000
 LEARNING_RATE = 1e-3  # constant, the same for every contender
-# lmtrain's default logger, but where its package is missing.
+# lmtrain's default logger, if its package is installed.
 LOGGER = () if importlib.util.find_spec("tensorboard") else ("logger=none",)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One model, its rows, and the tokens it sees. The other contenders' settings are read off the composed config."""
+    """One model, its rows, and its number of tokens; other contenders' settings follow from the composed config."""
 
     model: tuple[str, ...]  # lmtrain overrides
     seq_len: int
@@ -25,7 +25,7 @@ class Shape:
 
 
 SHAPES = {
-    # A step of 50 to 100 ms on two cores: where the cost of everything around the model is promised to stay small.
+    # A step of 50 to 100 ms on two cores, for which the overhead outside the model is guaranteed to be small.
     "nano": Shape(("model=gpt_nano",), seq_len=256, rows=4, vocab_size=4096),
     # The model of experiment=shakespeare_char, nanoGPT's recipe for a CPU.
     "char": Shape(
@@ -41,7 +41,7 @@ SHAPES = {
         rows=12,
         vocab_size=65,
     ),
-    # litgpt trains this one weight for weight; of GPT-2 it has only a relative with rotary positions.
+    # litgpt supports exactly this model; instead of GPT-2 it only has a variant with rotary positions.
     "llama": Shape(("model=llama_nano",), seq_len=256, rows=2, vocab_size=4096),
     # 124 M parameters, for a GPU.
     "small": Shape(("model=gpt_small", "tokenizer=bpe"), seq_len=1024, rows=32, vocab_size=50257),
@@ -49,7 +49,7 @@ SHAPES = {
 
 
 def write_bins(folder: Path, vocab_size: int, embedding_rows: int) -> None:
-    """nanoGPT's layout: train.bin and val.bin of uint16, and in meta.pkl the rows its embedding is to have."""
+    """Writes bins in nanoGPT's layout: train.bin and val.bin of uint16, and the vocabulary size in meta.pkl."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
     for split, tokens in (("train", TRAIN_TOKENS), ("val", VAL_TOKENS)):
@@ -58,13 +58,13 @@ def write_bins(folder: Path, vocab_size: int, embedding_rows: int) -> None:
 
 
 def write_bin(path: Path, ids: "np.ndarray[tuple[int], np.dtype[np.uint16]]", vocab_size: int) -> None:
-    """One split. Bins without a tokenizer have as many ids as their largest says, so the last one is made to occur."""
+    """Writes one split. Without a tokenizer the largest id sets the vocabulary size, so the last id has to occur."""
     ids[0] = vocab_size - 1
     ids.tofile(path)
 
 
 def write_text_bins(folder: Path, train_tokens: int, val_tokens: int) -> None:
-    """The bytes of the running Python's standard library, about 10 MB: text to learn, on every machine."""
+    """Writes the bytes of the running Python's standard library, about 10 MB: real text that every machine has."""
     folder.mkdir(parents=True)
     files = sorted(Path(os.__file__).parent.glob("**/*.py"))
     texts = (file.read_bytes() for file in files if "site-packages" not in file.parts and "test" not in file.parts)
@@ -75,7 +75,7 @@ def write_text_bins(folder: Path, train_tokens: int, val_tokens: int) -> None:
 
 
 def overrides(shape: Shape, bins: Path, *, micro_batch_size: int, steps: int, every: int, precision: str) -> list[str]:
-    """What follows `python -m lmtrain.train`: this shape on these bins, with the defaults of a real run otherwise."""
+    """Returns the arguments of `python -m lmtrain.train` for this shape on these bins, with defaults otherwise."""
     return [
         *shape.model,
         *LOGGER,
@@ -92,7 +92,7 @@ def overrides(shape: Shape, bins: Path, *, micro_batch_size: int, steps: int, ev
         f"trainer.log_every_n_steps={every}",
         "trainer.devices=1",
         f"trainer.precision={'bf16-mixed' if precision == 'bf16' else '32-true'}",
-        # Only after the last step, and short: no contender's steps are interrupted.
+        # Validation only after the last step, and short, so that it interrupts no contender's steps.
         "trainer.val_check_interval=null",
         "trainer.limit_val_batches=1",
         "trainer.save_every_n_steps=null",

@@ -1,4 +1,4 @@
-"""Measures what OpenMP's threads do while they wait: a step alone, and beside processes that keep cores busy.
+"""Measures the cost of waiting OpenMP threads: a step on an idle machine, and beside processes that keep cores busy.
 
 python benchmarks/spin.py           what is measured, and how, is in benchmarks/README.md
 """
@@ -17,7 +17,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-# What each tells OpenMP. 300,000 rounds of waiting are libgomp's own default.
+# OpenMP settings of each contender. 300,000 spins are libgomp's default.
 CONTENDERS = {
     "spin_300000": {"GOMP_SPINCOUNT": "300000"},
     "spin_10000": {"GOMP_SPINCOUNT": "10000"},
@@ -42,7 +42,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="of a turn (%(default)s)")
     parser.add_argument("--busy", type=int, default=1, help="busy processes beside (%(default)s)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # a contender's process
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # the process of a contender
     options = parser.parse_args(argv)
     options.contenders = options.contenders.split(",")
     unknown = [name for name in options.contenders if name not in CONTENDERS]
@@ -52,7 +52,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def step_when_asked() -> None:
-    """A contender: for each number read, so many steps of a small transformer; writes the milliseconds of one."""
+    """Runs a contender: for each number n read, runs n steps of a small transformer, writes the milliseconds of one."""
     import torch
 
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def started(name: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def ms(process: "subprocess.Popen[str]", steps: int) -> float:
-    """Milliseconds of a step of a contender, over so many."""
+    """Returns the milliseconds per step of a contender, over a number of steps."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(f"{steps}\n")
@@ -107,7 +107,7 @@ def busy(number: int) -> Iterator[None]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Step times in ms by state and contender. Contenders take turns of some steps, so what drifts meets all alike."""
+    """Returns step times in ms by state and contender; contenders alternate, so drift affects all equally."""
     times: dict[str, dict[str, list[float]]] = {}
     with ExitStack() as stack:
         processes = {name: stack.enter_context(started(name)) for name in options.contenders}
@@ -139,7 +139,7 @@ def show(times: dict[str, dict[str, list[float]]], options: argparse.Namespace, 
 
 
 def tenth(values: list[float]) -> float:
-    """The value that a tenth of them lie below: on a machine with other work, the turns that were disturbed least."""
+    """Returns the 10th percentile: on a machine with other work, the least disturbed turns."""
     return sorted(values)[len(values) // 10]
 
 

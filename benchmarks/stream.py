@@ -1,5 +1,5 @@
-"""A stream through a ring on disk, without a model: its speed, the disk and memory it takes, and whether a reader that
-is killed and goes on reads what one that is not killed reads.
+"""A stream through a ring on disk, without a model: its speed, its use of disk and memory, and whether a reader that is
+killed and resumed reads the same as one that is not killed.
 
 python benchmarks/stream.py --text pages.jsonl --ring-bytes 200000000 --kills 5
 """
@@ -36,12 +36,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ring-bytes", type=int, default=200_000_000, help="of the ring (%(default)s)")
     parser.add_argument("--rows", type=int, default=4096, help="of 256 tokens in a step (%(default)s)")
     parser.add_argument("--kills", type=int, default=5, help="of the second reader, at random moments (%(default)s)")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a reader's folder
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the folder of a reader
     return parser.parse_args()
 
 
 def read(options: argparse.Namespace, folder: Path) -> None:
-    """Reads one epoch from where `folder` says it got to; a line a step."""
+    """Reads one epoch from the position saved in `folder` and writes a line per step."""
     config = lmtrain.compose(
         ["data=jsonl", f"data.path={options.text.resolve()}", "data.streaming=true", "tokenizer=bpe",
          f"data.ring_bytes={options.ring_bytes}", "tokenizer.vocab_size=512", "tokenizer.train_characters=2000000",
@@ -60,7 +60,7 @@ def read(options: argparse.Namespace, folder: Path) -> None:
         while True:
             window = rows.ring.window_of(step)
             producer.discard_before(window)
-            if producer.begins[window].epoch:  # the text begins again
+            if producer.begins[window].epoch:  # the text starts again
                 break
             while not producer.wait_for(rows.ring.window_after(step), 1.0):
                 if producer.error is not None:
@@ -85,10 +85,10 @@ def read(options: argparse.Namespace, folder: Path) -> None:
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes of the ring, also of a file that is being written."""
+    """Returns the bytes of the ring, including files that are being written."""
     total = 0
     for file in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it got its name, or went
+        with contextlib.suppress(FileNotFoundError):  # the file was renamed or removed meanwhile
             total += file.stat().st_size
     return total
 
@@ -101,7 +101,7 @@ def reader(options: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes]
 
 
 def killed(options: argparse.Namespace, folder: Path, last: int) -> list[int]:
-    """The steps at which the reader was killed, each chosen at random among those to come."""
+    """Returns the steps at which the reader was killed, each chosen at random among the remaining ones."""
     at, rng, steps = [], random.Random(0), folder / "steps.jsonl"
     for goal in sorted(rng.sample(range(1, last), options.kills)):
         process = reader(options, folder)

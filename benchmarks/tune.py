@@ -1,4 +1,4 @@
-"""How good the rate is that lmtrain.tune suggests: trained beside a grid of rates, a process each.
+"""Quality of the learning rate that lmtrain.tune suggests, against a grid of rates, each in its own process.
 
 python benchmarks/tune.py experiment=shakespeare_char data.path=input.txt
 python benchmarks/tune.py --steps 600 experiment=shakespeare_char data.path=input.txt     # shorter, for a busy machine
@@ -14,7 +14,7 @@ from pathlib import Path
 from lmtrain.files import read_jsonl
 
 RATES = "0.0001,0.0003,0.001,0.003,0.01,0.03,0.1"
-# One validation, after the last step; nothing is kept.
+# One validation, after the last step; no checkpoints are kept.
 QUIET = ["trainer.val_check_interval=null", "trainer.save_every_n_steps=null", "checkpoint.keep_best=0", "logger=none",
          "export.enabled=false", "report.enabled=false", "callbacks.samples.every_n_validations=0"]  # fmt: skip
 
@@ -33,7 +33,7 @@ def suggested(folder: Path, words: list[str]) -> float:
 
 
 def trained(folder: Path, words: list[str], rate: float) -> float:
-    """val/loss after the last step; infinite where the run failed."""
+    """Returns val/loss after the last step; infinite if the run failed."""
     run = folder / f"lr_{rate:g}"
     try:
         started("train", [*words, *QUIET, f"optimizer.lr={rate:g}", f"run.dir={run}"])

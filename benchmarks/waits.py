@@ -1,4 +1,4 @@
-"""A callback that counts, step by step, how often the host waits for the GPU, and the graphs torch.compile made."""
+"""A callback that counts, step by step, how often the host waits for the GPU, and the graphs of torch.compile."""
 
 import json
 import warnings

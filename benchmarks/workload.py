@@ -1,6 +1,6 @@
-"""What the fine-tuning benchmarks train: conversations or pairs, a model and a tokenizer, written into a folder.
+"""Inputs of the fine-tuning benchmarks: conversations or pairs, a model and a tokenizer, written to a folder.
 
-Without `--data` and `--model` all of it is made on the spot, the conversations about as long as real ones: turns and
+Without `--data` and `--model` everything is generated, with conversations about as long as real ones: turns and
 words are drawn so that the lengths in tokens spread like those of the Schema-Guided Dialogue dataset under SmolLM2's
 tokenizer (deciles 201 and 533, quartiles 269 and 443, mean 365).
 """
@@ -24,7 +24,7 @@ LLAMA_1B: dict[str, Any] = {
     "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
 }  # fmt: skip
 
-# ChatML as TRL must be given it: TRL has no template of that name and takes none without {% generation %}.
+# ChatML as TRL needs it: TRL has no template of that name and requires {% generation %}.
 MARKED_CHATML = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -43,7 +43,7 @@ MARKED_CHATML = """\
 
 
 def read_rows(path: Path, count: int) -> list[Row]:
-    """Rows of a .parquet or .jsonl file, or of the .parquet files of a folder."""
+    """Reads the rows of a .parquet or .jsonl file, or of the .parquet files in a folder."""
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     found: list[Row] = []
     for file in files:
@@ -64,7 +64,7 @@ def made_conversations(count: int) -> list[Row]:
 
 
 def made_pairs(count: int) -> list[Row]:
-    """A prompt of some turns, and two answers of different lengths."""
+    """Generates pairs: a prompt of several turns, and two answers of different lengths."""
     random = np.random.default_rng(0)
     rows = []
     for _ in range(count):
@@ -89,7 +89,7 @@ def _words(random: np.random.Generator, count: int) -> str:
 
 
 def write_model(folder: Path, shape_of: Path | None, rows: list[Row]) -> None:
-    """Random weights, for speed doesn't depend on them: of the shape in `shape_of`, or a small Llama's."""
+    """Writes a model of random weights (speed doesn't depend on them), of the shape in `shape_of` or a small Llama."""
     if shape_of is None:
         texts = (turn["content"] for row in rows for turns in row.values() for turn in turns)
         tokenizer = chatml_tokenizer(texts, vocab_size=4096)
@@ -114,7 +114,7 @@ def write_model(folder: Path, shape_of: Path | None, rows: list[Row]) -> None:
 
 
 def write_shape(folder: Path) -> Path:
-    """Config and tokenizer of the shape of Llama 3.2 1B, 1.24 B parameters; the tokenizer's words are few."""
+    """Writes config and tokenizer for the shape of Llama 3.2 1B, 1.24 B parameters; the tokenizer has few tokens."""
     texts = (turn["content"] for row in made_conversations(200) for turn in row["messages"])
     tokenizer = chatml_tokenizer(texts, vocab_size=4096)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -124,7 +124,7 @@ def write_shape(folder: Path) -> Path:
 
 
 def chatml_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of these texts, with ChatML's special tokens."""
+    """Trains a byte-level BPE on these texts, with ChatML's special tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
