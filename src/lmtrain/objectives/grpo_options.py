@@ -127,6 +127,11 @@ class GRPOOptions(ObjectiveConfig):
                 f"objective.loss={self.loss} takes the KL off a completion's reward, for which objective.kl_estimator="
                 f"k1 is the unbiased one: set it"
             )
+        if self.engine == "vllm" and self.top_p < 1:  # its processed log-probabilities are those of the tokens left
+            raise UserError(
+                f"objective.top_p={self.top_p:g}: vLLM gives log-probabilities after top_p, and the loss compares them "
+                f"with the model's before it: set objective.top_p=1 or objective.engine=in_process"
+            )
         refuse_split_layers(config.trainer.strategy, "rollouts need all weights on each device while they are sampled")
         if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:
             raise UserError(
