@@ -267,7 +267,7 @@ def for_size(run: "Run", epochs: float) -> list[str]:
             smaller = f"{dial.KEY}={dial.fed_by(tokens)[-1]} is what it feeds"
         notes.append(
             f"{si(total - embedding)} weights in layers for {si(tokens)} tokens of text, seen {epochs:.1f} times, are"
-            f" too many: it will learn them by heart; {smaller}, or bring more text"
+            f" too many: it will memorize them; {smaller}, or bring more text"
         )
     t = c.trainer
     long = flops_in_all(run, tokens / len(run.corpus.train)) > _COMPILING_PAYS
