@@ -83,8 +83,8 @@ def test_a_forecast_is_lower_where_the_curve_is_steep_and_the_run_long() -> None
     assert dial.forecast(steep, 1000) < dial.forecast(flat, 1000)
     longer = [(950, 2.0), (1900, 2.0), (2850, 2.0)]
     assert dial.forecast(longer, 10000) < dial.forecast(flat, 1000)
-    # log(end / third) = 0.241 - 0.849 log(2.4 / 2.2) - 2.015 log(2.2 / 2.0) - 0.036 log(1000), by hand
-    assert dial.forecast(steep, 1000) == pytest.approx(2.0 * math.exp(0.241 - 0.0739 - 0.1921 - 0.2487), rel=1e-3)
+    # log(end / third) = 0.237 - 0.601 log(2.4 / 2.2) - 2.718 log(2.2 / 2.0) - 0.0352 log(1000), by hand
+    assert dial.forecast(steep, 1000) == pytest.approx(2.0 * math.exp(0.237 - 0.0523 - 0.2591 - 0.2432), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_forecast_does_not_depend_on_where_the_validations_stand() -> None:
     for steps in ((20, 40, 60, 80, 100), (10, 50, 90), (40, 80, 120)):
         assert dial.forecast(curve(*steps), 300) == pytest.approx(expected, rel=2e-3)
     # interpolated and extrapolated between validations, to 28.5, 57 and 85.5 of 300 steps, by hand
-    assert dial.forecast([(20, 2.4), (40, 2.2), (80, 2.0)], 300) == pytest.approx(1.6987, rel=1e-3)
+    assert dial.forecast([(20, 2.4), (40, 2.2), (80, 2.0)], 300) == pytest.approx(1.6717, rel=1e-3)
 
 
 @pytest.mark.parametrize(("at_most", "said"), [(math.inf, True), (399, False)])
@@ -142,8 +142,8 @@ def test_the_third_validation_at_the_full_rate_makes_the_forecast(at_most: float
     if made.made is not None:
         assert made.made == {
             "val/bits_per_byte": expected,
-            "low": pytest.approx(0.92 * expected),
-            "high": pytest.approx(1.08 * expected),
+            "low": pytest.approx(0.94 * expected),
+            "high": pytest.approx(1.06 * expected),
             "step": 114,
         }
 

@@ -138,7 +138,7 @@ class Forecast(pl.Callback):
         """
         Args:
             minutes: the time budget.
-            at_most: the most steps for which the fit is valid: with more the model memorizes the text.
+            at_most: the most steps for which the fit is valid: those of dial.SEEN epochs, or dial.LONGEST.
         """
         self.metrics, self.schedule, self.minutes, self.console = metrics, schedule, minutes, console
         self.at_most = at_most

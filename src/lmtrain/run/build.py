@@ -115,7 +115,7 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     validated = sum(seen_rows(rows, config.data.micro_batch_size, config.trainer.limit_val_batches)
                     for rows in datamodule.val_sets.values())  # fmt: skip
     ranked = ranking(config, corpus, val_sets)
-    length = Length(total_steps, most, validated, corpus.epoch_tokens)
+    length = Length(total_steps, most, validated)
     callbacks = build_callbacks(config, run_dir, metrics, samples, feed, preemption, console, length, rows_of, ranked)
     trainer = build_trainer(config, run_dir, callbacks, metrics.records, total_steps)
     monitored = rows_of(config.checkpoint.monitor)

@@ -83,7 +83,6 @@ class Length(NamedTuple):
     steps: int
     at_most: int  # the most steps that a time budget may extend it to
     validated: int  # rows that each validation reads
-    epoch_tokens: float  # tokens of the training data
 
 
 def build_callbacks(
@@ -156,8 +155,7 @@ def _forecast(config: Config, metrics: Metrics, length: Length, console: Console
     schedule, minutes, epochs = config.schedule, config.budget.minutes, config.trainer.max_epochs
     if minutes is None or config.model.name != dial.NAME or not isinstance(schedule, WarmupStableDecayConfig):
         return None
-    fresh = dial.fresh_epochs(config.model.num_hidden_layers, length.epoch_tokens)  # type: ignore[attr-defined]
-    at_most = length.at_most * fresh / epochs if epochs is not None else math.inf
+    at_most = length.at_most * dial.SEEN / epochs if epochs is not None else math.inf
     return Forecast(metrics, schedule, minutes, min(at_most, dial.LONGEST), console)
 
 
