@@ -28,7 +28,7 @@ VERBS = {
     "inspect": "the data as the model sees it: samples with their mask, lengths, what was cut or dropped",
     "export": "a run's checkpoint to a Hugging Face folder",
     "generate": "text from a run, an export or a hub name",
-    "chat": "many turns with a run, an export or a hub name, in the terminal or on a page (--web)",
+    "chat": "a conversation with a run, an export or a hub model, in the terminal or in the browser (--web)",
     "evaluate": "loss, perplexity, bits per byte, answers or margins of a run, an export or a hub name",
     "estimate": "parameters, FLOPs, memory and time of a run from its config alone, and what would make it fit",
     "tune": "a learning rate and the largest micro-batch that suit a run; tune.apply=true trains with them",
@@ -356,9 +356,9 @@ keys used most:
   --cfg                      print the composed config with every key and its default
   --config FILE.yaml         a file of settings, which may also stand alone: python -m lmtrain.{verb} FILE.yaml
   --config-dir DIR           a folder of your own configs, laid out like conf/
-  --trust FILE               a yaml that may say what only you may: run.allow_target, what it reads, where it writes
-  --info                     Hydra's account of where configs come from (--info defaults, searchpath, ...)
-  -sc install=bash           code for Tab in bash, zsh or fish: eval "$(lmtrain -sc install=bash)"
+  --trust FILE               a yaml file that you trust: it may set run.allow_target, what is read and where to write
+  --info                     Hydra's report on where configs come from (--info defaults, searchpath, ...)
+  -sc install=bash           completion with Tab in bash, zsh or fish: eval "$(lmtrain -sc install=bash)"
   -m key=a,b                 a sweep: one run per combination; with --cfg it is only shown
   --version                  lmtrain's and Python's
 

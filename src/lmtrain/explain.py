@@ -18,12 +18,14 @@ from lmtrain.secrets import shown, shown_in
 from lmtrain.terminal import visible
 
 _WHEN_CHANGED = {
-    "prepared": "other prepared data (the tokens themselves are compared on resume)",
-    "model": "another model: refused on resume",
-    "trajectory": "what is learned: refused on resume",
+    "prepared": "the prepared data (on resume the tokens themselves are compared)",
+    "model": "the model: a change is refused on resume",
+    "trajectory": "what is learned: a change is refused on resume",
     "rate": "how fast and how long: may change on resume",
     "machine": "where and how the same is computed: may change on resume",
-    "validation": "what scores are of: may change on resume, and scores before are not compared",
+    "validation": (
+        "what scores are of: may change on resume, but then earlier scores are not compared with later ones"
+    ),
     "shown": "nothing that is learned",
 }
 
@@ -34,8 +36,8 @@ def explain(words: Sequence[str], config_dir: str | None, config_name: str) -> i
     overrides = [w for w in words if w not in keys]
     if "run_dir" in typed_keys(overrides):
         raise UserError(
-            "run_dir has no effect in `lmtrain explain`, which composes a config: that of a run with "
-            "--config-dir FOLDER"
+            "run_dir has no effect in `lmtrain explain`, which composes a config; to explain the config of a "
+            "run, use --config-dir FOLDER"
         )
     composed, settled = config.settled(overrides, config_dir, config_name)
     environment.note(composed)

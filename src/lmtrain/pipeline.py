@@ -15,7 +15,7 @@ usage: python -m lmtrain.pipeline pipeline=NAME [STAGE.key=value ...] [key=value
   sft.optimizer.lr=1e-4       a key of one stage, or of one evaluation
   trainer.accelerator=cpu     a key of all stages
   run.name=first              the folder, outputs/first; run.root and run.dir as of a run
-  --trust FILE                a yaml that may say what only you may: run.allow_target, what it reads, where it writes
+  --trust FILE                a yaml file that you trust: it may set run.allow_target, what is read and where to write
   --cfg                       print the plan and each stage's config; nothing is started
 
 The same command again skips what has finished and goes on with what has not; a stage that changed runs again, and

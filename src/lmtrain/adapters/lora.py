@@ -141,7 +141,10 @@ def _continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int
             f"adapter_config.json or its hub name, and the base it was trained on as model.name_or_path"
         ) from error
     expected = set(get_peft_model_state_dict(peft, save_embedding_layers=False))
-    for these, what in ((expected - held, "lacks"), (held - expected, "holds, without a place in the model,")):
+    for these, what in (
+        (expected - held, "lacks"),
+        (held - expected, "contains weights that match no part of the model:"),
+    ):
         if these:
             raise UserError(
                 f"peft.adapter={name} {what} {sorted(these)[0]} (and {len(these) - 1} more): merge it into its base "
@@ -176,7 +179,11 @@ def _check_names_match(model: PreTrainedModel, key: str, names: Any) -> None:
         return
     last = sorted({m.rpartition(".")[2] for m in modules if not m.rpartition(".")[2].isdigit()})
     near = difflib.get_close_matches(missing[0].rpartition(".")[2], last, n=3) or last
-    hint = ": a pattern must match the whole name; a list, [q_proj,v_proj], its end" if isinstance(names, str) else ""
+    hint = (
+        ": a pattern must match the whole name; an entry of a list such as [q_proj,v_proj] only its end"
+        if isinstance(names, str)
+        else ""
+    )
     raise UserError(f"{key}: {missing[0]!r} matches no module of the model{hint} (there are {', '.join(near)})")
 
 
@@ -205,8 +212,9 @@ def _refuse_tied_lora(model: PreTrainedModel) -> None:
     adapted = [hasattr(m, "lora_A") for m in (head, embedding)]
     if any(adapted) and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         raise UserError(
-            "peft.target_modules: the input and output embeddings of this model are one matrix, which LoRA on either "
-            "would take apart: leave them out, or train the matrix in full with peft.modules_to_save=[embed_tokens]"
+            "peft.target_modules: this model's input and output embeddings share one matrix (tied weights), and "
+            "LoRA on either of them would untie them: leave them out, or train the matrix in full with "
+            "peft.modules_to_save=[embed_tokens]"
         )
     if adapted[0] and any(getattr(head, "use_dora", {}).values()):
         raise UserError(

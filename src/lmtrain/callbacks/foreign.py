@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
 _AVERAGES = (
-    "it saves the average in place of the weights that training goes on from; callbacks=ema averages by the same "
-    "formula, validates with the average, exports it and resumes exactly"
+    "it saves the averaged weights instead of the weights that training continues from; callbacks=ema averages "
+    "by the same formula, validates with the average, exports it and resumes exactly"
 )
-_FINDS = "it starts Lightning's loop again in the middle of the run's own"
+_FINDS = "it starts Lightning's training loop a second time inside the run's own loop"
 REFUSED: dict[type[Callback], str] = {
     theirs.GradientAccumulationScheduler: (
         "a batch is a whole optimizer step here; data.global_batch_size says how many rows it has, "

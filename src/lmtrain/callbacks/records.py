@@ -137,7 +137,8 @@ class Records(Logger):
             self._logged[validation] = {}
             row = {"step": self.step} | own | {k: v for k, v in logged.items() if k not in own}
             self._tell(
-                [k for k in logged if k in own], "is a name of lmtrain's own numbers, which stay: log yours as another"
+                [k for k in logged if k in own],
+                "is a name that lmtrain uses for its own value, which is kept: log yours under another name",
             )
             if len(row) > 1 and rank_zero:
                 self._append(row, validation)
@@ -187,7 +188,8 @@ class Records(Logger):
             self.joined.remove(logger)
             name = type(logger).__name__.lower()
             terminal.console().print(
-                f"note: logger.{name} failed ({first_line(error)}): the run continues without it; {self.path} has all"
+                f"note: logger.{name} failed ({first_line(error)}): the run continues without this logger; "
+                f"{self.path} has every record"
             )
 
     def _tell(self, names: list[str], what: str) -> None:
@@ -228,7 +230,7 @@ def number(name: str, value: Any) -> int | float:
         if value.numel() == 1 and not value.is_complex():
             return value.item()
         raise RunError(
-            f"{name} was logged with a tensor of shape {tuple(value.shape)}: log a single number, its mean say"
+            f"{name} was logged with a tensor of shape {tuple(value.shape)}: log a single number, for example its mean"
         )
     if isinstance(value, Real):
         return int(value) if isinstance(value, int) else float(value)

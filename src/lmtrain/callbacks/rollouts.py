@@ -69,10 +69,11 @@ class Rollouts(pl.Callback):
         rewards = sorted({float(r) for group in module.rollout for r in group.rewards})
         same = f"all rewards are {rewards[0]:g}" if len(rewards) == 1 else "within each group all rewards are equal"
         terminal.console().print(
-            f"note: step {step:,}: {same} for {self.idle_steps:,} steps, so nothing is learned. Where they are low the "
-            f"task is too hard: fine-tune on some answers first (objective=sft), begin with easier prompts, add a part "
-            f"to the reward that is given sooner (reward=sum, for a form say), or raise objective.group_size or "
-            f"objective.temperature. Where they are high it is learned: take harder prompts",
+            f"note: step {step:,}: {same} for {self.idle_steps:,} steps, so nothing is learned. Where they are "
+            "low the task is too hard: fine-tune on some answers first (objective=sft), start with easier "
+            "prompts, add a reward that is easier to earn (reward=sum, for example for the right format), or "
+            "raise objective.group_size or objective.temperature. Where they are high the task is learned: use "
+            "harder prompts",
             highlight=False, markup=False,
         )  # fmt: skip
 

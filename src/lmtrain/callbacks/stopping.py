@@ -125,10 +125,11 @@ class BadSteps(pl.Callback):
             report = {"step": start, "micro_batch": worst, "micro_batch_losses": losses, "epoch_and_row_ids": rows}
             (self.folder / f"{name}.json").write_text(json.dumps(report, indent=2))
         raise RunError(
-            f"{in_a_row} updates in a row were skipped (loss or gradient not finite, or a loss spike), {total} in all, "
-            f"from step {start} on. Its micro-batch {worst} and row ids are in {self.folder / name}.pt and .json. "
-            f"Run that very step again: same command with debug=replay debug.step={start}. What helps most often: a "
-            f"lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true, objective.z_loss=1e-4"
+            f"{in_a_row} updates in a row were skipped (loss or gradient not finite, or a loss spike), {total} in "
+            f"all, from step {start} on. The worst micro-batch of that step (number {worst}) and its row ids are "
+            f"in {self.folder / name}.pt and .json. To run exactly that step again, use the same command with "
+            f"debug=replay debug.step={start}. What helps most often: a lower optimizer.lr, a longer "
+            "schedule.warmup_steps, trainer.precision=32-true, objective.z_loss=1e-4"
         )
 
     def micro_batch_losses(self, module: Objective, micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:

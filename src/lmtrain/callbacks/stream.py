@@ -59,14 +59,15 @@ class FeedStream(pl.Callback):
             return 0, self.head.begin
         if self.place is None:
             raise UserError(
-                f"the checkpoint of step {self.step} is of a run without a stream and holds no place to read on from: "
-                f"set data.ring_bytes=null as that run had it, or begin another run (run.name=...)"
+                f"the checkpoint of step {self.step} is of a run without a stream, so it has no position in the "
+                "stream to continue from: set data.ring_bytes=null as in that run, or start another run "
+                "(run.name=...)"
             )
         if self.place["window"] != window:
             raise UserError(
-                f"the checkpoint holds where window {self.place['window']} of the stream begins, and with the sizes of "
-                f"the ring and the batch as they are now step {self.step} lies in window {window}: put "
-                f"data.ring_window, data.ring_shard_tokens, data.seq_len and data.global_batch_size back"
+                f"the checkpoint stores the start of window {self.place['window']} of the stream, but with the "
+                f"current ring and batch sizes step {self.step} is in window {window}: set data.ring_window, "
+                "data.ring_shard_tokens, data.seq_len and data.global_batch_size back to their earlier values"
             )
         return window, Place(**self.place["place"])
 

@@ -116,7 +116,10 @@ class TimeBudget(pl.Callback):
         steps = min(steps, self.at_most)
         self._begin_window(step)
         if abs(steps / self._said - 1) > _WORTH_SAYING:
-            said = f"steps take {took:.2f} s: {steps:,} end with budget.minutes, not {self._said:,}"
+            said = (
+                f"a step takes {took:.2f} s, so the run will have {steps:,} steps to end with budget.minutes, "
+                f"not {self._said:,}"
+            )
             self.console.print(said, highlight=False)
             self._said = steps
         return steps
@@ -167,5 +170,8 @@ class Forecast(pl.Callback):
         bits = dial.forecast(self.scores, steps)
         low, high = bits * (1 - dial.SPREAD), bits * (1 + dial.SPREAD)
         self.made = {SCORE: bits, "low": low, "high": high, "step": step}
-        said = f"by the validations so far {SCORE} will be about {bits:.3f} at the end ({low:.2f} to {high:.2f})"
+        said = (
+            f"forecast from the validations so far: {SCORE} will be about {bits:.3f} at the end ({low:.2f} to "
+            f"{high:.2f})"
+        )
         self.console.print(said, highlight=False)

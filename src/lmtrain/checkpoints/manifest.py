@@ -108,7 +108,7 @@ def _problem(content: Any) -> str | None:
         return f"has no checksum, and unknown keys ({', '.join(sorted(rest.keys() - _KNOWN))})"
     metrics, files = rest["metrics"], rest["files"]
     if type(rest["step"]) is not int or type(rest.get("interim", False)) is not bool:
-        return "holds a step or a mark of another type"
+        return "holds a step or an interim flag of the wrong type"
     if not isinstance(metrics, dict) or not all(isinstance(v, int | float | None) for v in metrics.values()):
         return "holds scores that are not numbers"
     if not isinstance(files, dict) or not all(_is_entry(*entry) for entry in files.items()):

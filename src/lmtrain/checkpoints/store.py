@@ -207,7 +207,9 @@ def load_trainer_state(path: Path) -> dict[str, Any]:
     """Returns the content of a checkpoint's trainer.pt, which holds no weights; its tensors are mapped, not read."""
     state = _unpickle(path / "trainer.pt", mmap=True)
     if "callbacks" not in state or "fingerprint" not in state:
-        raise UserError(f"{path / 'trainer.pt'} is not of a checkpoint that lmtrain has written; take another one")
+        raise UserError(
+            f"{path / 'trainer.pt'} was not written by lmtrain as part of a checkpoint; choose another checkpoint"
+        )
     return state
 
 
@@ -248,8 +250,8 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def _not_tensors(file: Path, error: Exception) -> str:
     return (
-        f"{file} is not a file of tensors that lmtrain has written ({first_line(error)}). Nothing in it was run; take "
-        f"another checkpoint"
+        f"{file} is not a tensor file written by lmtrain ({first_line(error)}). Nothing in it was run; choose "
+        "another checkpoint"
     )
 
 

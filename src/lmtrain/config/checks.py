@@ -84,7 +84,10 @@ def _settle_cooldown(c: Config, checkpoint: str) -> None:
     key, name = f"run.cooldown_from={checkpoint}", re.split(r"[/\\]", checkpoint.rstrip("/\\"))[-1]
     named = re.fullmatch(r"step_(\d{8,})", name)
     if named is None:
-        raise UserError(f"{key}: name a checkpoint by its step, outputs/long/checkpoints/step_00004000; links move")
+        raise UserError(
+            f"{key}: name a checkpoint by its step, such as outputs/long/checkpoints/step_00004000, "
+            "because links to checkpoints change"
+        )
     if not isinstance(c.schedule, WarmupStableDecayConfig):
         raise UserError(f"{key} needs a schedule whose decay can begin at that step: set schedule=wsd")
     if c.run.resume not in (None, "auto"):
@@ -172,8 +175,8 @@ def _check_fim(c: Config) -> None:
     for key, is_set in others.items():
         if is_set:
             raise UserError(
-                f"data.fim.rate={d.fim.rate} rearranges the documents of rows of data.seq_len tokens, which {key} cuts "
-                f"otherwise: set {key}=null or data.fim.rate=0"
+                f"data.fim.rate={d.fim.rate} rearranges documents inside rows of data.seq_len tokens, which {key} "
+                f"cuts otherwise: set {key}=null or data.fim.rate=0"
             )
 
 
@@ -215,7 +218,7 @@ def _check_source(source: str, allow_target: list[str]) -> None:
     check_allowed("data.source", source, allow_target)
     if not any(source.startswith(f"{package}.") for package in (*allow_target, "lmtrain.data.sources.sums")):
         raise UserError(
-            f"data.source={source}: name a class of a package of yours, and open it: run.allow_target=[...]"
+            f"data.source={source}: name a class of your own package, and allow the package with run.allow_target=[...]"
         )
 
 
@@ -314,8 +317,8 @@ def _check_memory(c: Config) -> None:
     _check_memory_layers(m.layers)
     if method == "memory" and c.tokenizer.add_tokens:
         raise UserError(
-            "tokenizer.add_tokens with peft=memory: the rows of new tokens are part of the frozen base and would stay "
-            "as they are drawn; choose peft=memory_lora, which trains them"
+            "tokenizer.add_tokens with peft=memory: the embedding rows of new tokens are part of the frozen base "
+            "and would keep their random initial values; choose peft=memory_lora, which trains them"
         )
     if c.export.merge:
         raise UserError("export.merge=true: a memory can't be merged into its base; leave it out (docs/memory.md)")

@@ -73,7 +73,7 @@ def _of_another_verb(verb: str, key: str, config: Config) -> str | None:
         if any(key == name or key.startswith(f"{name}.") for name in own):
             return None
         reads = ", ".join(f"{name}.*" if name == verb else name for name in own)
-        return f"in `lmtrain {verb}`, which takes all else from the run itself (it reads {reads})"
+        return f"in `lmtrain {verb}`, which takes all other settings from the run itself (it reads {reads})"
     readers = next((mark.verbs for mark in annotations if isinstance(mark, ReadBy)), None)
     if verb not in _OF_RUNS or readers is None or verb in readers:
         return None
@@ -257,8 +257,8 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
         return notes
     return [
         *notes,
-        f"data.path={typed['data.path']} chose its reader, {config.data.source} ({config.data.format}), and "
-        f"is all the data there is; data=... chooses another reader",
+        f"data.path={typed['data.path']} chose its reader, {config.data.source} ({config.data.format}), and is "
+        "the only data of this run; data=... chooses another reader",
     ]
 
 

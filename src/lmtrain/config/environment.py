@@ -166,9 +166,9 @@ def hashed(key: str, value: Any, kept: Mapping[str, Reading]) -> Any:
 def in_full(plain: Mapping[str, Any], kept: Mapping[str, Reading]) -> list[str]:
     """Returns a note for each config value that contains a secret environment variable's value as literal text."""
     return [
-        f"{key} holds the value of the environment variable {name}: files, pages and loggers get "
-        f"${{oc.env:{name}}} in its place; written so on the command line too, between single quotes, it stays out of "
-        f"the shell's history"
+        f"{key} holds the value of the environment variable {name}: files, pages and loggers show "
+        f"${{oc.env:{name}}} instead; type it in that form too, in single quotes, to keep the value out of the "
+        "shell's history"
         for key, value in flat(dict(plain))
         if isinstance(value, str) and key not in kept
         for name in secrets.names_in(value)
@@ -204,9 +204,9 @@ def refuse_words(tree: DictConfig, written: Sequence[str], typed: Sequence[str],
 def _refusal(key: str, reading: Reading, file: str) -> str:
     word = reading.text if re.fullmatch(r"\$\{[\w.:]+\}", reading.text) else quoted(reading.text)
     return (
-        f"{key}: {file} reads the environment there ({', '.join(reading.names)}, by {reading.text}), which a file may "
-        f"only do if you vouch for it, since it could send what it reads elsewhere: --trust {file} if it is yours, or "
-        f"type the key yourself: {shlex.quote(f'{key}={word}')}"
+        f"{key}: {file} reads the environment there ({', '.join(reading.names)}, by {reading.text}), which a file "
+        f"may only do if you trust it, since it could send what it reads elsewhere: add --trust {file} if it is "
+        f"yours, or set the key on the command line: {shlex.quote(f'{key}={word}')}"
     )
 
 
@@ -219,8 +219,8 @@ def without_reading(tree: DictConfig, file: Path) -> DictConfig:
         _told.add(file.resolve())
         pairs = ", ".join(f"{key}={reading.text}" for key, reading in found.items())
         said = (
-            f"note: {file} asks for values of the environment ({pairs}), which a file may only if you vouch for it; "
-            f"they stay text. --trust {file} if it is yours"
+            f"note: {file} asks for environment variables ({pairs}), which a file may read only if you trust it; "
+            f"they are left as plain text. Add --trust {file} if it is yours"
         )
         print(visible(said), file=sys.stderr)
     return as_text(tree)

@@ -139,8 +139,9 @@ def unreadable(override: str) -> str:
     holds = "spaces, commas, brackets, quotes or ="
     if value.startswith(("[", "{")):
         return (
-            f"cannot read {override!r}: in a list or mapping each text that holds {holds} needs double quotes, and the "
-            f"whole single ones for the shell: 'optimizer.groups=[{{pattern: \"a|(b)\", lr: 1e-4}}]'"
+            f"cannot read {override!r}: in a list or mapping, put each text that contains {holds} in double "
+            "quotes, and the whole argument in single quotes for the shell: 'optimizer.groups=[{pattern: "
+            '"a|(b)", lr: 1e-4}]\''
         )
     return (
         f"cannot read {override!r}: a value that holds {holds} needs quotes twice, for the shell and for Hydra: "

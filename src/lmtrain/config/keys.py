@@ -130,7 +130,7 @@ def _read_only(section: type) -> type:
     def set_once(self: Any, name: str, value: Any) -> None:
         if name in vars(self):  # absent while dataclasses.replace constructs a copy
             raise AttributeError(
-                f"{section.__name__}.{name} can't become {value!r}: the config was resolved and is what runs"
+                f"{section.__name__}.{name} can't be set to {value!r}: the config is already resolved and in use"
             )
         object.__setattr__(self, name, value)
 

@@ -119,13 +119,14 @@ def _elsewhere(key: str, value: str, own: Path) -> bool:
 def _refusal(key: str, value: str, file: str) -> str:
     if key.startswith(_DATA):
         return (
-            f"{key}={value}: {file} has an address opened, which a file may only do if you vouch for it, since it "
-            f"could be one that only you can reach: type {'.'.join(key.split('.')[:2])} yourself, name a local copy, "
-            f"or --trust {file}"
+            f"{key}={value}: {file} has an address opened, which a file may only do if you trust it, since it "
+            f"could be an address that only you can reach: set {'.'.join(key.split('.')[:2])} on the command "
+            f"line, name a local copy, or add --trust {file}"
         )
     return (
-        f"{key}={value}: {file} says where to write, which a file may only do below the run's own folder, unless you "
-        f"vouch for it: type {key.partition('.extra.')[0]} yourself, take the key out of the file, or --trust {file}"
+        f"{key}={value}: {file} says where to write. Unless you trust it, a file may name only places inside the "
+        f"run's own folder: set {key.partition('.extra.')[0]} on the command line, remove the key from the file, "
+        f"or add --trust {file}"
     )
 
 

@@ -59,7 +59,10 @@ def _from_hub(c: Any) -> bool:
     return c.data.source == "mixture" or (c.data.source == "hub" and not c.data.path)
 
 
-_HUB = "it names data of the hub, and this data comes from elsewhere: choose data=wikitext or another, or leave it out"
+_HUB = (
+    "it names data of the hub, but this data comes from elsewhere: choose data=wikitext or other data of the "
+    "hub, or leave it out"
+)
 _OF_HUB = ReadWhere(_from_hub, _HUB)
 _IS_STREAM = ReadWhere(
     lambda c: c.data.ring_bytes is not None or _from_hub(c),
@@ -68,14 +71,17 @@ _IS_STREAM = ReadWhere(
 _OF_RING = ReadWhere(lambda c: c.data.ring_bytes is not None, "set data.ring_bytes too")
 _OF_WHOLE_TEXT = ReadWhere(
     lambda c: c.data.rows == "text" and c.data.ring_bytes is None and c.data.source != "bins",
-    "all of the text is read for it before it is tokenized, which bins are already and a ring does as it trains",
+    (
+        "it needs to read all of the text before tokenizing, but bins are tokenized already and a stream "
+        "(data.ring_bytes) is tokenized during training"
+    ),
 )
 _OF_FILES = ReadWhere(
     lambda c: c.data.source not in ("python_stdlib", "mixture") and "." not in c.data.source,
     "choose what reads it: data=text, jsonl, parquet, bins, chat_jsonl or preference_jsonl",
 )
 _OF_CLASS = ReadWhere(lambda c: "." in c.data.source, "set data.source=package.module.Class too")
-_CUT_OFF = ReadWhere(lambda c: not c.data.val_path, "data.val_path names what is held out")
+_CUT_OFF = ReadWhere(lambda c: not c.data.val_path, "data.val_path already names the validation data")
 _GROWING = ReadWhere(lambda c: c.data.curriculum.by is not None, "set data.curriculum.by=length too")
 _MORE_ROWS = ReadWhere(lambda c: c.data.batch_warmup.start_size is not None, "set data.batch_warmup.start_size")
 _REARRANGED = ReadWhere(lambda c: c.data.fim.rate > 0, "set data.fim.rate=0.5 too")

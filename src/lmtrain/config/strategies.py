@@ -34,13 +34,13 @@ def check_fp8(c: Config) -> None:
         )
     if c.peft.quantization is not None:
         raise UserError(
-            f"{key} does not go with peft.quantization={c.peft.quantization}, whose layers multiply in their own way: "
-            f"{instead}, or peft=lora"
+            f"{key} does not go with peft.quantization={c.peft.quantization}, whose layers use their own matrix "
+            f"multiplication: {instead}, or peft=lora"
         )
     if hasattr(c.objective, "reference"):
         raise UserError(
-            f"{key} does not go with objective={c.objective.name}: what it learns from are small differences of "
-            f"log-probabilities, which 8 bits blur: {instead}"
+            f"{key} does not go with objective={c.objective.name}: it learns from small differences of "
+            f"log-probabilities, which are lost in 8 bits: {instead}"
         )
 
 
@@ -103,8 +103,9 @@ def check_strategy(c: Config) -> None:
         )
     if c.optimizer.name == "adamw_8bit":
         raise UserError(
-            f"optimizer=adamw_8bit does not go with {key}: its blocks of 256 values cross the borders of the parts. "
-            f"Set optimizer=adamw: its state is shared out over the devices too"
+            f"optimizer=adamw_8bit does not go with {key}: it quantises blocks of 256 values, which do not end "
+            "where the devices' parts of a tensor end. Set optimizer=adamw, whose state is sharded over the "
+            "devices too"
         )
     if c.peft.quantization is not None:
         _check_quantised(c)
@@ -126,14 +127,17 @@ def _check_quantised(c: Config) -> None:
     found = f"peft.quantization={stored} does not go with trainer.strategy={strategy}"
     if strategy == "fsdp":
         raise UserError(
-            f"{found}: of quantised bases those of 4 bits are shared out over the devices. Set peft=qlora, or "
-            f"trainer.strategy=ddp"
+            f"{found}: of quantised bases only those of 4 bits can be sharded over the devices. Set peft=qlora, "
+            "or trainer.strategy=ddp"
         )
-    why = "splits the matrices of layers" if strategy == "fsdp_tp" else "does not know packed weights and their scales"
+    why = (
+        "splits the weight matrices of layers"
+        if strategy == "fsdp_tp"
+        else "does not support packed weights and their scales"
+    )
     shares = "trainer.strategy=fsdp" + (" with peft=qlora" if stored == "int8" else "")
     raise UserError(
-        f"{found}, which {why}: set {shares}, which shares a base of 4 bits out over the devices, or "
-        f"trainer.strategy=ddp"
+        f"{found}, which {why}: set {shares}, which shares a base of 4 bits among the devices, or trainer.strategy=ddp"
     )
 
 
@@ -187,14 +191,14 @@ def _check_context_parallel(c: Config) -> None:
     if c.memory.num_chapters is not None or getattr(c.model, "num_experts", None) is not None:
         found = "memory.num_chapters" if c.memory.num_chapters is not None else "model.num_experts"
         raise UserError(
-            f"{key}={size} does not go with {found}: the balance of routers is computed from the tokens of whole rows, "
-            f"of which a device has a slice. Set {key}=1"
+            f"{key}={size} does not go with {found}: the load balance of routers is computed over whole rows, but "
+            f"each device has only a slice of a row. Set {key}=1"
         )
     heads = getattr(c.model, "num_attention_heads", None)
     if heads is not None and heads % size:
         raise UserError(
-            f"{key}={size} does not divide model.num_attention_heads={heads}, which the devices of a group share out "
-            f"while they attend: change one of the two"
+            f"{key}={size} does not divide model.num_attention_heads={heads}, which the devices of a group divide "
+            "among themselves in attention: change one of the two"
         )
     if c.model.attention in ("sdpa", "transformers"):
         raise UserError(f"{key}={size} does not go with model.attention={c.model.attention}: set model.attention=auto")
@@ -212,11 +216,11 @@ def _check_deepspeed(c: Config) -> None:
     _check_options(c.trainer.deepspeed)
     if c.optimizer.name in ("muon", "adafactor"):
         raise UserError(
-            f"optimizer={c.optimizer.name} does not go with {key}: ZeRO cuts parameters into flat pieces, and it needs "
-            f"whole matrices. Set optimizer=adamw or lion, or trainer.strategy=fsdp"
+            f"optimizer={c.optimizer.name} does not go with {key}: ZeRO flattens and splits parameters, but this "
+            "optimizer needs whole matrices. Set optimizer=adamw or lion, or trainer.strategy=fsdp"
         )
     if c.trainer.spike_factor is not None:
-        raise UserError(f"trainer.spike_factor does not go with {key}, which can't leave out a step: set it to null")
+        raise UserError(f"trainer.spike_factor does not go with {key}, which can't skip a step: set it to null")
 
 
 # Fields of a user's DeepSpeed file that are ignored -> the config keys that take precedence.

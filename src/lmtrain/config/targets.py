@@ -112,8 +112,8 @@ def class_named(target: str, key: str, allow_target: Sequence[str]) -> type:
         raise UserError(f"{key}: _target_={target} is not a class; only classes can be named")
     if not _is_in(f"{found.__module__}.", (*PLACES, *allow_target)):
         raise UserError(
-            f"{key}: _target_={target} is {_path(found)}, which {name} only imports and a config may not name; "
-            f"if you trust it: _target_={_path(found)} run.allow_target=[{found.__module__.split('.')[0]}]"
+            f"{key}: _target_={target} is {_path(found)}, which {name} only imports, so a config may not name it "
+            f"there; if you trust it: _target_={_path(found)} run.allow_target=[{found.__module__.split('.')[0]}]"
         )
     return found
 
@@ -158,7 +158,7 @@ def _check_place(module: str, target: str, key: str, allow_target: Sequence[str]
     private = any(part.startswith(_NO_HOLDERS) for part in module.split("."))
     if private or not _is_in(f"{module}.", PLACES):
         places = ", ".join(place for place in PLACES if place.split(".")[0] == module.split(".")[0])
-        raise UserError(f"{key}: _target_={target}: a config can't name what {module} holds, but classes of {places}")
+        raise UserError(f"{key}: _target_={target}: a config can't name what {module} holds, only classes of {places}")
 
 
 @contextlib.contextmanager

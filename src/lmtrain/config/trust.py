@@ -60,9 +60,9 @@ def refuse_unasked(tree: DictConfig, grants: Grants, where: str) -> None:
     if wanted:
         words = [_typed(key, value) for key, value in wanted.items()]
         raise UserError(
-            f"{_file_of(where, wanted)} sets {' and '.join(words)}, by which code runs that lmtrain doesn't bring: "
-            f"that counts only where you type it. If you trust it, add {' '.join(words)}, or --trust FILE with the "
-            f"yaml that says so"
+            f"{_file_of(where, wanted)} sets {' and '.join(words)}, which lets code run that is not part of "
+            "lmtrain: that counts only where you type it, on the command line. If you trust it, add "
+            f"{' '.join(words)}, or --trust FILE with that yaml file"
         )
     for key, value in asked.items():
         if OmegaConf.select(tree, key) is not None:
@@ -129,8 +129,8 @@ def refuse_words(words: Iterable[str], typed: Iterable[str], where: str) -> None
         key = key_in(word)
         if key is not None and key not in given:
             raise UserError(
-                f"{where} sets {word}, by which code runs that lmtrain doesn't bring: that counts only where you type "
-                f"it. If you trust it, add {word}"
+                f"{where} sets {word}, which lets code run that is not part of lmtrain: that counts only where "
+                f"you type it, on the command line. If you trust it, add {word}"
             )
 
 

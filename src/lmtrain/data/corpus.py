@@ -85,7 +85,7 @@ class Corpus:
             return "put a val.bin beside train.bin, or prepare the text again with data.val_fraction=0.01"
         rows = self.splits["train"].get("rows")  # only conversations and pairs have it; text can be cut anywhere
         if rows == 1:
-            return "data.val_path or data.val_split names one, for one row can't be shared out"
+            return "data.val_path or data.val_split names one, because a single row can't be divided"
         share = 0.01 if rows is None else max(0.01, math.ceil(100 / rows) / 100)  # every (1 / share)-th row
         return f"data.val_fraction={share:g} holds one out, data.val_path or data.val_split names one"
 
@@ -108,7 +108,10 @@ def fit_to_model(config: Config, corpus: Corpus, unpacked_because: str | None, m
             if isinstance(rows, PadsAnswers):
                 rows.pad()
         corpus.epoch_tokens = corpus.train.epoch_tokens
-        corpus.words[-1] = f"each answer is a row of its own, padded: several in a row would mix ({unpacked_because})"
+        corpus.words[-1] = (
+            "each answer is a row of its own, padded: several answers in one row would see each "
+            f"other ({unpacked_because})"
+        )
     elif data.isolate_documents and data.packing != "off":
         advice = "isolate_documents=false" if data.packing is None else "packing=off"
         chosen = " or model.attention=auto" if unpacked_because.startswith("model.attention=") else ""
@@ -285,7 +288,9 @@ def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
     train, val = prepared.split("train"), prepared.split("val")
     assert train is not None  # prepare_examples refuses data without it
     if len(train) == 0:
-        raise UserError(f"data.mixture={config.data.mixture}: the weights leave no row to train on; raise them")
+        raise UserError(
+            f"data.mixture={config.data.mixture}: with these weights no row is left to train on; raise them"
+        )
     rows, words = encoder.make_rows(train, config, config.seed)
     return Corpus.of(
         prepared,

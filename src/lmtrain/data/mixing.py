@@ -135,7 +135,7 @@ def check_weights(sources: Sequence[dict[int, float]]) -> None:
     for step in sorted({step for weights in sources for step in weights}):
         if not any(weight_at(weights, step) for weights in sources):
             raise UserError(
-                f"data.mixture: all weights are 0 from step {step} on: give a source that is to be trained on a weight"
+                f"data.mixture: all weights are 0 from step {step} on: give at least one source a weight above 0"
             )
 
 

@@ -159,7 +159,7 @@ class CorpusDataModule(TokenDataModule):
             other = ChatDataModule if self.is_text else TextDataModule
             raise UserError(f"data={data} holds {config.data.rows}: {other.__name__} reads it")
         if config.data.ring_bytes is not None:
-            raise UserError("data.ring_bytes: only a run of lmtrain's own reads on in a stream; leave it out")
+            raise UserError("data.ring_bytes: streaming works only in runs started by lmtrain; leave it out")
         check_descriptors(num_workers)
         self.config = config
         super().__init__(

@@ -140,9 +140,9 @@ def read(folder: Path, cls: Any = AutoTokenizer) -> Any:
 def usable(tokenizer: Any) -> Any:
     """Returns the tokenizer itself; raises ValueError if its tokenizer_config.json made it unusable for text."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ValueError(f"tokenizer_class {type(tokenizer).__name__} is none that a language model reads text with")
+        raise ValueError(f"tokenizer_class {type(tokenizer).__name__} is not a text tokenizer for a language model")
     if not isinstance(tokenizer.model_max_length, int | float):
-        raise ValueError(f"model_max_length is {tokenizer.model_max_length!r}, where a number belongs")
+        raise ValueError(f"model_max_length is {tokenizer.model_max_length!r} instead of a number")
     return tokenizer
 
 

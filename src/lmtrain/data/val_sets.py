@@ -88,7 +88,10 @@ def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:
     if data.rows == "text":
         prepared = prepare(data, tokenizer)
         if tokenizers.tokenizer_hash(prepared.tokenizer) != tokenizers.tokenizer_hash(corpus.tokenizer):
-            raise UserError("it can't be tokenized as the run's own data: tokenizer.kind=hub names the tokenizer")
+            raise UserError(
+                "its tokenizer would differ from the one of the run's own data: name that tokenizer "
+                "with tokenizer.kind=hub"
+            )
         found = bins.open_bins(prepared.folder, "train")
         rows = Windows(found.shards, config.data.seq_len, seed=None, isolate_documents=config.data.isolate_documents)
         return ValSet(rows, found.bytes_per_token, prepared.fingerprint)

@@ -46,8 +46,8 @@ def resolve_auto(config: Config) -> None:
         t.activation_checkpointing = False
     if t.activation_checkpointing == "offload" and t.accelerator != "cuda":
         raise UserError(
-            "trainer.activation_checkpointing=offload moves what a GPU holds to host memory, where a CPU has it: "
-            "set trainer.activation_checkpointing=true"
+            "trainer.activation_checkpointing=offload moves activations from a GPU to host memory, but on a CPU "
+            "they are in host memory already: set trainer.activation_checkpointing=true"
         )
 
 
@@ -60,8 +60,9 @@ def why_not_used() -> str | None:
     except RuntimeError as error:
         if "driver" in str(error) and "too old" in str(error):
             return (
-                f"the NVIDIA driver is too old for this torch, which is built with CUDA {torch.version.cuda}: update "
-                f"the driver, or install a torch of an older CUDA (nvidia-smi shows the newest that the driver takes)"
+                f"the NVIDIA driver is too old for this torch, which is built with CUDA {torch.version.cuda}: "
+                "update the driver, or install a torch of an older CUDA (nvidia-smi shows the newest version "
+                "that the driver supports)"
             )
     return None
 
@@ -83,7 +84,7 @@ def gains_on_cpu(config: Config) -> bool:
 def why_not_compiled(t: TrainerConfig) -> str | None:
     """Returns what prevents compiling blocks with these settings on this machine, or None."""
     if t.strategy == "deepspeed" and t.deepspeed.stage == 3:
-        return "ZeRO-3 gathers parameters in the middle of a block, which takes its graph apart"
+        return "ZeRO-3 gathers parameters in the middle of a block, which would break up the compiled graph"
     if t.accelerator != "cuda":
         compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
         there = any(map(shutil.which, compilers))

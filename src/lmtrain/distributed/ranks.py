@@ -21,7 +21,10 @@ PROPOSED = "LMTRAIN_PROPOSED"
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # those that torchrun sets
 
 
-_UNSET = "this is not a rank of torchrun's or SLURM's; unset them to train in one process, or start it with those"
+_UNSET = (
+    "this process was not started by torchrun or SLURM; unset these variables to train in one process, or "
+    "start it with one of the two"
+)
 _here: list[str] | None = None  # the command line of this process
 
 

@@ -102,7 +102,7 @@ class Results:
         counts = [len(next(iter(found.scores.columns.values()))) for found in (first, second)]
         if counts[0] != counts[1]:
             raise UserError(
-                f"the models read {counts[0]} and {counts[1]} rows: too long ones were dropped or cut apart"
+                f"the models read {counts[0]} and {counts[1]} rows: rows that are too long were dropped or split"
             )
 
     def table(self) -> Table:

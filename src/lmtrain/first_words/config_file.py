@@ -56,7 +56,10 @@ def as_words(tree: Mapping[str, Any], path: Path, groups: Sequence[str], typed: 
         UserError: the file has keys of Hydra's own or of another program, or permits what only the user may permit.
     """
     if "hydra" in tree:
-        raise UserError(f"{path} has keys of Hydra's own (hydra), which a file that is named alone may not: type them")
+        raise UserError(
+            f"{path} has keys of Hydra's own (hydra), which a config file given by itself may not "
+            "set: type them on the command line"
+        )
     keys = {key: value for key, value in tree.items() if key != "defaults"}
     known = {key.name: str(key.type) for key in all_keys()}
     _refuse_foreign(keys, known, groups, path)
@@ -81,8 +84,8 @@ def _of_defaults(entries: Any, groups: Sequence[str], path: Path) -> Iterator[st
         group = str(name).removeprefix("override ").removeprefix("optional ").lstrip("/").partition("@")[0]
         if more or group not in groups or not isinstance(option, str):
             raise UserError(
-                f"{path}: the entry {entry!r} of its defaults is not understood in a file that is named alone: write "
-                f"`- override /group: option`, or give the folder of your configs with --config-dir"
+                f"{path}: the entry {entry!r} in its defaults is not supported in a config file given by itself: "
+                "write `- override /group: option`, or give the folder of your configs with --config-dir"
             )
         yield _choice(group, option, path)
 

@@ -27,8 +27,9 @@ def generate(config: Config) -> int:
     terminal.status.stop()
     if g.max_new_tokens >= positions(model) and "generate.max_new_tokens" in typed_keys(typed()):
         print(
-            f"generate.max_new_tokens={g.max_new_tokens}: the model has {positions(model)} positions for the prompt "
-            f"and its continuation together: of the prompt the last token is read, {positions(model) - 1} are written",
+            f"generate.max_new_tokens={g.max_new_tokens}: the model has {positions(model)} positions for the "
+            "prompt and its continuation together, so only the last token of the prompt is read and "
+            f"{positions(model) - 1} tokens are generated",
             file=sys.stderr,
         )
     if g.prompts_file is not None:

@@ -88,8 +88,8 @@ def attention(
         out = _sdpa(query, key, value, scores, dropout, documents.mask(sliding_window)).transpose(1, 2)
     elif not scores.plain:
         raise UserError(
-            f"{type(module).__name__} caps its attention's scores or has a sink, which model.attention=varlen doesn't "
-            f"do on CUDA: set model.attention=slices"
+            f"{type(module).__name__} caps its attention scores or has an attention sink, which "
+            "model.attention=varlen doesn't support on CUDA: set model.attention=slices"
         )
     else:
         out = _varlen_documents(query, key, value, scaling, sliding_window, documents)
@@ -115,9 +115,9 @@ def _refuse_what_is_not_done_here(
         extras.append("a sliding window that it doesn't pass on")
     if extras:
         raise UserError(
-            f"{type(module).__name__} asks its attention for {', '.join(extras)}, which lmtrain's doesn't do: "
-            f"set model.attention=transformers, and data.packing=off or data.isolate_documents=false where rows hold "
-            f"several documents"
+            f"{type(module).__name__} asks its attention for {', '.join(extras)}, which lmtrain's attention "
+            "doesn't support: set model.attention=transformers, and data.packing=off or "
+            "data.isolate_documents=false where rows hold several documents"
         )
 
 

@@ -122,8 +122,8 @@ class _GivesUp(logging.Filter):
         if "recompile_limit" in record.getMessage() and not self.said:
             self.said = True
             log.warning(
-                "torch.compile has made more than %d variants of a block and runs further ones uncompiled, slower: "
-                "trainer.compile=false makes none (TORCH_LOGS=recompiles shows why)",
+                "torch.compile has made more than %d variants of a block and runs further ones uncompiled, which "
+                "is slower: trainer.compile=false turns compilation off (TORCH_LOGS=recompiles shows why)",
                 torch._dynamo.config.recompile_limit,
             )
         return True

@@ -99,23 +99,23 @@ def check(model: PreTrainedModel, size: int) -> None:
     if reason is not None:
         chosen = "model.attention=auto, or " if reason.startswith("model.attention=") else ""
         raise UserError(
-            f"{KEY}={size}: attention has to be all that mixes the tokens of {family}'s rows, by lmtrain's code "
-            f"({reason}): {instead if not chosen else f'set {chosen}{instead[4:]}'}"
+            f"{KEY}={size}: it needs a model that mixes the tokens of a row only in attention and by lmtrain's "
+            f"code, which {family} doesn't ({reason}): {instead if not chosen else f'set {chosen}{instead[4:]}'}"
         )
     if config.num_attention_heads % size:
         fits = [d for d in range(2, size) if config.num_attention_heads % d == 0]
         raise UserError(
-            f"{KEY}={size} does not divide the {config.num_attention_heads} attention heads of {family}, which the "
-            f"devices of a group share out: set it to {fits[-1] if fits else 1}"
+            f"{KEY}={size} does not divide the {config.num_attention_heads} attention heads of {family}, which "
+            f"the devices of a group divide among themselves: set it to {fits[-1] if fits else 1}"
         )
     ropes = {str(getattr(module, "rope_type", None)) for module in model.modules()}
     if any(word in rope for rope in ropes for word in _LENGTH_DEPENDENT):
         raise UserError(
-            f"{KEY}={size}: {family}'s rotary embedding depends on the length of a row (dynamic or longrope), of which "
-            f"a device has a slice: {instead}"
+            f"{KEY}={size}: {family}'s rotary embedding depends on the length of the whole row (dynamic or "
+            f"longrope), but each device has only a slice of it: {instead}"
         )
     if getattr(config, "num_experts_per_tok", None):
         raise UserError(
-            f"{KEY}={size}: the balance of {family}'s experts is computed from the tokens of whole rows, of which a "
-            f"device has a slice: {instead}"
+            f"{KEY}={size}: the balance of {family}'s experts is computed from the tokens of whole rows, but each "
+            f"device has only a slice of a row: {instead}"
         )

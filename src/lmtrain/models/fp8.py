@@ -48,8 +48,8 @@ class Fp8(Feature):
         if config.trainer.compile:
             return []
         return [
-            "trainer.precision=fp8 without torch.compile rounds to 8 bits in kernels of their own, which mostly takes "
-            "longer than is gained: trainer.compile=true, or trainer.precision=bf16-mixed"
+            "trainer.precision=fp8 without torch.compile rounds to 8 bits in separate kernels, which usually "
+            "costs more time than fp8 saves: trainer.compile=true, or trainer.precision=bf16-mixed"
         ]
 
     def speed(self, config: Config) -> dict[str, str]:

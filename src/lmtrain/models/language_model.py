@@ -363,8 +363,9 @@ class LanguageModel(nn.Module):
         difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
         if not difference <= 1e-3 * largest:
             raise UserError(
-                f"{type(self.model).__name__} makes its logits in a way lmtrain doesn't know (off by {difference:.3g}, "
-                f"the largest is {largest:.3g}): this family can't be trained"
+                f"{type(self.model).__name__} computes its logits in a way that lmtrain doesn't support "
+                f"(lmtrain's differ by {difference:.3g}, the largest is {largest:.3g}): this family can't be "
+                "trained"
             )
 
 

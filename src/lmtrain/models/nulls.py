@@ -101,8 +101,8 @@ def _check_width(cfg: ScratchModelConfig, config: PretrainedConfig, name: str | 
     if cfg.num_experts is not None:
         if name is not None and _dimensions(config) != _dimensions(config, **{name: getattr(config, name) + 8}):
             raise UserError(
-                f"model.intermediate_size=null: the family {cfg.family} has layers, or experts, of that width, which "
-                f"it would make {getattr(config, name)}: set model.intermediate_size"
+                f"model.intermediate_size=null: the family {cfg.family} has layers, or experts, of that width, "
+                f"which by default would be {getattr(config, name)}: set model.intermediate_size"
             )
     elif cfg.family != "gpt2" and 4 * (cfg.hidden_size or 0) not in _dimensions(config):
         raise UserError(

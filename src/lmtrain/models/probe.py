@@ -109,9 +109,13 @@ def _try(copy: PreTrainedModel) -> Support:
 def _own_only(copy: PreTrainedModel) -> str | None:
     """Returns why the family can only use its own attention, or None if lmtrain's can be tested."""
     if not copy._supports_attention_backend:
-        return "transformers lets it have no attention but its own"
+        return "transformers supports only the model's own attention for it"
     config = copy.config.get_text_config()
-    return "it chooses the keys to look at itself" if any(getattr(config, name, None) for name in SPARSE) else None
+    return (
+        "it uses sparse attention: it chooses itself which keys a token attends to"
+        if any(getattr(config, name, None) for name in SPARSE)
+        else None
+    )
 
 
 def packed_documents(ids: Tensor) -> dict[str, Any]:
@@ -133,8 +137,11 @@ def _differs(copy: PreTrainedModel, expected: Tensor, ids: Tensor, **options: An
     if _close(found, expected):
         return None
     if options:
-        return "it mixes tokens past its attention, or doesn't hand on where documents end"
-    return "lmtrain's attention gives other results than its own: it doesn't hand on a window or a bias"
+        return "it mixes tokens outside of attention, or doesn't pass the borders of documents on to it"
+    return (
+        "lmtrain's attention gives different results than the model's own, which may use a window or bias "
+        "that it doesn't pass on"
+    )
 
 
 def _states(copy: PreTrainedModel, ids: Tensor, **options: Any) -> Tensor:

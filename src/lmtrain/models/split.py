@@ -151,7 +151,7 @@ def check(model: PreTrainedModel, size: int) -> dict[nn.Module, str]:
                 raise UserError(f"{key}: {family}'s {what}={count} is not a multiple of it. {divisors(count)}")
         if attention_dropout(config) > 0:
             raise UserError(
-                f"{key}: dropout on attention weights would drop the same places in the heads of all devices of a "
+                f"{key}: dropout on attention weights would use the same mask for the heads of all devices of a "
                 f"group. Set model.dropout=0 (or only {family}'s own setting for it, as in "
                 f"+model.extra.{'attn_pdrop' if hasattr(config, 'attn_pdrop') else 'attention_dropout'}=0)"
             )
@@ -165,9 +165,14 @@ def check_tokens(model: PreTrainedModel) -> None:
     """Raises UserError if the model does not support trainer.fsdp.sequence_parallel."""
     key, off = "trainer.fsdp.sequence_parallel=true", "set trainer.fsdp.sequence_parallel=false"
     if any(is_adapted(module) for module in model.modules()):
-        raise UserError(f"{key} does not go with LoRA, whose whole halves would be given shares of gradients: {off}")
+        raise UserError(
+            f"{key} does not go with LoRA: its matrices are not split, so each device would compute "
+            f"only a part of their gradients: {off}"
+        )
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        raise UserError(f"{key}: dropout would be drawn for each rank's tokens. Set model.dropout=0, or {off[4:]}")
+        raise UserError(
+            f"{key}: each rank would draw dropout for its own slice of the tokens. Set model.dropout=0, or {off[4:]}"
+        )
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:

@@ -69,7 +69,9 @@ class DistillOptions(ObjectiveConfig):
                 "objective.on_policy: the student goes on from the prompt of each row, so a row may hold one "
                 "conversation: set data.packing=off"
             )
-        refuse_split_layers(config.trainer.strategy, "distillation reads the student's output embedding whole")
+        refuse_split_layers(
+            config.trainer.strategy, "distillation needs the student's whole output embedding on each device"
+        )
 
 
 class Distill(Objective):

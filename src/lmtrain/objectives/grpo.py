@@ -168,8 +168,8 @@ class GRPO(ReferenceObjective):
         self.has_signal = bool(groups_with_signal)
         if not scored_by_all and int(n_tokens):
             why = next(iter(self.failures), "see what the other ranks say")
-            raise RunError(f"at step {step} no completion could be scored: {why}. Nothing was learned from them; mend "
-                           f"the reward and start again, the run goes on from its last checkpoint")  # fmt: skip
+            raise RunError(f"at step {step} no completion could be scored: {why}. Nothing was learned from them; "
+                           "fix the reward and start the run again: it continues from its last checkpoint")  # fmt: skip
 
     def _tensors(self, groups: Sequence[Group]) -> dict[str, Tensor]:
         padded = self.model.unpacked_because is not None
@@ -323,8 +323,8 @@ def end_ids(corpus: Corpus, stop_tokens: Sequence[str]) -> tuple[int, ...]:
         ids = corpus.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
             raise UserError(
-                f"objective.stop_tokens: the tokenizer writes {text!r} as {len(ids)} tokens, and one is needed: name "
-                f"the last of them, {corpus.tokenizer.decode(ids[-1:])!r} say"
+                f"objective.stop_tokens: the tokenizer writes {text!r} as {len(ids)} tokens, but it has to be a "
+                f"single token: name the last of them, for example {corpus.tokenizer.decode(ids[-1:])!r}"
             )
         found += ids
     return tuple(dict.fromkeys(found))

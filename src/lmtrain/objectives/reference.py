@@ -58,7 +58,7 @@ def choose(wanted: str, model: nn.Module, why_online: str) -> Choice:
     if obstacle is None:
         return Choice("adapter_off", "the base is what the run starts from")
     if trainable_names(model) is not None:
-        return Choice("frozen_copy", "of what is trained, a part of the model")
+        return Choice("frozen_copy", "a copy of only the trained part of the model")
     if why_online:
         return Choice("frozen_copy", why_online)
     return Choice("precomputed", "one pass over the pairs before training, no copy of the weights")
@@ -75,7 +75,7 @@ def _why_not_adapter_off(model: nn.Module) -> str | None:
     if adapter is None:
         return "no adapter is trained (peft=none)"
     if adapter.start:
-        return "this adapter's beginning was taken out of the base's weights (peft.init_weights)"
+        return "this adapter's initial values were taken out of the base's weights (peft.init_weights)"
     if adapter.config.bias != "none":
         return f"peft.bias={adapter.config.bias} trains biases of the base"
     if not base_is_frozen:

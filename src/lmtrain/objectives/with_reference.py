@@ -27,9 +27,9 @@ from lmtrain.objectives.start_check import FirstSteps, answers_move
 def why_not_precomputed(config: Config, corpus: Corpus | None) -> str:
     """Returns why auto can't precompute the reference's log-probabilities before training; "" if it can."""
     if corpus is None:
-        return "this objective's rows keep no log-probabilities"
+        return "the rows of this objective can't store log-probabilities"
     if world.size() > 1 and config.trainer.strategy in SHARING:
-        return f"{config.trainer.strategy} shares out a model that a rank may not hold alone"
+        return f"{config.trainer.strategy} shares out a model that may be too large for a single rank"
     return "those of data.val_sets are not computed before training" if config.data.val_sets else ""
 
 
@@ -81,7 +81,7 @@ class ReferenceObjective(Objective):
         if self.reference == "precomputed":
             if config.data.val_sets:
                 raise UserError(
-                    "objective.reference=precomputed knows the rows of data.path and data.val_path alone: set "
+                    "objective.reference=precomputed covers only the rows of data.path and data.val_path: set "
                     "objective.reference=frozen_copy for data.val_sets"
                 )
             contents = {name: self.fingerprint["contents"][name] for name in ("data", "model")}

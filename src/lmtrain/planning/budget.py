@@ -87,8 +87,8 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
     """
     if config.data.rows != "text" or config.data.packing == "off":
         raise UserError(
-            f"budget.{config.budget.chosen} counts rows of data.seq_len={config.data.seq_len} tokens, and rows here "
-            f"are of any length: set trainer.max_epochs, trainer.max_steps or budget.minutes"
+            f"budget.{config.budget.chosen} counts rows of data.seq_len={config.data.seq_len} tokens, but rows of "
+            "this data differ in length: set trainer.max_epochs, trainer.max_steps or budget.minutes"
         )
     tokens = config.budget.tokens
     if config.budget.flops is not None:
@@ -140,14 +140,14 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     quiet_libraries()
     devices.resolve_auto(config)
     corpus = build_corpus(config)
-    status.say("measuring this machine for some seconds (budget.minutes)")
+    status.say("measuring the speed of this machine for a few seconds (budget.minutes)")
     took = _expected.pop() if _expected else measure(config, corpus)
     left = began + 60 * config.budget.minutes - time.time()  # type: ignore[operator]
     if chooses:
         depth = _depth(config, left - took.starting - took.validation - ENDING_S, took.step, corpus.epoch_tokens)
         terminal.say_once(
-            f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}: of the dial's depths the one that is "
-            f"expected to learn most in the time"
+            f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}, the depth that is expected to "
+            "reach the lowest loss in this time"
         )
         if depth != config.model.num_hidden_layers:  # type: ignore[attr-defined]
             _expected[:] = [_at_depth(took, config, depth, "data.global_batch_size" in typed)]
@@ -262,8 +262,8 @@ def steps_within(seconds: float, took: Measured, config: Config) -> int:
     if steps < 10:
         least = 60 * config.budget.minutes - left + 10 * took.step  # type: ignore[operator]
         raise UserError(
-            f"budget.minutes={config.budget.minutes:g}: what was measured, starting ({took.starting:.0f} s), a "
-            f"validation ({took.validation:.0f} s) and the end leave time for {max(0, steps)} steps of "
-            f"{took.step:.2f} s: give it {least / 60:.1f} minutes or more, or choose a smaller model"
+            f"budget.minutes={config.budget.minutes:g}: as measured, starting ({took.starting:.0f} s), a "
+            f"validation ({took.validation:.0f} s) and the end of the run leave time for only {max(0, steps)} "
+            f"steps of {took.step:.2f} s: give it {least / 60:.1f} minutes or more, or choose a smaller model"
         )
     return steps

@@ -128,7 +128,10 @@ def vocabulary(config: Config) -> Vocabulary:
         return Vocabulary(t.vocab_size, added)
     if t.kind in ("bpe", "char"):
         if config.model.vocab_size is None:
-            raise UserError(f"how many tokens tokenizer={t.kind} will have is in the data: set model.vocab_size")
+            raise UserError(
+                f"the vocabulary size of tokenizer={t.kind} depends on the data, which is not read "
+                "here: set model.vocab_size"
+            )
         return Vocabulary(config.model.vocab_size, added)
     try:
         return Vocabulary(len(tokenizers.load_or_train(t, lambda _: iter(()), tokenizers.identity(t))), [])
@@ -298,7 +301,7 @@ def time_words(c: Config, device: Device, tokens: int | None, per_token: float, 
         speed = c.estimate.mfu * device.peak * world / per_token
         by = f"{c.estimate.mfu:.0%} of the peak, {speed:,.0f} tokens/s"
     if tokens is None:
-        return "set trainer.max_steps: how many an epoch has is in the data"
+        return "set trainer.max_steps: the number of steps of an epoch depends on the data, which is not read here"
     if speed is None:
         return "not known for this device: set estimate.tokens_per_s to what a short run reaches"
     return f"{span(tokens / speed)} ({by})"

@@ -53,7 +53,7 @@ def diagnose(folder: Path) -> int:
         line.add_row(sign, Text(finding.name), Text(finding.words))  # Text: [ray] is not markup
         console.print(line)
     if missing:
-        errors.print_error(f"training can't run here: parts it needs and lacks, named above: {missing}")
+        errors.print_error(f"training can't run here: required parts are missing, named above: {missing}")
         return errors.FAILED
     return errors.FINISHED
 

@@ -70,8 +70,9 @@ class CodeTests(Reward):
         """
         if not network and without_network() is None:
             raise UserError(
-                "reward=code: this system lets no process of yours have a network of its own (unshare --net), so the "
-                "code of answers could call out: run in a container without network and set reward.network=true"
+                "reward=code: this system doesn't let your processes be cut off from the network (unshare "
+                "--net), so code in answers could use the network: run in a container without network and set "
+                "reward.network=true"
             )
         self.column, self.seconds, self.memory, self.network = column, seconds, memory_mb * 2**20, network
         self.jobs = jobs or os.cpu_count() or 1

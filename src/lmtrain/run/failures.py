@@ -32,8 +32,8 @@ def explain(error: BaseException, run: "Run") -> RunError | None:
         )
     if run.trainer.world_size > 1 and "Timed out waiting" in str(error):  # gloo's message
         return RunError(
-            f"rank {run.trainer.global_rank} waited {run.config.trainer.rank_timeout} s for another that did nothing "
-            f"(trainer.rank_timeout): what that one was doing stands in its own output, and of GPUs in "
+            f"rank {run.trainer.global_rank} waited {run.config.trainer.rank_timeout} s for another that did "
+            "nothing (trainer.rank_timeout): what that rank was doing is in its own output, and for GPUs in "
             f"{world.traces()}, which torchfrtrace reads; {last_good(run)}"
         )
     if isinstance(error, MisconfigurationException) or "self.log(" in str(error):  # Lightning's message

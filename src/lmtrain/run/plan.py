@@ -178,7 +178,10 @@ def average_words(c: Config) -> str:
     ema = c.callbacks.ema
     since = f" from step {ema.update_starting_at_step:,} on" if ema.update_starting_at_step else ""
     steps = "every step" if ema.update_every_n_steps == 1 else f"every {ema.update_every_n_steps:,} steps"
-    return f"of the weights, decay {ema.decay:g}, {steps}{since}: validated and exported; training goes on from its own"
+    return (
+        f"of the weights, decay {ema.decay:g}, {steps}{since}: validated and exported; training itself "
+        "continues from the plain weights"
+    )
 
 
 def stopping_words(c: Config) -> str:
@@ -264,7 +267,7 @@ def for_size(run: "Run", epochs: float) -> list[str]:
     if c.model.init == "scratch" and c.data.rows == "text" and epochs > 1 and total - embedding > dial.FED * tokens:
         smaller = "choose a smaller model"
         if c.model.name == dial.NAME:
-            smaller = f"{dial.KEY}={dial.fed_by(tokens)[-1]} is what it feeds"
+            smaller = f"{dial.KEY}={dial.fed_by(tokens)[-1]} is what this text is enough for"
         notes.append(
             f"{si(total - embedding)} weights in layers for {si(tokens)} tokens of text, seen {epochs:.1f} times, are"
             f" too many: it will memorize them; {smaller}, or bring more text"
@@ -275,7 +278,10 @@ def for_size(run: "Run", epochs: float) -> list[str]:
     if long and gains and t.accelerator == "cpu":
         notes.append(
             devices.why_not_compiled(t)
-            or "trainer.compile=true compiles the blocks in 10 to 30 s, for steps of 0.6 to 0.85 of their time"
+            or (
+                "trainer.compile=true compiles the blocks in 10 to 30 s; after that a step takes 0.6 to 0.85 "
+                "times as long"
+            )
         )
     return notes
 
@@ -307,12 +313,16 @@ def advice(run: "Run") -> list[str]:
     if c.budget.chosen is not None:
         how = f"chose {counted(run.total_steps, 'step')}"
         if c.budget.minutes is not None:
-            how += " by the time of some on this machine; while it trains, the clock decides how many there will be"
+            how += (
+                " from the measured time of a few steps on this machine; during training the number is "
+                "adjusted to the time that is left"
+            )
         notes.append(f"budget.{c.budget.chosen}={getattr(c.budget, c.budget.chosen):g} {how}")
     if c.budget.minutes is not None and round(epochs, 2) == c.trainer.max_epochs:
         notes.append(
             f"the data is small for budget.minutes={c.budget.minutes:g}: the run ends after "
-            f"{c.trainer.max_epochs} passes over it, as more rarely help (trainer.max_epochs=40 decides instead)"
+            f"{c.trainer.max_epochs} passes over it, because further passes rarely help (trainer.max_epochs=40, "
+            "for example, sets another limit)"
         )
     notes += for_mixtures(corpus.train, run.total_steps)
     notes += effect.inference_note(ranks.typed(), c, ranks.proposed())
@@ -329,8 +339,8 @@ def advice(run: "Run") -> list[str]:
     elif run.ranking == retention.LAST:
         notes.append(
             f"validation has {counted(count(corpus.val), 'row')}: small differences of {c.checkpoint.monitor} are "
-            f"noise, so the last checkpoint is taken for the best (checkpoint.min_val_rows=0 compares them all the "
-            f"same; data.val_path names more rows)"
+            "noise, so the last checkpoint is taken for the best (checkpoint.min_val_rows=0 chooses by score "
+            "anyway; data.val_path can name a larger validation set)"
         )
     if c.data.rows != "text" and leaves_out_bos(corpus.tokenizer):
         notes.append(
@@ -353,7 +363,14 @@ def for_mixtures(rows: Any, total_steps: int) -> list[str]:
     given = mixture.rows_given(mixture.step_sizes.before(total_steps))
     passes = [(source.name, n / source.rows) for source, n in zip(mixture.sources, given, strict=True)]
     often = ", ".join(f"{name} {number:.0f} times" for name, number in passes if number > 8)
-    return [*notes, *([f"{often} over: its max_epochs in data.mixture limits it"] if often else [])]
+    return [
+        *notes,
+        *(
+            [f"sources repeated within the run: {often}; max_epochs of a source in data.mixture limits this"]
+            if often
+            else []
+        ),
+    ]
 
 
 def for_gpus(run: "Run") -> list[str]:
@@ -361,31 +378,36 @@ def for_gpus(run: "Run") -> list[str]:
     c, model, notes = run.config, run.objective.model, []
     if c.trainer.strategy != "deepspeed" and not can_skip(run.objective._optimizer):
         notes.append(
-            f"each step waits for the GPU once, to know whether {c.optimizer.name} has to leave out a bad update "
-            f"(adamw, muon, lion and adafactor do that by themselves)"
+            f"each step waits for the GPU once, to check whether {c.optimizer.name} has to skip a bad update "
+            "(adamw, muon, lion and adafactor skip it without waiting)"
         )
     packed = c.data.isolate_documents or c.data.packing not in (None, "off") or c.objective.name == "dpo"
     if packed and c.model.attention == "slices":
         notes.append(
-            "model.attention=slices reads where documents lie from the GPU, waiting for it with every micro-batch: "
-            "model.attention=auto doesn't"
+            "model.attention=slices copies the borders of documents from the GPU, so the CPU waits for it in "
+            "every micro-batch: model.attention=auto doesn't"
         )
     elif packed and model.attention_dropout > 0:
         notes.append(
-            "with dropout on attention weights (model.dropout) packed documents are kept apart by a mask over whole "
-            "rows: with model.dropout=0 flash attention computes only what lies within documents"
+            "with dropout on attention weights (model.dropout), packed documents are kept apart by a mask over "
+            "whole rows, which is slower: with model.dropout=0 flash attention computes attention only within "
+            "documents"
         )
     if model.has_router and not outside_fp8(c.trainer.precision).startswith("bf16"):
         notes.append(
-            f"in {c.trainer.precision} experts are multiplied one after the other, waiting for the GPU in each layer: "
-            f"trainer.precision=bf16-mixed multiplies them at once"
+            f"in {c.trainer.precision} the experts are computed one after the other, and each layer waits for the "
+            "GPU: trainer.precision=bf16-mixed computes them all at once"
         )
     return [*notes, *(note for feature in features_on(c) for note in feature.notes(c))]
 
 
 def checkpointing_words(c: Config) -> str:
     """Describes which activations blocks keep for the backward pass under activation checkpointing."""
-    kept = {True: "", "selective": " (selective: products and attention are kept)", "offload": " (in host memory)"}
+    kept = {
+        True: "",
+        "selective": " (selective: results of matrix products and attention are kept)",
+        "offload": " (in host memory)",
+    }
     how = c.trainer.activation_checkpointing
     return f", activation checkpointing{kept[how]}" if how else ""
 
@@ -413,7 +435,8 @@ def unlikely(c: Config, total_steps: int, cores: int, typed: Collection[str]) ->
         )
     if c.data.num_workers > cores:
         notes.append(
-            f"data.num_workers={c.data.num_workers} on {cores} cores: they wait for each other ({cores} or fewer)"
+            f"data.num_workers={c.data.num_workers} on {cores} cores: workers have to share cores and slow each "
+            f"other down (set {cores} or fewer)"
         )
     return notes
 

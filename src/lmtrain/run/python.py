@@ -47,7 +47,9 @@ def build(config: Config) -> "PythonRun":
 
     config = copy.deepcopy(config)
     if ranks.find() is not None:
-        raise UserError("lmtrain.build makes a run of one process: give torchrun or srun -m lmtrain.train ...")
+        raise UserError(
+            "lmtrain.build makes a run with a single process: with torchrun or srun start -m lmtrain.train ... instead"
+        )
     existed = run_dir.existing_part(run_dir.locate(config))
     folder = run_dir.open_run(config)
     fresh = not folder.config.exists()

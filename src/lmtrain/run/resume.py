@@ -56,9 +56,9 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: C
     good = next((p for p in reversed(newer) if store.damage(p, compare) is None), None)
     if good is not None:
         raise UserError(
-            f"run.resume={mode}: the run in {folder.path} has gone on to {good.name}, which would be taken for its "
-            f"newest checkpoint. Continue it with run.resume=auto, give the new branch another run.name, or remove "
-            f"what comes after {path.name} from {folder.checkpoints}"
+            f"run.resume={mode}: the run in {folder.path} has gone on to {good.name}, which would count as its "
+            "newest checkpoint. Continue from there with run.resume=auto, give the new branch another run.name, "
+            f"or remove the checkpoints after {path.name} from {folder.checkpoints}"
         )
     return path
 
@@ -68,8 +68,8 @@ def _tell_of_unverified(folder: Path, tell: Callable[[str], None]) -> None:
     unverified = [p.name for p, content in retention.manifests(folder).items() if not content["verified"]]
     if unverified:
         tell(
-            f"the manifests of {', '.join(unverified)} have no checksum, as those of earlier versions: their scores, "
-            f"by which the best is chosen, are taken as they stand"
+            f"the manifests of {', '.join(unverified)} have no checksum, because an earlier version wrote them: "
+            "their scores, by which the best is chosen, are used without a check"
         )
 
 
@@ -170,7 +170,7 @@ def fit_schedule(run: "Run", saved: dict[str, Any], tell: Callable[[str], None])
         run.objective.schedule_steps = schedule_steps
         tell(
             f"the run now has {run.total_steps:,} steps; its learning rate keeps the schedule planned for "
-            f"{schedule_steps:,} (run.schedule_on_resume=rescale stretches it)"
+            f"{schedule_steps:,} (run.schedule_on_resume=rescale stretches it to the new length)"
         )
     else:
         tell(f"the learning rate's schedule, planned for {schedule_steps:,} steps, now spans {run.total_steps:,}")
@@ -238,7 +238,9 @@ def _rewind(run: "Run", checkpoint: Path | None, tell: Callable[[str], None]) ->
         run.dir.summary.unlink(missing_ok=True)
         write_again(run.trainer.loggers, run.dir, step)
     except OSError as error:
-        raise RunError(f"cannot prepare {error.filename or run.dir.path} for going on: {reason(error)}") from error
+        raise RunError(
+            f"cannot prepare {error.filename or run.dir.path} for continuing the run: {reason(error)}"
+        ) from error
     if checkpoint is not None and checkpoint.resolve().parent == run.dir.checkpoints.resolve():
         _tell_of_lost_rows(run, checkpoint, tell)
 
@@ -251,7 +253,7 @@ def _set_damaged_aside(folder: Path, checkpoint: Path | None, tell: Callable[[st
         passed_over = store.step_of(path) > store.step_of(checkpoint)
         in_its_way = store.step_of(path) == store.step_of(checkpoint) and path.resolve() != checkpoint.resolve()
         if passed_over or (in_its_way and store.damage(path) is not None):
-            tell(f"the damaged {path.name} is kept as {store.set_aside(path).name} and counts no more")
+            tell(f"the damaged {path.name} is kept as {store.set_aside(path).name} and is no longer used")
 
 
 def _tell_of_lost_rows(run: "Run", checkpoint: Path, tell: Callable[[str], None]) -> None:
@@ -261,6 +263,6 @@ def _tell_of_lost_rows(run: "Run", checkpoint: Path, tell: Callable[[str], None]
         of = f" of {written:,}" if written is not None else ""
         lost = f"has {found:,}{of} records" if run.dir.metrics.exists() else "is missing"
         tell(
-            f"{run.dir.metrics.name} {lost} up to step {store.step_of(checkpoint):,}: what was logged there is lost, "
-            f"what was trained is not; the run goes on exactly"
+            f"{run.dir.metrics.name} {lost} up to step {store.step_of(checkpoint):,}: what was logged there is "
+            "lost, but the checkpoint is complete and training continues exactly"
         )

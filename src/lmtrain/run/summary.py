@@ -202,7 +202,7 @@ def facts_of(run: "Run", summary: dict[str, Any], exported: list[Path]) -> list[
     made = summary.get("forecast", {})
     if SCORE in made and SCORE in last:
         off = last[SCORE] / made[SCORE] - 1
-        words = f"{SCORE} {made[SCORE]:.4f} at step {made['step']:,}; the run ended {off:+.1%} from it"
+        words = f"{SCORE} {made[SCORE]:.4f} at step {made['step']:,}; the final value differs by {off:+.1%}"
         rows.append(("forecast", words))
     for monitor, value in (summary["best_metric"] or {}).items() if run.ranking != retention.LAST else ():
         rows.append(("best", f"{monitor} {value:.4f} at step {int(summary['best'].rpartition('_')[2]):,}"))

@@ -129,7 +129,7 @@ def in_order(stages: dict[str, Stage]) -> list[Stage]:
 def _named(tree: dict[str, Any], key: str, where: str) -> dict[str, Any]:
     found = tree.get(key) or {}
     if not isinstance(found, dict):
-        raise UserError(f"{where}: {key} must be names with what belongs to each below it")
+        raise UserError(f"{where}: {key} must be a mapping from names to settings")
     for name in found:
         if not _NAME.fullmatch(str(name)) or name in SECTIONS:
             why = "is a part of the config" if name in SECTIONS else "use a-z, 0-9 and _, a letter first"

@@ -99,7 +99,7 @@ def write(plan: PipelinePlan, state: State) -> Path:
     console.print(_table("stages", _STAGES, stages))
     rows = [[what, score, *(_with_error(found.get(name)) for name in names)] for (what, score), found in scores.items()]
     if rows:
-        title = "scores of what each exported, with the standard error of those that are means over rows"
+        title = "scores of each stage's exported model, with standard errors for scores that are means over rows"
         console.print(_table(title, ["evaluation", "score", *names], rows))
     console.print(f"total time: {time_in_words(_seconds(state))}", highlight=False)
     page = plan.folder / "report.html"

@@ -168,7 +168,7 @@ def why_on_every_rank(c: Config) -> str | None:
     if c.peft.quantization is not None and c.trainer.strategy != "fsdp":
         return f"peft.quantization={c.peft.quantization} packs weights on each device"
     if c.peft.method != "none" and not c.peft.adapter and str(c.peft.init_weights).startswith(("pissa", "olora")):
-        return f"peft.init_weights={c.peft.init_weights} takes the adapter out of the base's weights"
+        return f"peft.init_weights={c.peft.init_weights} computes the adapter from the base's weights"
     if c.model.trust_remote_code:
         return "model.trust_remote_code=true may need weights while it builds the model"
     return c.objective.why_on_every_rank()

@@ -61,7 +61,8 @@ def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
     wanted = cfg.conversation_format or "auto"
     if wanted != "auto" and wanted not in PAIR_FORMATS:
         raise UserError(
-            f"data.conversation_format={wanted}: pairs come as auto, {', '.join(PAIR_FORMATS)} (objective=dpo)"
+            f"data.conversation_format={wanted}: for pairs (objective=dpo) the formats are auto, "
+            f"{', '.join(PAIR_FORMATS)}"
         )
     for name in PAIR_FORMATS if wanted == "auto" else (wanted,):
         absent = [c for c in _needed(name, cfg) if column_of(c, names, cfg) is None]

@@ -23,7 +23,7 @@ from lmtrain.errors import UserError
 
 _MODES = ({"enable_thinking": False}, {"enable_thinking": True})  # one of them is a template's default
 _REWRITTEN = (
-    "answers whose history the chat template shows otherwise while it asks for them: learned from what it asks with"
+    "answers whose history the chat template renders differently when it asks for them: learned from what it asks with"
 )
 
 
@@ -178,8 +178,8 @@ class ChatTemplate(Template):
             raise UserError(self._not_a_prefix(before, own, conversation, turn))
         thought = thought_of(messages[turn])
         remark = (
-            f"answers put behind the {OPEN} that the chat template asks with and doesn't write itself, after their "
-            f"{'thought' if thought else 'empty thought'} and {CLOSE}"
+            f"answers put behind the {OPEN} that the chat template writes only when it asks for an answer, after "
+            f"their {'thought' if thought else 'empty thought'} and {CLOSE}"
         )
         answer = own[same:].lstrip()
         return before, before + (answer if CLOSE in answer else f"{thought}\n{CLOSE}\n\n{answer}"), remark
@@ -199,19 +199,19 @@ class ChatTemplate(Template):
         """Returns the error message that shows where an answer's text departs from its generation prompt."""
         at = common(before, own)
         return (
-            f"{conversation.where}: the chat template ({self.label}) asks for an answer with words that the answer "
-            f"isn't written with, so the model would learn from a text that it never sees. Before turn {turn + 1} it "
-            f"writes ...{before[max(0, at - 30) : at]!r}, then {before[at : at + 30]!r}; with the answer "
-            f"{own[at : at + 30]!r} stands there. Possible fixes: choose another with data.chat_template, or mark the "
-            f"answers in the template with {{% generation %}}"
+            f"{conversation.where}: the chat template ({self.label}) ends its generation prompt with text that is "
+            "not in front of the answer itself, so the model would be trained on a text that it never sees when "
+            f"it answers. Before turn {turn + 1} it writes ...{before[max(0, at - 30) : at]!r}, then "
+            f"{before[at : at + 30]!r}; with the answer {own[at : at + 30]!r} is in that place. Possible fixes: "
+            "choose another with data.chat_template, or mark the answers in the template with {% generation %}"
         )
 
     def _rewrites(self, conversation: Conversation, turns: list[int]) -> str:
         return (
-            f"{conversation.where}: the chat template ({self.label}) writes a conversation otherwise while it is going "
-            f"on than when it is over, so its {len(turns)} answers can't be learned from one text. Possible fixes: "
-            f"data.train_on=last_assistant, or for conversations assistant (each answer from a text of its own), or "
-            f"choose another with data.chat_template"
+            f"{conversation.where}: the chat template ({self.label}) renders a conversation differently while it "
+            f"goes on than when it has ended, so its {len(turns)} answers can't be learned from one text. "
+            "Possible fixes: data.train_on=last_assistant, or for conversations assistant (which renders a "
+            "separate text for each answer), or choose another with data.chat_template"
         )
 
 

@@ -54,7 +54,7 @@ class PromptRowEncoder(TemplateRows):
         try:
             kept = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
         except (TypeError, ValueError) as error:
-            raise BadRow(where, f"a column is nothing that JSON can hold: {error}") from None
+            raise BadRow(where, f"a column holds a value that JSON can't represent: {error}") from None
         remarks = self.chat.remarks
         return Encoded([(ids, [True] * len(ids))], remarks=remarks, kept=kept)
 

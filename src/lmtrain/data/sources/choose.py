@@ -141,8 +141,8 @@ def open_own(cfg: DataConfig) -> Any:
     if missing:
         raise UserError(
             f"data.source={cfg.source} is not a source of {'text' if cfg.rows == 'text' else 'rows'}: it lacks "
-            f"{', '.join(missing)} (lmtrain.data.sources.choose.Source says what they are; those that __init__ sets "
-            f"stand on the class with their type, label: str)"
+            f"{', '.join(missing)} (lmtrain.data.sources.choose.Source documents them; if __init__ sets one, also "
+            "declare it in the class body with its type, such as label: str)"
         )
     if "_target_" in options or "_args_" in options:
         raise UserError("data.source_options: _target_ and _args_ have no meaning here; data.source names the class")
@@ -151,7 +151,8 @@ def open_own(cfg: DataConfig) -> Any:
         settings = source.settings
         if not isinstance(settings, Mapping):
             raise UserError(
-                f"data.source={cfg.source}: its settings are {settings!r}: make them a dict of what shapes its data"
+                f"data.source={cfg.source}: its settings are {settings!r}: make them a dict of the values that "
+                "its data depends on"
             )
         source.settings = {**settings, "class": cfg.source, "options": options, "code": _code_of(cls)}
     return source

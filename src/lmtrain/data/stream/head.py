@@ -90,8 +90,8 @@ def _write_head(
         else:
             found = f"only {writer.tokens:,} tokens" if writer.tokens else "no text"
             raise UserError(
-                f"{source.label} holds {found}, and data.ring_val_tokens={wanted} of the stream's first are held out "
-                f"for validation: name more text, or lower it"
+                f"{source.label} holds {found}, but its first data.ring_val_tokens={wanted} tokens are held out "
+                "for validation: use more text, or lower data.ring_val_tokens"
             )
         meta["splits"]["val"] = writer.close()
     (folder / _BEGIN).write_text(json.dumps(begin._asdict()), encoding="utf-8")

@@ -131,8 +131,8 @@ class StreamRows:
     def _open(self, number: int) -> Shard:
         if self.folder is None:
             raise UserError(
-                "only training reads on in a stream (data.ring_bytes): to try its rows set data.ring_bytes=null, "
-                "and of data of the hub data.num_samples=1000"
+                "only training reads further in a stream (data.ring_bytes): to look at its rows set "
+                "data.ring_bytes=null, and for data of the hub data.num_samples=1000 too"
             )
         file = shard_file(self.folder, number)
         while not file.exists():

@@ -228,7 +228,10 @@ def endless(source: StreamSource, encoder: Encoder, begin: Place, start: Place) 
             yield segment
             tokens += len(segment.ids)
         if not tokens and start == begin._replace(epoch=start.epoch):
-            raise UserError(f"{source.label} holds no text after what data.ring_val_tokens holds out of it")
+            raise UserError(
+                f"{source.label} holds no text after the first data.ring_val_tokens tokens, which are "
+                "held out for validation"
+            )
         start = begin._replace(epoch=start.epoch + 1)
 
 

@@ -121,7 +121,7 @@ class _Deduplicated:
         share = len(found["left_out"]) / max(1, found["documents"])
         words = f"{len(found['left_out']):,} of {found['documents']:,} documents ({share:.1%})"
         theirs: Callable[[], list[str]] = getattr(self.source, "notes_of_reading", list)
-        return [*theirs(), f"data.dedup left out {words}, which repeat others"]
+        return [*theirs(), f"data.dedup left out {words}, because they repeat others"]
 
     def _repeats(self) -> dict[str, Any]:
         """Returns {"documents": number of training documents, "left_out": indices of those that are left out}."""
@@ -195,7 +195,7 @@ class RepeatCounter:
         if repeated < _MANY * self.documents or not repeated:
             return []
         share = f"{repeated:,} of {self.documents:,} documents ({repeated / self.documents:.0%})"
-        return [f"{share} are an earlier one again, letter for letter: data.dedup=exact leaves them out"]
+        return [f"{share} are exact copies of an earlier one: data.dedup=exact leaves them out"]
 
 
 class _Exact:
