@@ -38,6 +38,17 @@ def _sign(character: str) -> str:
     return f"\\u{ord(character):04x}"
 
 
+_SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def si(value: float, unit: str = "") -> str:
+    """Formats a number with an SI prefix: 1234567 -> '1.23 M'."""
+    for size, letter in _SI:
+        if abs(value) >= size:
+            return f"{value / size:.3g} {letter}{unit}"
+    return f"{value:.3g} {unit}".strip()
+
+
 def counted(number: int, noun: str) -> str:
     """Formats a number with its noun: '1 row', '1,200 rows'."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

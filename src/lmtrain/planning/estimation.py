@@ -24,8 +24,8 @@ from lmtrain.data import tokenizers
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.models import flops
-from lmtrain.run.plan import si
 from lmtrain.run.plan_costs import gib, span
+from lmtrain.terminal import si
 
 # Name: (GiB of memory, the name in models.flops.PEAK_FLOPS), from the vendors' data sheets.
 DEVICES = {

@@ -38,22 +38,13 @@ from lmtrain.run import plan_costs
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
-from lmtrain.terminal import counted, visible
+from lmtrain.terminal import counted, si, visible
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
 
 _SHOWN = 160  # tokens of the first row that are shown
 _LINES = 2  # lines of the first row that are shown in a log
-_SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def si(value: float, unit: str = "") -> str:
-    """Formats a number with an SI prefix: 1234567 -> '1.23 M'."""
-    for size, letter in _SI:
-        if abs(value) >= size:
-            return f"{value / size:.3g} {letter}{unit}"
-    return f"{value:.3g} {unit}".strip()
 
 
 def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> None:
