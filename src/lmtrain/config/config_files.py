@@ -14,7 +14,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from lmtrain.config.defaults import conf_dir
+from lmtrain.config.defaults import PARTS, conf_dir
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.safe_yaml import check_folder
 from lmtrain.errors import UserError
@@ -52,8 +52,8 @@ def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], li
 
 
 def options_of(group: str, folders: Iterable[Path]) -> list[str]:
-    """Returns the sorted options of a config group in these folders, without `base`, on which options are based."""
-    return sorted({f.stem for d in folders for f in (d / group).glob("*.yaml") if f.stem != "base"})
+    """Returns the sorted options of a config group in these folders."""
+    return sorted({f.stem for d in folders for f in (d / group).glob("*.yaml") if f.stem not in PARTS})
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from lmtrain.errors import UserError
 
+PARTS = ("base", "common")  # files in a group's folder that its options are based on; no options themselves
+
 
 def conf_dir() -> Path:
     """Returns the folder of default configs: inside an installed package, or at the top of a checkout."""

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, absent, misspelt, used_here, with_value
 from lmtrain.config.config_files import options_of
+from lmtrain.config.defaults import PARTS
 from lmtrain.errors import UserError
 
 
@@ -87,7 +88,7 @@ def other_variant(key: str, folders: Iterable[Path]) -> str | None:
     """Returns the message for a key of other options of its group (optimizer.momentum with adamw), or None."""
     group, *path = key.split(".")
     options = []
-    for file in sorted(f for d in folders for f in (d / group).glob("*.yaml") if f.stem != "base"):
+    for file in sorted(f for d in folders for f in (d / group).glob("*.yaml") if f.stem not in PARTS):
         node: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
         for name in path:
             node = node.get(name, _ABSENT) if isinstance(node, Mapping) else _ABSENT

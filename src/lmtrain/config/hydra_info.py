@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.config.compose import compose
 from lmtrain.config.config_files import folders_of, hydra_over
+from lmtrain.config.defaults import PARTS
 from lmtrain.errors import UserError
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -68,7 +69,7 @@ def _of_hydra(words: list[str], word: str) -> list[str]:
 
 def _hidden(name: str) -> bool:
     """Returns whether a completion is not offered: Hydra's own settings, and options that others are based on."""
-    return name.startswith("hydra") or name.partition("=")[2] in ("base", "common")
+    return name.startswith("hydra") or name.partition("=")[2] in PARTS
 
 
 _BASH = """_lmtrain_complete() {{
