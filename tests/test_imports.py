@@ -121,6 +121,8 @@ def test_every_verb_is_a_module_with_help(capsys: pytest.CaptureFixture[str]) ->
         for group in (REPO / "conf").iterdir():
             of_runs = group.is_dir() and group.name != "pipeline"
             assert not of_runs or f"\n  {group.name} " in text
+        assert "  data       alpaca, bins, " in text
+        assert " common," not in text  # what options are based on is no option
 
 
 @pytest.fixture(scope="module")
