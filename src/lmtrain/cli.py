@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lmtrain import errors, terminal
-from lmtrain.config.defaults import PARTS, conf_dir, verb_help
+from lmtrain.config.defaults import conf_dir, options_of, verb_help
 from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import print_from_rank
 from lmtrain.errors import UserError
@@ -333,7 +333,7 @@ def help_text(verb: str) -> str:
     """Returns the text of `--help`: usage, the groups with their options, the most used keys."""
     folder = conf_dir()
     groups = "\n".join(
-        f"  {group.name:<11}{', '.join(sorted(o.stem for o in group.glob('*.yaml') if o.stem not in PARTS))}"
+        f"  {group.name:<11}{', '.join(options_of(group.name, [folder]))}"
         for group in sorted(folder.iterdir())
         if group.is_dir() and group.name != "pipeline" and any(group.glob("*.yaml"))
     )

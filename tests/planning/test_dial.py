@@ -120,20 +120,30 @@ def test_a_forecast_does_not_depend_on_where_the_validations_stand() -> None:
     assert dial.forecast([(20, 2.4), (40, 2.2), (80, 2.0)], 300) == pytest.approx(1.6717, rel=1e-3)
 
 
-@pytest.mark.parametrize(("at_most", "said"), [(math.inf, True), (399, False)])
-def test_the_third_validation_at_the_full_rate_makes_the_forecast(at_most: float, said: bool) -> None:
-    out, objective = io.StringIO(), object.__new__(CausalLM)
-    objective.total_steps = 400
+def forecaster(at_most: float, out: io.StringIO) -> Forecast:
     schedule = rules.check(rules.compose(["experiment=dial"])).schedule
     assert isinstance(schedule, WarmupStableDecayConfig)
     metrics: Any = SimpleNamespace(last_val={})
-    made = Forecast(metrics, schedule, 10.0, at_most, Console(file=out, width=120))
+    return Forecast(metrics, schedule, 10.0, at_most, Console(file=out, width=120))
+
+
+def validate(forecast: Forecast, step: int, bits: float, steps: int) -> None:
+    """Ends a validation at a step of a run that is planned to have `steps` steps."""
+    objective = object.__new__(CausalLM)
+    objective.total_steps = steps
+    forecast.metrics.last_val = {"val/bits_per_byte": bits}
+    trainer: Any = SimpleNamespace(global_step=step)
+    forecast.on_validation_end(trainer, objective)
+
+
+@pytest.mark.parametrize(("at_most", "said"), [(math.inf, True), (399, False)])
+def test_the_third_validation_at_the_full_rate_makes_the_forecast(at_most: float, said: bool) -> None:
+    out = io.StringIO()
+    made = forecaster(at_most, out)
     scores = [(4, 3.0), (38, 2.5), (76, 2.3), (114, 2.2), (152, 2.1), (380, 1.9)]  # the first is within the warmup
     for step, bits in scores:
-        metrics.last_val = {"val/bits_per_byte": bits}
-        trainer: Any = SimpleNamespace(global_step=step)
-        made.on_validation_end(trainer, objective)
-        resumed = Forecast(metrics, schedule, 10.0, at_most, Console(file=out, width=120))
+        validate(made, step, bits, 400)
+        resumed = forecaster(at_most, out)
         resumed.load_state_dict(made.state_dict())
         made = resumed
     expected = dial.forecast(scores[1:4], 400)
@@ -149,17 +159,11 @@ def test_the_third_validation_at_the_full_rate_makes_the_forecast(at_most: float
 
 
 def test_a_run_that_the_clock_makes_longer_waits_with_its_forecast() -> None:
-    out, objective = io.StringIO(), object.__new__(CausalLM)
-    schedule = rules.check(rules.compose(["experiment=dial"])).schedule
-    assert isinstance(schedule, WarmupStableDecayConfig)
-    metrics: Any = SimpleNamespace(last_val={})
-    forecast = Forecast(metrics, schedule, 10.0, math.inf, Console(file=out, width=120))
+    out = io.StringIO()
+    forecast = forecaster(math.inf, out)
     scores = [(38 * n, 3.0 * n**-0.1) for n in range(1, 9)]  # spread over 400 steps, which the clock extends to 800
     for step, bits in scores:
-        objective.total_steps = 400 if step < 100 else 800
-        metrics.last_val = {"val/bits_per_byte": bits}
-        trainer: Any = SimpleNamespace(global_step=step)
-        forecast.on_validation_end(trainer, objective)
+        validate(forecast, step, bits, 400 if step < 100 else 800)
     assert forecast.made is not None
     assert forecast.made["step"] == 38 * 6  # the first validation at or after 28.5 % of 800 steps
     assert forecast.made["val/bits_per_byte"] == dial.forecast(scores[:6], 800)

@@ -9,7 +9,7 @@ from lmtrain.config.constraints import choice
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.options import CausalLMConfig, WarmupStableDecayConfig
 from lmtrain.config.schema import BUDGETS, Config, MemoryConfig, ScheduleConfig
-from lmtrain.config.schema_data import DataConfig
+from lmtrain.config.schema_data import ANSWERS, DataConfig
 from lmtrain.config.strategies import check_strategy, spell_out
 from lmtrain.config.targets import check_allowed, check_names
 from lmtrain.errors import UserError
@@ -183,7 +183,7 @@ def _check_fim(c: Config) -> None:
 def _check_pairs(c: Config) -> None:
     d = c.data
     if d.rows == "pairs":
-        choice("assistant", "last_assistant", "completion")("data.train_on", d.train_on)
+        choice(*ANSWERS)("data.train_on", d.train_on)
         choice("truncate_left", "truncate_right", "drop", "raise")("data.on_too_long", d.on_too_long)
         choice("off")("data.packing", d.packing)
 

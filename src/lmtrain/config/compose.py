@@ -21,8 +21,8 @@ from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values, leave_out_ring
-from lmtrain.config.config_files import composed_files, folders_of, hydra_over, options_of
-from lmtrain.config.defaults import conf_dir
+from lmtrain.config.config_files import composed_files, folders_of, hydra_over
+from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.override_text import to_hydra, typed_keys
 from lmtrain.config.schema import Config

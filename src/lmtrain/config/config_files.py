@@ -3,7 +3,7 @@
 Imports no torch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from lmtrain.config.defaults import PARTS, conf_dir
+from lmtrain.config.defaults import conf_dir
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.safe_yaml import check_folder
 from lmtrain.errors import UserError
@@ -49,11 +49,6 @@ def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], li
     if (folders[-1] / f"{config_name}.yaml").is_file():
         folders.reverse()
     return folders, [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
-
-
-def options_of(group: str, folders: Iterable[Path]) -> list[str]:
-    """Returns the sorted options of a config group in these folders."""
-    return sorted({f.stem for d in folders for f in (d / group).glob("*.yaml") if f.stem not in PARTS})
 
 
 @contextmanager

@@ -1,5 +1,6 @@
-"""lmtrain's default configs: the location of conf/, and the help on a command's own keys generated from it."""
+"""lmtrain's default configs: the location of conf/, the options of its groups, and the help on a command's own keys."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from lmtrain.errors import UserError
@@ -14,6 +15,11 @@ def conf_dir() -> Path:
         if (folder / "config.yaml").is_file():
             return folder
     raise UserError(f"lmtrain's conf/ is missing (looked beside {package}): reinstall the package.")
+
+
+def options_of(group: str, folders: Iterable[Path]) -> list[str]:
+    """Returns the sorted options of a config group in these folders."""
+    return sorted({f.stem for d in folders for f in (d / group).glob("*.yaml") if f.stem not in PARTS})
 
 
 EXAMPLES = {

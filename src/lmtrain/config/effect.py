@@ -13,8 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config import sections
-from lmtrain.config.config_files import options_of
 from lmtrain.config.constraints import TRAINING, ReadBy
+from lmtrain.config.defaults import options_of
 from lmtrain.config.keys import annotations_of, unread
 from lmtrain.config.override_text import as_typed, typed_keys
 from lmtrain.config.schema import Config

@@ -14,8 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, absent, misspelt, used_here, with_value
-from lmtrain.config.config_files import options_of
-from lmtrain.config.defaults import PARTS
+from lmtrain.config.defaults import PARTS, options_of
 from lmtrain.errors import UserError
 
 

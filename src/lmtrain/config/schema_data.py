@@ -24,6 +24,8 @@ from lmtrain.config.constraints import (
     up_to_one,
 )
 
+ANSWERS = ("assistant", "last_assistant", "completion")  # values of data.train_on that leave the prompt out
+
 
 @dataclass(kw_only=True)
 class CurriculumConfig:
@@ -153,7 +155,7 @@ class DataConfig:
     chat_template: Annotated[str | None, PREPARED, CONTENT] = None
     # Special tokens spelled out in a row's text are encoded as special tokens.
     allow_special_text: Annotated[bool | None, PREPARED] = None
-    train_on: Annotated[str | None, PREPARED, choice("assistant", "last_assistant", "completion", "all")] = None
+    train_on: Annotated[str | None, PREPARED, choice(*ANSWERS, "all")] = None
     max_length: Annotated[int | None, PREPARED] = None
     max_prompt_length: Annotated[int | None, PREPARED, at_least(1)] = None  # preference pairs only
     on_too_long: Annotated[

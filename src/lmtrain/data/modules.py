@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import Stages, batch_split
-from lmtrain.config.config_files import options_of
-from lmtrain.config.defaults import conf_dir
+from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.options import OBJECTIVES
 from lmtrain.config.override_text import written
 from lmtrain.config.schema import Config

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmtrain.config.aliases import used_here
-from lmtrain.config.config_files import options_of
+from lmtrain.config.defaults import options_of
 from lmtrain.config.explain import unreadable
 from lmtrain.config.override_text import as_typed, bare_or_quoted, typed_keys
 from lmtrain.config.sections import all_keys

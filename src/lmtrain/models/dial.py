@@ -7,6 +7,8 @@ The law has the form of Hoffmann et al. 2022 (arXiv:2203.15556); repeated tokens
 import math
 from collections.abc import Sequence
 
+from lmtrain.config.schema import Config
+
 NAME = "dial"
 KEY = "model.depth"
 LAYERS = "model.num_hidden_layers"  # follows from model.depth, and may be set instead of it
@@ -15,17 +17,22 @@ DEPTHS = range(1, 17)
 E, A, ALPHA, B, BETA = 1.067, 87.22, 0.5, 512.5, 0.5
 _TOKEN, _WEIGHT = 19.0, 8.5e-5  # training time of a token, in relative units: a constant part, and a part per weight
 _WORN = 15.4  # epochs after which a repeated token is worth little (R* of Muennighoff et al.)
-# Without weight decay a model memorizes a text after _FRESH * (tokens of the text) / (weights of the layers) epochs.
-# Muon's weight decay against that is large, as Kim et al. 2025 (arXiv:2509.14786) found for repeated text; with fewer
-# epochs no weight decay is better (benchmarks/RESULTS.md).
-_FRESH, WEIGHT_DECAY = 2.0, 1.0
+# Without weight decay a model memorizes a text after FED * (tokens of the text) / (weights of the layers) epochs; one
+# with more weights than FED per token does as soon as it sees the text again. Muon's weight decay against that is
+# large, as Kim et al. 2025 (arXiv:2509.14786) found for repeated text; with fewer epochs none is better
+# (benchmarks/RESULTS.md).
+FED, WEIGHT_DECAY = 2, 1.0
 # Coefficients of `forecast`, fitted to runs of experiment=dial with at most LONGEST steps and SEEN epochs, its relative
 # error for runs that are left out of the fit (benchmarks/RESULTS.md; longer runs end well above it), and the fractions
 # of the steps at which it reads the curve: the third of ten validations is at 0.286.
 _FORECAST = (0.237, 0.601, 2.718, 0.0352)
 READ_AT = (0.095, 0.19, 0.285)
 SPREAD, LONGEST, SEEN = 0.06, 3000, 3
-FED = 2  # most layer weights per token of the text: a larger model memorizes a text that it sees repeatedly
+
+
+def is_measured(config: Config) -> bool:
+    """Returns whether WEIGHT_DECAY was measured for this model and optimizer."""
+    return config.model.name == NAME and config.optimizer.name == "muon"
 
 
 def weights(depth: int) -> int:
@@ -35,12 +42,12 @@ def weights(depth: int) -> int:
 
 def fed_by(tokens: float) -> list[int]:
     """Returns the depths with at most FED layer weights per token of the text, or the smallest if there is none."""
-    return [depth for depth in DEPTHS if weights(depth) <= FED * tokens] or [DEPTHS[0]]
+    return [depth for depth in DEPTHS if fresh_epochs(depth, tokens) >= 1] or [DEPTHS[0]]
 
 
 def fresh_epochs(depth: int, unique: float) -> float:
     """Returns the epochs over a text of `unique` tokens after which a model of this depth memorizes it."""
-    return _FRESH * unique / weights(depth)
+    return FED * unique / weights(depth)
 
 
 def worth(tokens: float, unique: float) -> float:

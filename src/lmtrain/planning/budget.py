@@ -165,9 +165,8 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
 
 
 def _decays(config: Config, typed: Mapping[str, Any]) -> bool:
-    """Returns whether the weight decay depends on the number of epochs: measured only for model=dial with Muon."""
-    muon = config.model.name == dial.NAME and config.optimizer.name == "muon"
-    return muon and "optimizer.weight_decay" not in typed
+    """Returns whether the weight decay depends on the number of epochs."""
+    return dial.is_measured(config) and "optimizer.weight_decay" not in typed
 
 
 _expected: list[Measured] = []  # for the depth just chosen; used when the command is composed again with that depth

@@ -279,13 +279,13 @@ def for_size(run: "Run", epochs: float) -> list[str]:
 
 def for_repeats(c: Config, epochs: float) -> list[str]:
     """Returns notes on training for many epochs on the same data."""
-    dialed = c.model.name == dial.NAME and c.optimizer.name == "muon"
+    measured = dial.is_measured(c)
     decay = f"optimizer.weight_decay={dial.WEIGHT_DECAY:g}"
-    if dialed and epochs > 1 and c.optimizer.weight_decay >= dial.WEIGHT_DECAY:
+    if measured and epochs > 1 and c.optimizer.weight_decay >= dial.WEIGHT_DECAY:
         return [f"{epochs:.0f} epochs over the training data: {decay} keeps the model from memorizing it"]
     if epochs <= 8:
         return []
-    remedy = f"{decay} reduces it; " if dialed else ""
+    remedy = f"{decay} reduces it; " if measured else ""
     return [
         f"{epochs:.0f} passes over the training data: expect overfitting ({remedy}trainer.max_epochs=4 ends earlier; "
         f"callbacks.early_stopping.enabled=true stops when it sets in)"

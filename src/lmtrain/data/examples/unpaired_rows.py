@@ -7,7 +7,7 @@ import torch
 
 from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
-from lmtrain.config.schema_data import DataConfig
+from lmtrain.config.schema_data import ANSWERS, DataConfig
 from lmtrain.data.chat.conversations import UnfitColumns, column_of
 from lmtrain.data.chat.pairs import answer_turns, prompt_turns
 from lmtrain.data.chat.templates import fit
@@ -26,7 +26,7 @@ class UnpairedRowEncoder(TemplateRows):
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         """Raises UserError for data.train_on=all: the prompt is not part of the answer that is scored."""
-        choice("assistant", "last_assistant", "completion")("data.train_on", cfg.train_on)
+        choice(*ANSWERS)("data.train_on", cfg.train_on)
         super().__init__(tokenizer, cfg)
         self.identity = {**self.identity, "unpaired": 2 if cfg.system_prompt else 1}
 
