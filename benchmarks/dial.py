@@ -25,7 +25,7 @@ import numpy as np
 from kept import Kept, train
 from machine import setting
 
-from lmtrain.models.dial import forecast, weights
+from lmtrain.models.dial import READINGS, forecast, weights
 
 RATES = {2: 300, 4: 200, 6: 100}  # depth: steps
 FACTORS = (0.5, 1.0, 2.0)
@@ -93,7 +93,7 @@ def processor_seconds(words: list[str]) -> float:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    return (of(40) - of(10)) / 30
+    return (of(210) - of(10)) / 200  # the time of the start varies by half a second
 
 
 def drawn() -> list[list[str]]:
@@ -124,7 +124,7 @@ def forecast_off(words: list[str], steps: int) -> float:
     every = math.ceil(steps / 10.5)
     rows = train(["experiment=dial", *words, f"trainer.max_steps={steps}", f"trainer.val_check_interval={every}"])
     scores = [(row["step"], row["val/bits_per_byte"]) for row in rows if "val/bits_per_byte" in row]
-    return scores[-1][1] / forecast(scores[:3], steps) - 1
+    return scores[-1][1] / forecast(READINGS[0], scores[:3], steps) - 1
 
 
 def forecasts(kept: Kept, texts: list[Path]) -> None:

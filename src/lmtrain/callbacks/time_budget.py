@@ -15,7 +15,7 @@ from lmtrain.callbacks.metrics import Metrics
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.models import dial
 from lmtrain.objectives.base import Objective
-from lmtrain.optim.schedules import lr_factor
+from lmtrain.optim.schedules import warmup_steps
 
 ENDING_S = 4.0  # reserved for the last checkpoint, the export and the report
 _FORWARD = 0.4  # time per token of validation, relative to training
@@ -26,8 +26,7 @@ _RANKS_ASK = 10  # steps between broadcasts of rank 0's decision
 _WORTH_SAYING = 0.3  # relative change of the length above which a line is printed
 
 SCORE = "val/bits_per_byte"
-_FEWEST = 3  # validations at full learning rate that a forecast needs
-_FULL = 0.9  # of the peak rate, not all: the run may have become shorter since its validations were scheduled
+_FEWEST = 3  # validations after the warmup that a forecast needs
 
 
 def steps_of_validation(rows: int, global_batch_size: int) -> float:
@@ -136,17 +135,25 @@ class Forecast(pl.Callback):
     """A callback that predicts the final loss of a run of model=dial early, from the fit in models/dial.py."""
 
     def __init__(
-        self, metrics: Metrics, schedule: WarmupStableDecayConfig, minutes: float, at_most: float, console: Console
+        self,
+        metrics: Metrics,
+        schedule: WarmupStableDecayConfig,
+        minutes: float,
+        console: Console,
+        *,
+        epoch_steps: float,
+        decayed: bool,
     ) -> None:
         """
         Args:
             minutes: the time budget.
-            at_most: the most steps for which the fit is valid: those of dial.SEEN epochs, or dial.LONGEST.
+            epoch_steps: steps of an epoch; infinite for a stream.
+            decayed: whether the optimizer has dial.WEIGHT_DECAY, or none.
         """
         self.metrics, self.schedule, self.minutes, self.console = metrics, schedule, minutes, console
-        self.at_most = at_most
+        self.epoch_steps, self.decayed = epoch_steps, decayed
         self.scores: list[tuple[int, float]] = []  # (step, bits per byte)
-        self.made: dict[str, float] | None = None  # the forecast, as in summary.json
+        self.made: dict[str, Any] | None = None  # the last forecast, as in summary.json, with the one before it
 
     def state_dict(self) -> dict[str, Any]:
         return {"minutes": self.minutes, "scores": [list(score) for score in self.scores], "made": self.made}
@@ -159,17 +166,24 @@ class Forecast(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, Objective)
         step, bits, steps = trainer.global_step, self.metrics.last_val.get(SCORE), pl_module.total_steps
-        if bits is None or step == 0 or self.made is not None or lr_factor(self.schedule, step, steps) < _FULL:
-            return  # forecast already made, or the learning rate is warming up or decaying
+        if bits is None or step <= warmup_steps(self.schedule, steps):
+            return
         self.scores.append((step, bits))
-        # The number of steps may change after validations were scheduled, so this compares with the current number.
-        if len(self.scores) >= _FEWEST and step >= dial.READ_AT[-1] * steps and steps <= self.at_most:
-            self._say(step, steps)
+        # The clock may have changed the number of steps since validations were scheduled.
+        for reading in dial.READINGS:
+            due = reading.at[-1] * steps <= step <= reading.until * steps and self._improves(reading)
+            if due and len(self.scores) >= _FEWEST and steps <= min(reading.longest, reading.seen * self.epoch_steps):
+                self._say(reading, step, steps)
 
-    def _say(self, step: int, steps: int) -> None:
-        bits = dial.forecast(self.scores, steps)
-        low, high = bits * (1 - dial.SPREAD), bits * (1 + dial.SPREAD)
-        self.made = {SCORE: bits, "low": low, "high": high, "step": step}
+    def _improves(self, reading: dial.CurveReading) -> bool:
+        """Returns whether this forecast is more certain than the one made already."""
+        return self.made is None or reading.spread < 0.99 * (self.made["high"] / self.made[SCORE] - 1)
+
+    def _say(self, reading: dial.CurveReading, step: int, steps: int) -> None:
+        bits = dial.forecast(reading, self.scores, steps, decayed=self.decayed)
+        low, high = bits * (1 - reading.spread), bits * (1 + reading.spread)
+        earlier = {"earlier": self.made} if self.made is not None else {}
+        self.made = {SCORE: bits, "low": low, "high": high, "step": step, **earlier}
         said = (
             f"forecast from the validations so far: {SCORE} will be about {bits:.3f} at the end ({low:.2f} to "
             f"{high:.2f})"

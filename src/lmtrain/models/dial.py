@@ -6,6 +6,7 @@ The law has the form of Hoffmann et al. 2022 (arXiv:2203.15556); repeated tokens
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lmtrain.config.schema import Config
 
@@ -22,12 +23,36 @@ _WORN = 15.4  # epochs after which a repeated token is worth little (R* of Muenn
 # large, as Kim et al. 2025 (arXiv:2509.14786) found for repeated text; with fewer epochs none is better
 # (benchmarks/RESULTS.md).
 FED, WEIGHT_DECAY = 2, 1.0
-# Coefficients of `forecast`, fitted to runs of experiment=dial with at most LONGEST steps and SEEN epochs, its relative
-# error for runs that are left out of the fit (benchmarks/RESULTS.md; longer runs end well above it), and the fractions
-# of the steps at which it reads the curve: the third of ten validations is at 0.286.
-_FORECAST = (0.237, 0.601, 2.718, 0.0352)
-READ_AT = (0.095, 0.19, 0.285)
-SPREAD, LONGEST, SEEN = 0.06, 3000, 3
+LR_DECAY = (0.6, "linear")  # schedule.decay_ratio and decay_shape of the runs that a forecast was fitted to
+
+
+class CurveReading(NamedTuple):
+    """Where a forecast reads the curve of a run, and what it makes of it, as fitted to runs of experiment=dial.
+
+    With v1, v2, v3 the bits per byte at the fractions `at` of the steps, log(end / v3) = level - early log(v1 / v2) -
+    late log(v2 / v3) - longer log(steps), and `decayed` in addition if the optimizer has WEIGHT_DECAY: the steeper the
+    curve still is and the longer the run, the more it gains.
+    """
+
+    at: tuple[float, float, float]
+    level: float
+    early: float
+    late: float
+    longer: float
+    decayed: float
+    spread: float  # largest relative error for runs left out of the fit (benchmarks/RESULTS.md)
+    until: float  # fraction of the steps after which it is too late for a forecast
+    longest: float = math.inf  # steps, and epochs, of the longest runs that it holds for
+    seen: float = math.inf
+
+
+# The first is made at the full learning rate, where the curve is noisy, the second when the learning rate has begun to
+# decay; both don't hold for long runs, which memorize. The third holds for all runs measured, up to 24 epochs.
+READINGS = (
+    CurveReading((0.095, 0.19, 0.285), 0.237, 0.601, 2.718, 0.0352, 0.0, 0.06, 0.42, longest=2000, seen=3),
+    CurveReading((0.19, 0.285, 0.475), 0.1472, 1.3893, 1.1046, 0.0201, 0.0, 0.02, 0.6, longest=2000, seen=3),
+    CurveReading((0.475, 0.57, 0.665), 0.0296, 1.7901, 0.7751, 0.0027, -0.053, 0.04, 0.8),
+)
 
 
 def is_measured(config: Config) -> bool:
@@ -79,22 +104,17 @@ def best_depth(seconds: float, depth: int, token_seconds: float, unique: float) 
     return min(fed_by(unique), key=lambda d: expected(d, worth(seconds / (unit * cost(d)), unique)))
 
 
-def forecast(scores: Sequence[tuple[int, float]], steps: int) -> float:
-    """Forecasts a run's final bits per byte, from validations at the full learning rate.
-
-    With v1, v2, v3 at the fractions `READ_AT` of the steps, log(end / v3) = c - a log(v1 / v2) - b log(v2 / v3) -
-    d log(steps): the steeper the curve still is and the longer the run is, the more it gains, also from the decay of
-    the learning rate.
+def forecast(reading: CurveReading, scores: Sequence[tuple[int, float]], steps: int, *, decayed: bool = False) -> float:
+    """Forecasts a run's final bits per byte from its first validations.
 
     Args:
         scores: (step, bits per byte) of at least two validations, sorted by step.
         steps: number of steps of the whole run.
+        decayed: whether the optimizer has WEIGHT_DECAY.
     """
-    first, second, third = (_read(scores, share * steps) for share in READ_AT)
-    level, early, late, longer = _FORECAST
-    return third * math.exp(
-        level - early * math.log(first / second) - late * math.log(second / third) - longer * math.log(steps)
-    )
+    first, second, third = (_read(scores, share * steps) for share in reading.at)
+    gain = reading.level + reading.decayed * decayed - reading.longer * math.log(steps)
+    return third * math.exp(gain - reading.early * math.log(first / second) - reading.late * math.log(second / third))
 
 
 def _read(scores: Sequence[tuple[int, float]], step: float) -> float:

@@ -152,11 +152,15 @@ def _rollouts(config: Config, run_dir: RunDir, metrics: Metrics, console: Consol
 
 
 def _forecast(config: Config, metrics: Metrics, length: Length, console: Console) -> Forecast | None:
+    """Builds the callback that forecasts the final loss, for a run that is like those it was fitted to."""
     schedule, minutes, epochs = config.schedule, config.budget.minutes, config.trainer.max_epochs
-    if minutes is None or config.model.name != dial.NAME or not isinstance(schedule, WarmupStableDecayConfig):
+    if minutes is None or not dial.is_measured(config) or not isinstance(schedule, WarmupStableDecayConfig):
         return None
-    at_most = length.at_most * dial.SEEN / epochs if epochs is not None else math.inf
-    return Forecast(metrics, schedule, minutes, min(at_most, dial.LONGEST), console)
+    decay, usual = config.optimizer.weight_decay, (schedule.decay_ratio, schedule.decay_shape) == dial.LR_DECAY
+    if decay not in (0, dial.WEIGHT_DECAY) or not usual or schedule.decay_from is not None:
+        return None
+    epoch_steps = length.at_most / epochs if epochs is not None else math.inf
+    return Forecast(metrics, schedule, minutes, console, epoch_steps=epoch_steps, decayed=decay > 0)
 
 
 def time_budget(config: Config, console: Console, length: Length, parts: Sequence[pl.Callback]) -> TimeBudget | None:
