@@ -2,11 +2,12 @@
 
 python benchmarks/minutes.py --nanogpt DIR --minutes 2 --text book.txt --json numbers.json
 
-The last 100,000 characters of each text are held out. Ours is `lmtrain.train TEXT budget.minutes=M`. nanoGPT is its
-CPU recipe on characters (4 layers of 128, rows of 64, 12 per step) at three learning rates, of which the best counts;
-after the first round only that one is run. Trainer is the default shape of GPT-2 on the same characters, rows of 256,
-with the defaults of TrainingArguments. Both get as many steps as fit into the time, by a short run before; whole
-processes are timed. Results that are already in the file of `--json` are not computed again.
+The last 100,000 characters of each text are held out. Ours is `lmtrain.train TEXT budget.minutes=M`, with another seed
+each round; how far off its forecasts were is kept too. nanoGPT is its CPU recipe on characters (4 layers of 128, rows
+of 64, 12 per step) at three learning rates, of which the best counts; after the first round only that one is run.
+Trainer is the default shape of GPT-2 on the same characters, rows of 256, with the defaults of TrainingArguments.
+Both get as many steps as fit into the time, by a short run before; whole processes are timed. Results that are already
+in the file of `--json` are not computed again.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from char import RECIPE
@@ -31,6 +33,12 @@ HERE = Path(__file__).resolve().parent
 HELD_OUT = 100_000  # characters
 RATES = (1e-3, 2e-3, 4e-3)
 SHORT = {"nanogpt": 200, "trainer": 4}  # steps of the short run that sets the length; nanoGPT warms up for 100
+
+
+class Result(NamedTuple):
+    bits_per_byte: float
+    seconds: float  # of the whole process
+    forecasts: dict[str, float] = {}  # noqa: RUF012  # by when it was made: the final bits per byte over it, minus one
 
 
 class Text:
@@ -62,17 +70,22 @@ def timed(command: list[str], cwd: Path) -> float:
     return time.time() - began
 
 
-def ours(text: Text, minutes: float, folder: Path) -> tuple[float, float]:
-    """Returns the bits per byte and the seconds of the process."""
+def ours(text: Text, minutes: float, folder: Path, seed: int) -> Result:
     run = folder / "run"
     paths = [f"data.val_path={text.folder}/val.txt", f"run.dir={run}", f"data.cache_dir={folder}/cache"]
     command = [sys.executable, "-m", "lmtrain.train", f"{text.folder}/train.txt", f"budget.minutes={minutes:g}", *paths]
-    seconds = timed([*command, "trainer.accelerator=cpu"], folder)
+    seconds = timed([*command, "trainer.accelerator=cpu", f"seed={seed}"], folder)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return next(r["val/bits_per_byte"] for r in reversed(rows) if "val/bits_per_byte" in r), seconds
+    end = next(r["val/bits_per_byte"] for r in reversed(rows) if "val/bits_per_byte" in r)
+    summary = json.loads((run / "summary.json").read_text())
+    last = summary.get("forecast", {})
+    made = [one for one in (last.get("earlier"), last) if one]
+    return Result(
+        end, seconds, {f"at {one['step'] / summary['step']:.0%}": end / one["val/bits_per_byte"] - 1 for one in made}
+    )
 
 
-def nanogpt(text: Text, nanogpt_folder: Path, rate: float, folder: Path, steps: int) -> tuple[float, float]:
+def nanogpt(text: Text, nanogpt_folder: Path, rate: float, folder: Path, steps: int) -> Result:
     data = nanogpt_folder / "data" / f"minutes_{text.name}"
     data.unlink(missing_ok=True)  # a link left by an earlier call
     data.symlink_to(text.folder)
@@ -81,25 +94,23 @@ def nanogpt(text: Text, nanogpt_folder: Path, rate: float, folder: Path, steps: 
     seconds = timed([sys.executable, "train.py", *settings, *own, f"--out_dir={folder}"], nanogpt_folder)
     score = [sys.executable, HERE / "leg_score_nanogpt.py", folder / "ckpt.pt", text.folder / "val.bin"]
     found = subprocess.run(score, cwd=nanogpt_folder, stdout=subprocess.PIPE, text=True, check=True)
-    return text.bits(json.loads(found.stdout.splitlines()[-1])["val/loss"]), seconds
+    return Result(text.bits(json.loads(found.stdout.splitlines()[-1])["val/loss"]), seconds)
 
 
-def trainer(text: Text, folder: Path, steps: int) -> tuple[float, float]:
+def trainer(text: Text, folder: Path, steps: int) -> Result:
     words = [str(text.folder), str(text.characters), str(steps), str(folder / "loss.json")]
     seconds = timed([sys.executable, str(HERE / "leg_default_trainer.py"), *words], folder)
-    return text.bits(json.loads((folder / "loss.json").read_text())["val/loss"]), seconds
+    return Result(text.bits(json.loads((folder / "loss.json").read_text())["val/loss"]), seconds)
 
 
-def steps_within(seconds: float, short: int, run: Callable[[int], tuple[float, float]]) -> int:
+def steps_within(seconds: float, short: int, run: Callable[[int], Result]) -> int:
     """Returns the number of steps that fit into the time, by the times of two short runs."""
-    few, more = run(short)[1], run(3 * short)[1]
+    few, more = run(short).seconds, run(3 * short).seconds
     each = max(1e-3, (more - few) / (2 * short))
     return max(short, int((seconds - few) / each) + short)
 
 
-def measure(
-    kept: Kept, contender: str, where: str, at: str, seconds: float, run: Callable[..., tuple[float, float]]
-) -> None:
+def measure(kept: Kept, contender: str, where: str, at: str, seconds: float, run: Callable[..., Result]) -> None:
     """Runs a contender; one without a time budget gets as many steps as fit into the time."""
     if at in kept.found.get("bits_per_byte", {}):
         return
@@ -107,9 +118,11 @@ def measure(
     if contender in SHORT:
         choose = functools.partial(steps_within, seconds, SHORT[contender], run)
         steps = [int(kept.number("steps", f"{where}, {contender}", choose))]
-    bits, took = run(*steps)
-    kept.number("seconds", at, lambda: took)
-    kept.number("bits_per_byte", at, lambda: bits)
+    result = run(*steps)
+    kept.number("seconds", at, lambda: result.seconds)
+    for when, off in result.forecasts.items():
+        kept.number("forecast_off", f"{at}, {when}", lambda off=off: off)
+    kept.number("bits_per_byte", at, lambda: result.bits_per_byte)
 
 
 def best_rates(kept: Kept, where: str) -> tuple[float, ...]:
@@ -120,14 +133,14 @@ def best_rates(kept: Kept, where: str) -> tuple[float, ...]:
 
 
 def contenders(
-    text: Text, rates: Sequence[float], options: argparse.Namespace, root: Path
-) -> dict[str, Callable[..., tuple[float, float]]]:
+    text: Text, rates: Sequence[float], options: argparse.Namespace, root: Path, number: int
+) -> dict[str, Callable[..., Result]]:
     """Returns the contenders by the name of their numbers; each takes a number of steps, except ours."""
 
     def fresh() -> Path:
         return Path(tempfile.mkdtemp(dir=root))
 
-    found: dict[str, Callable[..., tuple[float, float]]] = {"ours": lambda: ours(text, options.minutes, fresh())}
+    found: dict[str, Callable[..., Result]] = {"ours": lambda: ours(text, options.minutes, fresh(), 1336 + number)}
     for rate in rates:
         found[f"nanogpt {rate:g}"] = lambda n, rate=rate: nanogpt(text, options.nanogpt, rate, fresh(), n)
     found["trainer"] = lambda n: trainer(text, fresh(), n)
@@ -150,7 +163,7 @@ def main() -> int:
         for number, text in itertools.product(range(1, options.rounds + 1), texts):
             where = f"{text.name}, {options.minutes:g} min"
             rates = RATES if number == 1 else best_rates(kept, where)
-            for contender, run in contenders(text, rates, options, Path(name)).items():
+            for contender, run in contenders(text, rates, options, Path(name), number).items():
                 at = f"{where}, {contender}, round {number}"
                 measure(kept, contender.split()[0], where, at, 60 * options.minutes, run)
     print(setting())
