@@ -22,7 +22,7 @@ from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.run_folder import trained
 from support import REPO, TINY, Run, rows
 
-CHAT = [*TINY, "data.chat_template=vicuna", "model.max_position_embeddings=1024", "data.seq_len=512",
+CHAT = [*TINY, "data.chat_template=zephyr", "data.seq_len=64", "model.max_position_embeddings=1024", "data.seq_len=512",
         "data.val_fraction=0.2", "trainer.max_steps=3", "trainer.val_check_interval=1", "model.dropout=0.1",
         "callbacks.samples.max_new_tokens=12", "optimizer.lr=0.01", "schedule.warmup_steps=0"]  # fmt: skip
 SFT = [*CHAT, "objective=sft", "data=chat_jsonl"]
@@ -344,12 +344,17 @@ def test_bleu_and_rouge_are_sacrebleus_and_rouge_scores(tmp_path: Path) -> None:
     assert 0.1 < theirs["bleu"] < 0.9
 
 
-def test_special_tokens_of_a_completion_are_in_no_score(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_special_tokens_of_an_answer_are_in_no_score(kind: str, tmp_path: Path) -> None:
     """A model's answer is decoded without special tokens, so its reference is compared without them too."""
-    one = {"prompt": "one and one is ", "completion": "<two>"}
+    completion = {"prompt": "one and one is ", "completion": "@two~"}
+    turns = [
+        {"role": role, "content": completion[key]} for role, key in (("user", "prompt"), ("assistant", "completion"))
+    ]
+    one = completion if kind == "completion" else {"messages": turns}
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(one) for _ in range(60)))
     words = [*TINY, "objective=sft", "data=chat_jsonl", f"data.path={tmp_path}/rows.jsonl", "data.val_fraction=0.2",
-             "data.conversation_format=prompt_completion", "tokenizer.add_tokens=[<,>]", "optimizer.lr=0.01",
+             "tokenizer.add_tokens=[@,~]", "data.chat_template=zephyr", "data.seq_len=64", "optimizer.lr=0.01",
              "trainer.max_steps=30", "schedule.warmup_steps=0", f"run.dir={tmp_path}/run"]  # fmt: skip
     ended = run("train", *words, "callbacks.samples.metrics=[exact_match]", "callbacks.samples.max_new_tokens=8")
     assert ended.code == 0, ended.err

@@ -70,7 +70,7 @@ def special_pattern(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
 def reference_of(question: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> str:
     """Returns the data's answer as a model's answer would be decoded: without special tokens.
 
-    They are kept in a chat's answer, in which they are plain text (`PlainText`) if data.allow_special_text=false.
+    Those that a chat's answer still has are plain text (`PlainText`), and kept.
     """
     return question["reference"] if question["chat"] else special_pattern(tokenizer).sub("", question["reference"])
 

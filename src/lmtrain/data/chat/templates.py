@@ -187,7 +187,11 @@ class ChatEncoder:
         """Returns the data's answer to the prompt of `prompt_ids`."""
         if isinstance(sample, Completion):
             return sample.completion
-        return str(sample.messages[answers_of(sample.messages)[-1]]["content"])
+        return self.as_decoded(str(sample.messages[answers_of(sample.messages)[-1]]["content"]))
+
+    def as_decoded(self, content: str) -> str:
+        """Returns a message's content as a model's answer would be decoded: without the tokens that aren't text."""
+        return content if self._plain else self._special.sub("", content)
 
     def end_of_turn_ids(self) -> list[int]:
         """Returns the ids that end an answer: the template's end-of-turn token and the tokenizer's end of text."""

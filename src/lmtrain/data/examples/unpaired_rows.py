@@ -54,7 +54,7 @@ class UnpairedRowEncoder(TemplateRows):
         asked = {
             "prompt_ids": ids[: trained.index(True)] if any(trained) else ids,
             "prompt": turns[-1]["content"],
-            "reference": str(answer[0]["content"]),
+            "reference": self.chat.as_decoded(str(answer[0]["content"])),
             "chat": True,
         }
         examples = [(e.input_ids, e.trained, int(label)) for e in fitted]
