@@ -64,10 +64,10 @@ def quantise_shapes(model: PreTrainedModel, loading: dict[str, Any]) -> None:
     """Converts a model on the meta device to bitsandbytes layers, as loading its weights would have.
 
     Args:
-        loading: from `loading_options`; without a quantisation in it, that of the model's config.json applies.
+        loading: from `loading_options`; its quantisation applies unless the model's config.json has one.
     """
     stored = getattr(model.config, "quantization_config", None)
-    config = loading.get("quantization_config") or stored
+    config = stored or loading.get("quantization_config")
     if config is None or _method(config) != "bitsandbytes":
         return
     _require_bitsandbytes("nf4")
@@ -75,7 +75,7 @@ def quantise_shapes(model: PreTrainedModel, loading: dict[str, Any]) -> None:
 
     from lmtrain.adapters.packed import pack_shapes
 
-    quantizer: Any = AutoHfQuantizer.from_config(stored or config, pre_quantized=stored is not None)
+    quantizer: Any = AutoHfQuantizer.from_config(config, pre_quantized=stored is not None)
     quantizer.preprocess_model(model, device_map=None)
     quantizer.postprocess_model(model)
     pack_shapes(model)
