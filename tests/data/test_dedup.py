@@ -95,11 +95,19 @@ def test_training_loses_what_a_validation_split_has(texts: list[str], tmp_path: 
 
 
 def test_repeats_are_counted_where_they_stay(texts: list[str], tmp_path: Path) -> None:
-    repeated = len(texts) - len(set(texts))
+    """Without data.dedup the notes say how many exact copies there are, and about how many near ones."""
     folder = prepare(tmp_path, write(tmp_path / "t.jsonl", texts), "data.val_fraction=0")
-    assert len(documents_of(folder)) == 100
-    assert f"{repeated} of 100 documents ({repeated}%)" in " ".join(bins.load_meta(folder)["notes"])
-    folder = prepare(tmp_path, write(tmp_path / "u.jsonl", [*dict.fromkeys(texts)]), "data.val_fraction=0")
+    assert documents_of(folder) == texts
+    exact, near = bins.load_meta(folder)["notes"]
+    copies = len(texts) - len(set(texts))
+    assert f"{copies} of 100 documents ({copies}%) are exact copies of an earlier one" in exact
+    similar = sum(any(similarity(text, earlier) >= 0.8 for earlier in texts[:i]) for i, text in enumerate(texts))
+    assert near.endswith("are near or exact copies of an earlier one: data.dedup=near leaves them out")
+    assert copies + 6 < similar - 6 <= int(near.split()[0]) <= similar + 6
+
+    different = [text for i, text in enumerate(texts) if all(similarity(text, other) < 0.5 for other in texts[:i])]
+    folder = prepare(tmp_path, write(tmp_path / "u.jsonl", different), "data.val_fraction=0")
+    assert bins.load_meta(folder)["splits"]["train"]["documents"] > 30
     assert bins.load_meta(folder)["notes"] == []
 
 

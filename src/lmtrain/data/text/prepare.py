@@ -30,7 +30,7 @@ from lmtrain.data.store.prepared import (
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.text.encode import Encoder, make_encoder
-from lmtrain.data.text.repeats import RepeatCounter, without_repeats
+from lmtrain.data.text.repeats import RUN_BYTES, RepeatCounter, without_repeats
 from lmtrain.data.tokenizers import Identity
 from lmtrain.errors import UserError
 
@@ -71,7 +71,10 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
                 counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], repeats, show)
                 if counts is not None:
                     meta["splits"][name] = counts
-            meta["notes"] = [*getattr(source, "notes_of_reading", list)(), *repeats.notes()]
+            train = meta["splits"]["train"]
+            length = max(4, round(RUN_BYTES * train["tokens"] / (train["bytes"] or train["tokens"])))
+            copies = repeats.notes(bins.open_shards(folder, meta["dtype"], train), length)
+            meta["notes"] = [*getattr(source, "notes_of_reading", list)(), *copies]
             bins.save_meta(meta, folder)
 
         return prepare_folder(target, fill, source.notes, cfg, show)

@@ -30,6 +30,10 @@ from lmtrain.files import write_atomic
 
 PIECE = 100  # bytes; validation text of this length that is also in the training text counts as copied
 _MOST = 1 << 23  # tokens of each split that are compared, which takes half a second
+_MOST_IN_COPIES = 1 << 21  # tokens in which near copies are counted, which takes 0.4 s
+RUN_BYTES = 30  # of the n-grams of tokens that near duplicates are counted by, about _WORDS words
+_SAMPLED, _FEWEST = 4, 8  # one in so many n-grams is compared; the fewest of a document that can be judged
+_AT_MOST, _EARLIER = 1 << 20, 4  # documents, a power of two
 _TOKENS_AT_ONCE = 1 << 20
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
 
@@ -65,13 +69,56 @@ def share_seen(train: Sequence[Shard], val: Sequence[Shard], length: int) -> flo
 
 def _hashes(shards: Sequence[Shard], length: int) -> Iterator[Hashes]:
     """Yields the hashes of the pieces that begin at each of the first _MOST tokens, a part of a shard at a time."""
-    most = _MOST
+    for _, hashes in _placed_hashes(shards, length, _MOST):
+        yield hashes
+
+
+def _placed_hashes(shards: Sequence[Shard], length: int, most: int) -> Iterator[tuple[int, Hashes]]:
+    """Yields hashes as above, each array with the index of its first token among the tokens of all shards."""
+    before = 0
     for shard in shards:
-        for start in range(0, min(shard.tokens, most), _TOKENS_AT_ONCE):
+        for start in range(0, min(shard.tokens, most - before), _TOKENS_AT_ONCE):
             read = min(_TOKENS_AT_ONCE + length - 1, shard.tokens - start)
             if read >= length:
-                yield _rolling(shard.read(start, read), length)
-        most -= shard.tokens
+                yield before + start, _rolling(shard.read(start, read), length)
+        before += shard.tokens
+
+
+def near_repeats(train: Sequence[Shard], length: int) -> tuple[int, int]:
+    """Counts the documents in the first _MOST_IN_COPIES tokens that data.dedup=near would leave out.
+
+    Similarity is that of the sets of n-grams of `length` tokens, estimated from the n-grams with the lowest hashes
+    (FracMinHash; Irber et al. 2022). Of the earlier documents with an n-gram, the first and the last _EARLIER count.
+
+    Returns:
+        the number of such documents, and of all documents that were looked at.
+    """
+    most = _MOST_IN_COPIES
+    offsets = np.cumsum([0, *(shard.tokens for shard in train)]).tolist()
+    looked_at = [shard.document_ends(0, most - offset) + offset for shard, offset in zip(train, offsets, strict=False)]
+    ends = np.concatenate([np.empty(0, np.int64), *looked_at])[:_AT_MOST]
+    if len(ends) < 2:
+        return 0, len(ends)
+    keys = [np.empty(0, np.uint64)]  # a hash, and in its last bits the number of the document
+    for start, hashes in _placed_hashes(train, length, most):
+        first = start + np.flatnonzero(hashes < np.uint64((1 << 64) // _SAMPLED))
+        document = np.searchsorted(ends, first, side="right")
+        within = (document < len(ends)) & (document == np.searchsorted(ends, first + length - 1, side="right"))
+        hashes = hashes[first[within] - start] & ~np.uint64(_AT_MOST - 1)
+        keys.append(hashes | document[within].astype(np.uint64))
+    found = np.unique(np.concatenate(keys))  # ascending, so the documents of a hash are too
+    document = (found & np.uint64(_AT_MOST - 1)).astype(np.int64)
+    _, begins, count = np.unique(found // np.uint64(_AT_MOST), return_index=True, return_counts=True)
+    index, first = np.arange(len(found)), np.repeat(begins, count)  # of each key, and of the first key with its hash
+    others = [*(index - back for back in range(1, _EARLIER + 1)), np.where(index - first > _EARLIER, first, -1)]
+    pairs, shared = np.unique(
+        np.concatenate([(document * _AT_MOST + document[other])[other >= first] for other in others]),
+        return_counts=True,
+    )
+    sizes = np.bincount(document, minlength=len(ends))
+    document, earlier = pairs // _AT_MOST, pairs % _AT_MOST
+    near = (shared >= NEAR * (sizes[document] + sizes[earlier] - shared)) & (sizes[document] >= _FEWEST)
+    return len(np.unique(document[near])), len(ends)
 
 
 def _rolling(tokens: NDArray[np.int64], length: int) -> Hashes:
@@ -189,13 +236,23 @@ class RepeatCounter:
                 self.documents += 1
                 digest = hashlib.blake2b(digest_size=16)
 
-    def notes(self) -> list[str]:
-        """Returns a note for the plan if the share of repeats is _MANY or more."""
-        repeated = self.documents - len(self.seen)
-        if repeated < _MANY * self.documents or not repeated:
-            return []
-        share = f"{repeated:,} of {self.documents:,} documents ({repeated / self.documents:.0%})"
-        return [f"{share} are exact copies of an earlier one: data.dedup=exact leaves them out"]
+    def notes(self, train: Sequence[Shard], length: int) -> list[str]:
+        """Returns notes for the plan if _MANY of the documents or more are exact copies, or near copies in addition.
+
+        Args:
+            train: the documents' tokens, in which near copies are looked for by n-grams of `length` tokens.
+        """
+        exact = (self.documents - len(self.seen)) / max(1, self.documents)
+        repeated, documents = near_repeats(train, length)
+        near = repeated / max(1, documents)
+        notes = []
+        if exact and exact >= _MANY:
+            share = f"{self.documents - len(self.seen):,} of {self.documents:,} documents ({exact:.0%})"
+            notes.append(f"{share} are exact copies of an earlier one: data.dedup=exact leaves them out")
+        if near >= exact + _MANY:
+            share = f"{repeated:,} of {documents:,} documents ({near:.0%})"
+            notes.append(f"{share} are near or exact copies of an earlier one: data.dedup=near leaves them out")
+        return notes
 
 
 class _Exact:
