@@ -3,7 +3,7 @@
 python benchmarks/dial.py --json numbers.json rates     the loss at half, the same and twice the rule's rate
 python benchmarks/dial.py --json numbers.json law       depths after equal times, and the law fitted to them
 python benchmarks/dial.py --json numbers.json search    the dial against 24 random shapes, rates and batches
-python benchmarks/dial.py --json numbers.json forecast a.txt b.txt     what three early validations say of the end
+python benchmarks/dial.py --json numbers.json forecast a.txt b.txt     what early validations say of the end
 
 The text is the source of the standard library; `forecast` accepts your own files too. Each run is a process with one
 thread; results that are already in the file of `--json` are not computed again. The law has the form of Hoffmann et al.
@@ -25,14 +25,14 @@ import numpy as np
 from kept import Kept, train
 from machine import setting
 
-from lmtrain.models.dial import READINGS, forecast, weights
+from lmtrain.models.dial import READINGS, CurveReading, forecast, weights
 
 RATES = {2: 300, 4: 200, 6: 100}  # depth: steps
 FACTORS = (0.5, 1.0, 2.0)
 TIMES = {30: (2, 3, 4), 100: (2, 3, 4, 5), 250: (2, 3, 4, 5)}  # seconds of training on one thread: depths
 EXPONENT = 0.5  # of N and D; with a free exponent of N, 0.5 to 0.9 fit eleven runs about equally well
 SEARCHED, DRAWN = 60, 24  # CPU seconds for the steps of each candidate; number of random candidates
-FORECASTS = {2: 300, 3: 500, 4: 300}  # depth: steps
+FORECASTS = ((2, 300), (2, 1200), (3, 400), (3, 800), (4, 400))  # depth, steps
 ROW, ROWS = 256, 4  # tokens per row; rows per step, times the number of layers
 
 
@@ -119,21 +119,27 @@ def search(kept: Kept) -> None:
     print(setting())
 
 
-def forecast_off(words: list[str], steps: int) -> float:
-    """Returns the forecast error of a run's final loss from its first three of ten validations: end / forecast - 1."""
+@functools.cache
+def curve(words: tuple[str, ...], steps: int) -> list[tuple[int, float]]:
+    """Returns (step, bits per byte) of the validations of a run, about every 9.5 % of its steps."""
     every = math.ceil(steps / 10.5)
     rows = train(["experiment=dial", *words, f"trainer.max_steps={steps}", f"trainer.val_check_interval={every}"])
-    scores = [(row["step"], row["val/bits_per_byte"]) for row in rows if "val/bits_per_byte" in row]
-    return scores[-1][1] / forecast(READINGS[0], scores[:3], steps) - 1
+    return [(row["step"], row["val/bits_per_byte"]) for row in rows if "val/bits_per_byte" in row]
+
+
+def forecast_off(words: tuple[str, ...], steps: int, reading: CurveReading) -> float:
+    """Returns the error of a forecast of the final bits per byte: end / forecast - 1."""
+    scores = curve(words, steps)
+    return scores[-1][1] / forecast(reading, scores, steps) - 1
 
 
 def forecasts(kept: Kept, texts: list[Path]) -> None:
     of_text = {text.stem: ["data=text", f"data.path={text.absolute()}"] for text in texts}
-    for (name, data), (depth, steps) in itertools.product({"python_stdlib": [], **of_text}.items(), FORECASTS.items()):
-        words = [*data, f"model.depth={depth}"]
-        kept.number(
-            "forecast_off", f"{name}, depth {depth}, {steps} steps", functools.partial(forecast_off, words, steps)
-        )
+    for (name, data), (depth, steps) in itertools.product({"python_stdlib": [], **of_text}.items(), FORECASTS):
+        words = (*data, f"model.depth={depth}")
+        for reading in READINGS:
+            at = f"{name}, depth {depth}, {steps} steps, at {reading.last:.1%}"
+            kept.number("forecast_off", at, functools.partial(forecast_off, words, steps, reading))
     print(setting())
 
 

@@ -42,17 +42,18 @@ def test_a_depth_that_the_text_cannot_feed_is_named_with_the_one_that_it_can(
         (
             ["experiment=dial"],
             9,
-            "9 passes over the training data: expect overfitting (optimizer.weight_decay=1 reduces",
+            "9 passes over the training data: expect overfitting (optimizer.weight_decay=0.56 reduces",
         ),
         (
-            ["experiment=dial", "optimizer.weight_decay=1"],
+            ["experiment=dial", "optimizer.weight_decay=0.4"],
             9,
-            "9 epochs over the training data: optimizer.weight_decay=1 keeps the model",
+            "9 epochs over the training data: optimizer.weight_decay=0.4 keeps the model",
         ),
         (["model=gpt_nano"], 9, "expect overfitting (trainer.max_epochs=4 ends earlier;"),
     ],
 )
 def test_many_passes_ask_for_what_helps_the_model_at_hand(words: list[str], epochs: float, said: str) -> None:
-    notes = " ".join(for_repeats(rules.check(rules.compose([*words, "data=text", "data.path=book.txt"])), epochs))
+    config = rules.check(rules.compose([*words, "model.depth=2"] if "experiment=dial" in words else words))
+    notes = " ".join(for_repeats(config, epochs, 1580))
     assert said in notes
     assert bool(notes) is bool(said)

@@ -148,7 +148,7 @@ class Forecast(pl.Callback):
         Args:
             minutes: the time budget.
             epoch_steps: steps of an epoch; infinite for a stream.
-            decayed: whether the optimizer has dial.WEIGHT_DECAY, or none.
+            decayed: whether the optimizer has a weight decay.
         """
         self.metrics, self.schedule, self.minutes, self.console = metrics, schedule, minutes, console
         self.epoch_steps, self.decayed = epoch_steps, decayed
@@ -171,7 +171,7 @@ class Forecast(pl.Callback):
         self.scores.append((step, bits))
         # The clock may have changed the number of steps since validations were scheduled.
         for reading in dial.READINGS:
-            due = reading.at[-1] * steps <= step <= reading.until * steps and self._improves(reading)
+            due = reading.last * steps <= step <= reading.until * steps and self._improves(reading)
             if due and len(self.scores) >= _FEWEST and steps <= min(reading.longest, reading.seen * self.epoch_steps):
                 self._say(reading, step, steps)
 

@@ -18,45 +18,44 @@ DEPTHS = range(1, 17)
 E, A, ALPHA, B, BETA = 1.067, 87.22, 0.5, 512.5, 0.5
 _TOKEN, _WEIGHT = 19.0, 8.5e-5  # training time of a token, in relative units: a constant part, and a part per weight
 _WORN = 15.4  # epochs after which a repeated token is worth little (R* of Muennighoff et al.)
-# Without weight decay a model memorizes a text after FED * (tokens of the text) / (weights of the layers) epochs; one
-# with more weights than FED per token does as soon as it sees the text again. Muon's weight decay against that is
-# large, as Kim et al. 2025 (arXiv:2509.14786) found for repeated text; with fewer epochs none is better
-# (benchmarks/RESULTS.md).
-FED, WEIGHT_DECAY = 2, 1.0
+FED = 2  # at most so many weights of the layers per token of the text; larger models memorize it at once
+# Text that is seen more than once is memorized without weight decay. With it, weights are an average of the updates of
+# the last 1 / (learning rate x weight decay) steps (Wang & Aitchison 2024, arXiv:2405.13698), and in our runs so many
+# epochs of them are best (benchmarks/RESULTS.md), up to the largest weight decay that was measured to help.
+DECAY_EPOCHS, MOST_DECAY = 1.2, 1.0
 LR_DECAY = (0.6, "linear")  # schedule.decay_ratio and decay_shape of the runs that a forecast was fitted to
 
 
 class CurveReading(NamedTuple):
     """Where a forecast reads the curve of a run, and what it makes of it, as fitted to runs of experiment=dial.
 
-    With v1, v2, v3 the bits per byte at the fractions `at` of the steps, log(end / v3) = level - early log(v1 / v2) -
-    late log(v2 / v3) - longer log(steps), and `decayed` in addition if the optimizer has WEIGHT_DECAY: the steeper the
-    curve still is and the longer the run, the more it gains.
+    With v1 and v2 the bits per byte at the fractions `first` and `last` of the steps, log(end / v2) = level - slope
+    log(v1 / v2) - longer log(steps), and `decayed` in addition with weight decay: the steeper the curve is and the
+    longer the run, the more it gains.
     """
 
-    at: tuple[float, float, float]
+    first: float
+    last: float
     level: float
-    early: float
-    late: float
+    slope: float
     longer: float
     decayed: float
-    spread: float  # largest relative error for runs left out of the fit (benchmarks/RESULTS.md)
+    spread: float  # relative; larger than the errors for runs left out of the fit (benchmarks/RESULTS.md)
     until: float  # fraction of the steps after which it is too late for a forecast
     longest: float = math.inf  # steps, and epochs, of the longest runs that it holds for
     seen: float = math.inf
 
 
-# The first is made at the full learning rate, where the curve is noisy, the second when the learning rate has begun to
-# decay; both don't hold for long runs, which memorize. The third holds for all runs measured, up to 24 epochs.
+# The first is made at the full learning rate, from where sudden falls of the loss and memorization can't be foreseen;
+# the second when the learning rate has begun to decay.
 READINGS = (
-    CurveReading((0.095, 0.19, 0.285), 0.237, 0.601, 2.718, 0.0352, 0.0, 0.06, 0.42, longest=2000, seen=3),
-    CurveReading((0.19, 0.285, 0.475), 0.1472, 1.3893, 1.1046, 0.0201, 0.0, 0.02, 0.6, longest=2000, seen=3),
-    CurveReading((0.475, 0.57, 0.665), 0.0296, 1.7901, 0.7751, 0.0027, -0.053, 0.04, 0.8),
+    CurveReading(0.095, 0.285, 0.199, 1.186, 0.0331, 0.0, 0.07, 0.42, longest=2000, seen=3),
+    CurveReading(0.475, 0.665, -0.0201, 0.732, 0.0, -0.0124, 0.03, 0.8),
 )
 
 
 def is_measured(config: Config) -> bool:
-    """Returns whether WEIGHT_DECAY was measured for this model and optimizer."""
+    """Returns whether `weight_decay` was measured for this model and optimizer."""
     return config.model.name == NAME and config.optimizer.name == "muon"
 
 
@@ -67,12 +66,17 @@ def weights(depth: int) -> int:
 
 def fed_by(tokens: float) -> list[int]:
     """Returns the depths with at most FED layer weights per token of the text, or the smallest if there is none."""
-    return [depth for depth in DEPTHS if fresh_epochs(depth, tokens) >= 1] or [DEPTHS[0]]
+    return [depth for depth in DEPTHS if weights(depth) <= FED * tokens] or [DEPTHS[0]]
 
 
-def fresh_epochs(depth: int, unique: float) -> float:
-    """Returns the epochs over a text of `unique` tokens after which a model of this depth memorizes it."""
-    return FED * unique / weights(depth)
+def weight_decay(lr: float, epoch_steps: float) -> float:
+    """Returns Muon's weight decay for text that is seen more than once, to two digits.
+
+    Args:
+        lr: Muon's highest learning rate.
+        epoch_steps: steps in which the text is seen once.
+    """
+    return min(MOST_DECAY, float(f"{1 / (lr * DECAY_EPOCHS * epoch_steps):.2g}"))
 
 
 def worth(tokens: float, unique: float) -> float:
@@ -105,16 +109,16 @@ def best_depth(seconds: float, depth: int, token_seconds: float, unique: float) 
 
 
 def forecast(reading: CurveReading, scores: Sequence[tuple[int, float]], steps: int, *, decayed: bool = False) -> float:
-    """Forecasts a run's final bits per byte from its first validations.
+    """Forecasts a run's final bits per byte from its validations.
 
     Args:
         scores: (step, bits per byte) of at least two validations, sorted by step.
         steps: number of steps of the whole run.
-        decayed: whether the optimizer has WEIGHT_DECAY.
+        decayed: whether there is a weight decay.
     """
-    first, second, third = (_read(scores, share * steps) for share in reading.at)
+    first, last = (_read(scores, share * steps) for share in (reading.first, reading.last))
     gain = reading.level + reading.decayed * decayed - reading.longer * math.log(steps)
-    return third * math.exp(gain - reading.early * math.log(first / second) - reading.late * math.log(second / third))
+    return last * math.exp(gain - reading.slope * math.log(first / last))
 
 
 def _read(scores: Sequence[tuple[int, float]], step: float) -> float:

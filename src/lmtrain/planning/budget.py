@@ -158,9 +158,10 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         config.trainer.val_check_interval = math.ceil(min(most, steps_within(left, took, config)) / _VALIDATIONS)
     config.trainer.max_steps = min(most, steps_within(left, took, config))
     if _decays(config, typed):
-        fresh = dial.fresh_epochs(config.model.num_hidden_layers, corpus.epoch_tokens)  # type: ignore[attr-defined]
-        if step_sizes(config.data).before(config.trainer.max_steps) / rows > fresh:
-            config.optimizer.weight_decay = dial.WEIGHT_DECAY
+        epochs = step_sizes(config.data).before(config.trainer.max_steps) / rows
+        if epochs > 1:
+            epoch_steps = config.trainer.max_steps / epochs
+            config.optimizer.weight_decay = dial.weight_decay(config.optimizer.lr, epoch_steps)
     return []
 
 

@@ -156,10 +156,11 @@ def _forecast(config: Config, metrics: Metrics, length: Length, console: Console
     schedule, minutes, epochs = config.schedule, config.budget.minutes, config.trainer.max_epochs
     if minutes is None or not dial.is_measured(config) or not isinstance(schedule, WarmupStableDecayConfig):
         return None
-    decay, usual = config.optimizer.weight_decay, (schedule.decay_ratio, schedule.decay_shape) == dial.LR_DECAY
-    if decay not in (0, dial.WEIGHT_DECAY) or not usual or schedule.decay_from is not None:
+    if (schedule.decay_ratio, schedule.decay_shape) != dial.LR_DECAY or schedule.decay_from is not None:
         return None
-    epoch_steps = length.at_most / epochs if epochs is not None else math.inf
+    decay, epoch_steps = config.optimizer.weight_decay, length.at_most / epochs if epochs is not None else math.inf
+    if decay > 1.1 * dial.weight_decay(config.optimizer.lr, epoch_steps):  # more than in the runs of the fit
+        return None
     return Forecast(metrics, schedule, minutes, console, epoch_steps=epoch_steps, decayed=decay > 0)
 
 

@@ -277,15 +277,16 @@ def for_size(run: "Run", epochs: float) -> list[str]:
     return notes
 
 
-def for_repeats(c: Config, epochs: float) -> list[str]:
+def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
     """Returns notes on training for many epochs on the same data."""
-    measured = dial.is_measured(c)
-    decay = f"optimizer.weight_decay={dial.WEIGHT_DECAY:g}"
-    if measured and epochs > 1 and c.optimizer.weight_decay >= dial.WEIGHT_DECAY:
-        return [f"{epochs:.0f} epochs over the training data: {decay} keeps the model from memorizing it"]
+    measured = dial.is_measured(c) and epochs > 1
+    best = dial.weight_decay(c.optimizer.lr, steps / epochs) if measured else 0.0
+    if measured and c.optimizer.weight_decay >= best / 2:
+        decay = f"optimizer.weight_decay={c.optimizer.weight_decay:g}"
+        return [f"{epochs:.2g} epochs over the training data: {decay} keeps the model from memorizing it"]
     if epochs <= 8:
         return []
-    remedy = f"{decay} reduces it; " if measured else ""
+    remedy = f"optimizer.weight_decay={best:g} reduces it; " if measured else ""
     return [
         f"{epochs:.0f} passes over the training data: expect overfitting ({remedy}trainer.max_epochs=4 ends earlier; "
         f"callbacks.early_stopping.enabled=true stops when it sets in)"
@@ -297,7 +298,7 @@ def advice(run: "Run") -> list[str]:
     c, corpus, notes = run.config, run.corpus, []
     epochs = step_sizes(c.data).before(run.total_steps) / len(corpus.train)
     if corpus.stream is None:
-        notes += for_repeats(c, epochs)
+        notes += for_repeats(c, epochs, run.total_steps)
     notes += for_size(run, epochs)
     if unheard := overruled(c):
         notes.append(f"{c.trainer.deepspeed.config}: the run's own config overrides {', '.join(unheard)}")
