@@ -111,6 +111,13 @@ def test_repeats_are_counted_where_they_stay(texts: list[str], tmp_path: Path) -
     assert bins.load_meta(folder)["notes"] == []
 
 
+def test_copies_are_counted_in_a_few_short_documents(tmp_path: Path) -> None:
+    few = ["one two three four five six seven eight nine ten eleven twelve thirteen", "short", "brief", "a", "b"]
+    folder = prepare(tmp_path, write(tmp_path / "t.jsonl", [*few, few[0]]), "data.val_fraction=0")
+    notes = bins.load_meta(folder)["notes"]
+    assert notes == ["1 of 6 documents (17%) are exact copies of an earlier one: data.dedup=exact leaves them out"]
+
+
 @pytest.mark.parametrize("size", [1, 7, 100])
 @pytest.mark.parametrize("index", [repeats._Exact, repeats._near])
 def test_where_pieces_are_cut_changes_nothing(texts: list[str], size: int, index) -> None:

@@ -111,10 +111,8 @@ def near_repeats(train: Sequence[Shard], length: int) -> tuple[int, int]:
     _, begins, count = np.unique(found // np.uint64(_AT_MOST), return_index=True, return_counts=True)
     index, first = np.arange(len(found)), np.repeat(begins, count)  # of each key, and of the first key with its hash
     others = [*(index - back for back in range(1, _EARLIER + 1)), np.where(index - first > _EARLIER, first, -1)]
-    pairs, shared = np.unique(
-        np.concatenate([(document * _AT_MOST + document[other])[other >= first] for other in others]),
-        return_counts=True,
-    )
+    both = [(document[other >= first], document[other[other >= first]]) for other in others]
+    pairs, shared = np.unique(np.concatenate([one * _AT_MOST + other for one, other in both]), return_counts=True)
     sizes = np.bincount(document, minlength=len(ends))
     document, earlier = pairs // _AT_MOST, pairs % _AT_MOST
     near = (shared >= NEAR * (sizes[document] + sizes[earlier] - shared)) & (sizes[document] >= _FEWEST)
