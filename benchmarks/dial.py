@@ -3,7 +3,7 @@
 python benchmarks/dial.py --json numbers.json rates     the loss at half, the same and twice the rule's rate
 python benchmarks/dial.py --json numbers.json law       depths after equal times, and the law fitted to them
 python benchmarks/dial.py --json numbers.json search    the dial against 24 random shapes, rates and batches
-python benchmarks/dial.py --json numbers.json forecast a.txt b.txt     what early validations say of the end
+python benchmarks/dial.py --json numbers.json forecast a.txt b.txt     what validations at two thirds say of the end
 
 The text is the source of the standard library; `forecast` accepts your own files too. Each run is a process with one
 thread; results that are already in the file of `--json` are not computed again. The law has the form of Hoffmann et al.
@@ -25,7 +25,7 @@ import numpy as np
 from kept import Kept, train
 from machine import setting
 
-from lmtrain.models.dial import READINGS, CurveReading, forecast, weights
+from lmtrain.models.dial import forecast, weights
 
 RATES = {2: 300, 4: 200, 6: 100}  # depth: steps
 FACTORS = (0.5, 1.0, 2.0)
@@ -119,27 +119,21 @@ def search(kept: Kept) -> None:
     print(setting())
 
 
-@functools.cache
-def curve(words: tuple[str, ...], steps: int) -> list[tuple[int, float]]:
-    """Returns (step, bits per byte) of the validations of a run, about every 9.5 % of its steps."""
+def forecast_off(words: list[str], steps: int) -> float:
+    """Returns the error of the forecast of a run's final loss from ten validations: end / forecast - 1."""
     every = math.ceil(steps / 10.5)
     rows = train(["experiment=dial", *words, f"trainer.max_steps={steps}", f"trainer.val_check_interval={every}"])
-    return [(row["step"], row["val/bits_per_byte"]) for row in rows if "val/bits_per_byte" in row]
-
-
-def forecast_off(words: tuple[str, ...], steps: int, reading: CurveReading) -> float:
-    """Returns the error of a forecast of the final bits per byte: end / forecast - 1."""
-    scores = curve(words, steps)
-    return scores[-1][1] / forecast(reading, scores, steps) - 1
+    scores = [(row["step"], row["val/bits_per_byte"]) for row in rows if "val/bits_per_byte" in row]
+    return scores[-1][1] / forecast(scores, steps, decayed=False) - 1
 
 
 def forecasts(kept: Kept, texts: list[Path]) -> None:
     of_text = {text.stem: ["data=text", f"data.path={text.absolute()}"] for text in texts}
     for (name, data), (depth, steps) in itertools.product({"python_stdlib": [], **of_text}.items(), FORECASTS):
-        words = (*data, f"model.depth={depth}")
-        for reading in READINGS:
-            at = f"{name}, depth {depth}, {steps} steps, at {reading.last:.1%}"
-            kept.number("forecast_off", at, functools.partial(forecast_off, words, steps, reading))
+        words = [*data, f"model.depth={depth}"]
+        kept.number(
+            "forecast_off", f"{name}, depth {depth}, {steps} steps", functools.partial(forecast_off, words, steps)
+        )
     print(setting())
 
 

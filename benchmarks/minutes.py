@@ -3,7 +3,7 @@
 python benchmarks/minutes.py --nanogpt DIR --minutes 2 --text book.txt --json numbers.json
 
 The last 100,000 characters of each text are held out. Ours is `lmtrain.train TEXT budget.minutes=M`, with another seed
-each round; how far off its forecasts were is kept too. nanoGPT is its CPU recipe on characters (4 layers of 128, rows
+each round; how far off its forecast was is kept too. nanoGPT is its CPU recipe on characters (4 layers of 128, rows
 of 64, 12 per step) at three learning rates, of which the best counts; after the first round only that one is run.
 Trainer is the default shape of GPT-2 on the same characters, rows of 256, with the defaults of TrainingArguments.
 Both get as many steps as fit into the time, by a short run before; whole processes are timed. Results that are already
@@ -38,7 +38,7 @@ SHORT = {"nanogpt": 200, "trainer": 4}  # steps of the short run that sets the l
 class Result(NamedTuple):
     bits_per_byte: float
     seconds: float  # of the whole process
-    forecasts: dict[str, float] = {}  # noqa: RUF012  # by when it was made: the final bits per byte over it, minus one
+    forecast_off: float | None = None  # the final bits per byte over the forecast, minus one
 
 
 class Text:
@@ -78,11 +78,8 @@ def ours(text: Text, minutes: float, folder: Path, seed: int) -> Result:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     end = next(r["val/bits_per_byte"] for r in reversed(rows) if "val/bits_per_byte" in r)
     summary = json.loads((run / "summary.json").read_text())
-    last = summary.get("forecast", {})
-    made = [one for one in (last.get("earlier"), last) if one]
-    return Result(
-        end, seconds, {f"at {one['step'] / summary['step']:.0%}": end / one["val/bits_per_byte"] - 1 for one in made}
-    )
+    made = summary.get("forecast")
+    return Result(end, seconds, None if made is None else end / made["val/bits_per_byte"] - 1)
 
 
 def nanogpt(text: Text, nanogpt_folder: Path, rate: float, folder: Path, steps: int) -> Result:
@@ -120,8 +117,8 @@ def measure(kept: Kept, contender: str, where: str, at: str, seconds: float, run
         steps = [int(kept.number("steps", f"{where}, {contender}", choose))]
     result = run(*steps)
     kept.number("seconds", at, lambda: result.seconds)
-    for when, off in result.forecasts.items():
-        kept.number("forecast_off", f"{at}, {when}", lambda off=off: off)
+    if result.forecast_off is not None:
+        kept.number("forecast_off", at, lambda: result.forecast_off)
     kept.number("bits_per_byte", at, lambda: result.bits_per_byte)
 
 

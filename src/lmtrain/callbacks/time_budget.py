@@ -1,7 +1,7 @@
 """Makes a run end when its time budget is used up: checks the clock regularly and adjusts the number of steps.
 
 The learning rate schedule spans the current number of steps, so it also ends with the budget. A checkpoint holds that
-number and the time used so far; a resumed run continues from both. `Forecast` predicts the final loss early.
+number and the time used so far; a resumed run continues from both. `Forecast` predicts the final loss.
 """
 
 import time
@@ -132,7 +132,7 @@ class TimeBudget(pl.Callback):
 
 
 class Forecast(pl.Callback):
-    """A callback that predicts the final loss of a run of model=dial early, from the fit in models/dial.py."""
+    """A callback that predicts the final loss of a run of model=dial, from the fit in models/dial.py."""
 
     def __init__(
         self,
@@ -141,19 +141,17 @@ class Forecast(pl.Callback):
         minutes: float,
         console: Console,
         *,
-        epoch_steps: float,
         decayed: bool,
     ) -> None:
         """
         Args:
             minutes: the time budget.
-            epoch_steps: steps of an epoch; infinite for a stream.
             decayed: whether the optimizer has a weight decay.
         """
         self.metrics, self.schedule, self.minutes, self.console = metrics, schedule, minutes, console
-        self.epoch_steps, self.decayed = epoch_steps, decayed
+        self.decayed = decayed
         self.scores: list[tuple[int, float]] = []  # (step, bits per byte)
-        self.made: dict[str, Any] | None = None  # the last forecast, as in summary.json, with the one before it
+        self.made: dict[str, Any] | None = None  # the forecast, as in summary.json
 
     def state_dict(self) -> dict[str, Any]:
         return {"minutes": self.minutes, "scores": [list(score) for score in self.scores], "made": self.made}
@@ -170,20 +168,14 @@ class Forecast(pl.Callback):
             return
         self.scores.append((step, bits))
         # The clock may have changed the number of steps since validations were scheduled.
-        for reading in dial.READINGS:
-            due = reading.last * steps <= step <= reading.until * steps and self._improves(reading)
-            if due and len(self.scores) >= _FEWEST and steps <= min(reading.longest, reading.seen * self.epoch_steps):
-                self._say(reading, step, steps)
+        due = self.made is None and dial.SECOND * steps <= step <= dial.LATEST * steps
+        if due and len(self.scores) >= _FEWEST:
+            self._say(step, steps)
 
-    def _improves(self, reading: dial.CurveReading) -> bool:
-        """Returns whether this forecast is more certain than the one made already."""
-        return self.made is None or reading.spread < 0.99 * (self.made["high"] / self.made[SCORE] - 1)
-
-    def _say(self, reading: dial.CurveReading, step: int, steps: int) -> None:
-        bits = dial.forecast(reading, self.scores, steps, decayed=self.decayed)
-        low, high = bits * (1 - reading.spread), bits * (1 + reading.spread)
-        earlier = {"earlier": self.made} if self.made is not None else {}
-        self.made = {SCORE: bits, "low": low, "high": high, "step": step, **earlier}
+    def _say(self, step: int, steps: int) -> None:
+        bits = dial.forecast(self.scores, steps, decayed=self.decayed)
+        low, high = bits * (1 - dial.SPREAD), bits * (1 + dial.SPREAD)
+        self.made = {SCORE: bits, "low": low, "high": high, "step": step}
         said = (
             f"forecast from the validations so far: {SCORE} will be about {bits:.3f} at the end ({low:.2f} to "
             f"{high:.2f})"

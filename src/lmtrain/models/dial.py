@@ -6,7 +6,6 @@ The law has the form of Hoffmann et al. 2022 (arXiv:2203.15556); repeated tokens
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from lmtrain.config.schema import Config
 
@@ -26,32 +25,12 @@ DECAY_EPOCHS, MOST_DECAY = 1.2, 1.0
 LR_DECAY = (0.6, "linear")  # schedule.decay_ratio and decay_shape of the runs that a forecast was fitted to
 
 
-class CurveReading(NamedTuple):
-    """Where a forecast reads the curve of a run, and what it makes of it, as fitted to runs of experiment=dial.
-
-    With v1 and v2 the bits per byte at the fractions `first` and `last` of the steps, log(end / v2) = level - slope
-    log(v1 / v2) - longer log(steps), and `decayed` in addition with weight decay: the steeper the curve is and the
-    longer the run, the more it gains.
-    """
-
-    first: float
-    last: float
-    level: float
-    slope: float
-    longer: float
-    decayed: float
-    spread: float  # relative; larger than the errors for runs left out of the fit (benchmarks/RESULTS.md)
-    until: float  # fraction of the steps after which it is too late for a forecast
-    longest: float = math.inf  # steps, and epochs, of the longest runs that it holds for
-    seen: float = math.inf
-
-
-# The first is made at the full learning rate, from where sudden falls of the loss and memorization can't be foreseen;
-# the second when the learning rate has begun to decay.
-READINGS = (
-    CurveReading(0.095, 0.285, 0.199, 1.186, 0.0331, 0.0, 0.07, 0.42, longest=2000, seen=3),
-    CurveReading(0.475, 0.665, -0.0201, 0.732, 0.0, -0.0124, 0.03, 0.8),
-)
+# A forecast of the final bits per byte reads the curve at two fractions of the steps, between which the learning rate
+# falls. With v1 and v2 the bits per byte there, log(end / v2) = LEVEL - SLOPE log(v1 / v2), and DECAYED in addition
+# with weight decay, as fitted to runs of experiment=dial. SPREAD is relative, and larger than the errors for runs left
+# out of the fit (benchmarks/RESULTS.md). After LATEST of the steps it is too late for a forecast.
+FIRST, SECOND, LATEST = 0.475, 0.665, 0.8
+LEVEL, SLOPE, DECAYED, SPREAD = -0.0201, 0.732, -0.0124, 0.03
 
 
 def is_measured(config: Config) -> bool:
@@ -108,7 +87,7 @@ def best_depth(seconds: float, depth: int, token_seconds: float, unique: float) 
     return min(fed_by(unique), key=lambda d: expected(d, worth(seconds / (unit * cost(d)), unique)))
 
 
-def forecast(reading: CurveReading, scores: Sequence[tuple[int, float]], steps: int, *, decayed: bool = False) -> float:
+def forecast(scores: Sequence[tuple[int, float]], steps: int, *, decayed: bool) -> float:
     """Forecasts a run's final bits per byte from its validations.
 
     Args:
@@ -116,9 +95,8 @@ def forecast(reading: CurveReading, scores: Sequence[tuple[int, float]], steps: 
         steps: number of steps of the whole run.
         decayed: whether there is a weight decay.
     """
-    first, last = (_read(scores, share * steps) for share in (reading.first, reading.last))
-    gain = reading.level + reading.decayed * decayed - reading.longer * math.log(steps)
-    return last * math.exp(gain - reading.slope * math.log(first / last))
+    first, second = (_read(scores, share * steps) for share in (FIRST, SECOND))
+    return second * math.exp(LEVEL + DECAYED * decayed - SLOPE * math.log(first / second))
 
 
 def _read(scores: Sequence[tuple[int, float]], step: float) -> float:

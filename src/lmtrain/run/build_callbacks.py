@@ -161,7 +161,7 @@ def _forecast(config: Config, metrics: Metrics, length: Length, console: Console
     decay, epoch_steps = config.optimizer.weight_decay, length.at_most / epochs if epochs is not None else math.inf
     if decay > 1.1 * dial.weight_decay(config.optimizer.lr, epoch_steps):  # more than in the runs of the fit
         return None
-    return Forecast(metrics, schedule, minutes, console, epoch_steps=epoch_steps, decayed=decay > 0)
+    return Forecast(metrics, schedule, minutes, console, decayed=decay > 0)
 
 
 def time_budget(config: Config, console: Console, length: Length, parts: Sequence[pl.Callback]) -> TimeBudget | None:

@@ -113,8 +113,7 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         "git": git_state(),
         "versions": versions(),
     }
-    # The last forecast for a run with a budget: the final bits per byte, its bounds, the step it was made at, and the
-    # forecast before it (`earlier`).
+    # The forecast for a run with a budget: the final bits per byte, its bounds, and the step it was made at.
     made = next((c.made for c in run.trainer.callbacks if isinstance(c, Forecast)), None)  # type: ignore[attr-defined]
     if made is not None:
         summary["forecast"] = made
@@ -194,11 +193,6 @@ def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
         run.console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
 
 
-def _compared(forecast: dict[str, Any], end: float) -> str:
-    off = end / forecast[SCORE] - 1
-    return f"{SCORE} {forecast[SCORE]:.4f} at step {forecast['step']:,}; the final value differs by {off:+.1%}"
-
-
 def facts_of(run: "Run", summary: dict[str, Any], exported: list[Path]) -> list[tuple[str, str]]:
     """Returns the rows of the table printed at the end of a run, as (name, value in words)."""
     last, rows = {**run.metrics.last_train, **run.metrics.last_val}, list[tuple[str, str]]()
@@ -206,8 +200,10 @@ def facts_of(run: "Run", summary: dict[str, Any], exported: list[Path]) -> list[
             "val/rewards/margin")  # fmt: skip
     rows += [(key, f"{last[key]:.4f}") for key in keys if key in last]
     made = summary.get("forecast", {})
-    if SCORE in last:
-        rows += [("forecast", _compared(one, last[SCORE])) for one in (made.get("earlier"), made) if one]
+    if SCORE in made and SCORE in last:
+        off = last[SCORE] / made[SCORE] - 1
+        words = f"{SCORE} {made[SCORE]:.4f} at step {made['step']:,}; the final value differs by {off:+.1%}"
+        rows.append(("forecast", words))
     for monitor, value in (summary["best_metric"] or {}).items() if run.ranking != retention.LAST else ():
         rows.append(("best", f"{monitor} {value:.4f} at step {int(summary['best'].rpartition('_')[2]):,}"))
     rows.append(("tokens", f"{summary['tokens']:,}"))
