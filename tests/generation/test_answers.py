@@ -22,7 +22,7 @@ from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.run_folder import trained
 from support import REPO, TINY, Run, rows
 
-CHAT = [*TINY, "data.chat_template=zephyr", "data.seq_len=64", "model.max_position_embeddings=1024", "data.seq_len=512",
+CHAT = [*TINY, "data.chat_template=vicuna", "model.max_position_embeddings=1024", "data.seq_len=512",
         "data.val_fraction=0.2", "trainer.max_steps=3", "trainer.val_check_interval=1", "model.dropout=0.1",
         "callbacks.samples.max_new_tokens=12", "optimizer.lr=0.01", "schedule.warmup_steps=0"]  # fmt: skip
 SFT = [*CHAT, "objective=sft", "data=chat_jsonl"]

@@ -40,12 +40,12 @@ def test_a_depth_that_the_text_cannot_feed_is_named_with_the_one_that_it_can(
     [
         (["experiment=dial"], 3, ""),
         (
-            ["experiment=dial"],
+            ["experiment=dial", "model.depth=2"],
             9,
             "9 passes over the training data: expect overfitting (optimizer.weight_decay=0.56 reduces",
         ),
         (
-            ["experiment=dial", "optimizer.weight_decay=0.4"],
+            ["experiment=dial", "model.depth=2", "optimizer.weight_decay=0.4"],
             9,
             "9 epochs over the training data: optimizer.weight_decay=0.4 keeps the model",
         ),
@@ -53,7 +53,7 @@ def test_a_depth_that_the_text_cannot_feed_is_named_with_the_one_that_it_can(
     ],
 )
 def test_many_passes_ask_for_what_helps_the_model_at_hand(words: list[str], epochs: float, said: str) -> None:
-    config = rules.check(rules.compose([*words, "model.depth=2"] if "experiment=dial" in words else words))
+    config = rules.check(rules.compose([*words, "data=text", "data.path=book.txt"]))
     notes = " ".join(for_repeats(config, epochs, 1580))
     assert said in notes
     assert bool(notes) is bool(said)

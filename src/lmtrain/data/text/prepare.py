@@ -71,10 +71,12 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
                 counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], repeats, show)
                 if counts is not None:
                     meta["splits"][name] = counts
-            train = meta["splits"]["train"]
-            length = max(4, round(RUN_BYTES * train["tokens"] / (train["bytes"] or train["tokens"])))
-            copies = repeats.notes(bins.open_shards(folder, meta["dtype"], train), length)
-            meta["notes"] = [*getattr(source, "notes_of_reading", list)(), *copies]
+            meta["notes"] = getattr(source, "notes_of_reading", list)()
+            if cfg.dedup != "near":  # which leaves no copies to count
+                train = meta["splits"]["train"]
+                length = max(4, round(RUN_BYTES * train["tokens"] / (train["bytes"] or train["tokens"])))
+                shards = bins.open_shards(folder, meta["dtype"], train)
+                meta["notes"] = [*meta["notes"], *repeats.notes(shards, length)]
             bins.save_meta(meta, folder)
 
         return prepare_folder(target, fill, source.notes, cfg, show)

@@ -95,8 +95,8 @@ def near_repeats(train: Sequence[Shard], length: int) -> tuple[int, int]:
     """
     most = _MOST_IN_COPIES
     offsets = np.cumsum([0, *(shard.tokens for shard in train)]).tolist()
-    looked_at = [shard.document_ends(0, most - offset) + offset for shard, offset in zip(train, offsets, strict=False)]
-    ends = np.concatenate([np.empty(0, np.int64), *looked_at])[:_AT_MOST]
+    known = [s.document_ends(0, most - at) + at for s, at in zip(train, offsets, strict=False) if at < most]
+    ends = np.concatenate([np.empty(0, np.int64), *known])[:_AT_MOST]
     if len(ends) < 2:
         return 0, len(ends)
     keys = [np.empty(0, np.uint64)]  # a hash, and in its last bits the number of the document
