@@ -152,6 +152,27 @@ def test_dropout_reaches_every_dropout_of_the_family():
     assert tiny("llama", dropout=0.25).config.attention_dropout == 0.25
 
 
+def test_dropout_of_a_family_that_has_none():
+    """LFM2 drops what its layers add to the residual stream, in training only."""
+    plain, dropping = preset("lfm2_nano"), preset("lfm2_nano", "model.dropout=0.25")
+    torch.manual_seed(0)
+    expected = build_model(plain, VOCAB, 0, seq_len=64)
+    torch.manual_seed(0)
+    model = build_model(dropping, VOCAB, 0, seq_len=64)
+    assert list(model.state_dict()) == list(expected.state_dict())
+    seen = {}
+    for name, module in model.named_modules():
+        if name.split(".")[-1] in ("conv", "self_attn", "feed_forward"):
+            module.register_forward_hook(lambda m, a, out, n=name: seen.update({n: out}))
+    tokens = torch.randint(VOCAB, (8, 64))
+    model(tokens)
+    assert len(seen) == 2 * len(model.model.layers)
+    for out in seen.values():
+        out = out[0] if isinstance(out, tuple) else out
+        assert (out == 0).float().mean() == pytest.approx(0.25, abs=0.01)
+    assert torch.equal(model.eval()(tokens).logits, expected.eval()(tokens).logits)
+
+
 def test_vocabulary_is_rounded_up():
     model = tiny("llama", vocab_multiple_of=64)
     assert model.config.vocab_size == model.lm_head.weight.shape[0] == 64

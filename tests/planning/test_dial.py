@@ -126,6 +126,10 @@ def test_a_long_epoch_needs_little_weight_decay_and_a_short_one_at_most_one() ->
     assert dial.weight_decay(0.006, 5) == 1.0
 
 
+def test_dropout_where_it_was_measured_to_help() -> None:  # benchmarks/RESULTS.md
+    assert [dial.dropout(epochs) for epochs in (0.5, 5.9, 8, 13.3, 20)] == [0.0, 0.0, 0.0, 0.1, 0.1]
+
+
 def test_a_forecast_does_not_depend_on_where_the_validations_stand() -> None:
     def curve(*steps: int) -> list[tuple[int, float]]:
         return [(step, 4.0 * step**-0.1) for step in steps]
@@ -206,6 +210,7 @@ def test_a_file_and_minutes_are_enough(tmp_path: Path, lmtrain: Run) -> None:
     assert saved["model"]["num_hidden_layers"] == int(chosen[1])
     assert saved["model"]["hidden_size"] == 32 * int(chosen[1])
     assert saved["optimizer"]["weight_decay"] == dial.MOST_DECAY  # an epoch of this text takes few steps
+    assert saved["model"]["dropout"] == dial.DROPOUT
     # The same command again finds the run finished, with the depth chosen then.
     again = lmtrain("train", *common)
     assert again.returncode == 0

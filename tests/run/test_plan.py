@@ -42,12 +42,22 @@ def test_a_depth_that_the_text_cannot_feed_is_named_with_the_one_that_it_can(
         (
             ["experiment=dial", "model.depth=2"],
             9,
-            "9 passes over the training data: expect overfitting (optimizer.weight_decay=0.56 reduces",
+            "expect overfitting (less with optimizer.weight_decay=0.56 and model.dropout=0.1; trainer.max_epochs=4",
         ),
         (
             ["experiment=dial", "model.depth=2", "optimizer.weight_decay=0.4"],
             9,
-            "9 epochs over the training data: optimizer.weight_decay=0.4 keeps the model",
+            "9 passes over the training data: expect overfitting (less with model.dropout=0.1; ",
+        ),
+        (
+            ["experiment=dial", "model.depth=2", "optimizer.weight_decay=0.4", "model.dropout=0.1"],
+            9,
+            "9 epochs over the training data, with optimizer.weight_decay=0.4 and model.dropout=0.1 against memorizing",
+        ),
+        (
+            ["experiment=dial", "model.depth=2", "optimizer.weight_decay=0.4"],
+            5,
+            "5 epochs over the training data, with optimizer.weight_decay=0.4 against memorizing it",
         ),
         (["model=gpt_nano"], 9, "expect overfitting (trainer.max_epochs=4 ends earlier;"),
     ],

@@ -192,7 +192,7 @@ def inferred_source(overrides: Sequence[str], tree: DictConfig, folders: Sequenc
     return records or option
 
 
-EPOCHS = {"text": 20, "rows": 3}  # maximum over a user's file if no run length is typed; more epochs rarely help
+EPOCHS = {"text": 15, "rows": 3}  # maximum over a user's file if no run length is typed; more epochs rarely help
 _LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.overfit_batches", "trainer.fast_dev_run", "experiment",
             "debug", "data.streaming", "data.ring_bytes")  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -94,6 +95,8 @@ def build_model(
             model = left or _load(cfg, config, scalar_head, loading)
         _grow_vocabulary(model, vocab_size)
     _let_padding_learn(model)
+    if cfg.dropout and not any(hasattr(model.config.get_text_config(), name) for name in DROPOUTS):
+        _add_dropout(model, cfg.dropout)
     set_attention(cfg.attention, model, seq_len)
     use_experts(model)
     return model.train()
@@ -391,3 +394,25 @@ def init_residual_projections(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(RESIDUAL_PROJECTIONS):
             parameter.normal_(0.0, deviation)
+
+
+def _add_dropout(model: PreTrainedModel, share: float) -> None:
+    """Adds dropout to the outputs of attention, convolutions and feed-forward layers, which enter the residual stream.
+
+    For families that have no dropout of their own, such as LFM2. The added modules have no weights, so that checkpoints
+    and exports are the same.
+    """
+    names = [n.removesuffix(".weight") for n, _ in model.named_parameters() if n.endswith(RESIDUAL_PROJECTIONS)]
+    if not names:
+        raise UserError(f"model.dropout={share}: {model.config.model_type} has no dropout, and no layers to add it to")
+    for name in names:
+        module = model.get_submodule(name.rpartition(".")[0])
+        module.add_module("residual_dropout", nn.Dropout(share))
+        module.register_forward_hook(_drop)
+
+
+def _drop(module: Any, _: Any, output: Any) -> Any:
+    """Applies dropout to a module's output, or to the first of its outputs."""
+    if isinstance(output, tuple):
+        return (module.residual_dropout(output[0]), *output[1:])
+    return module.residual_dropout(output)

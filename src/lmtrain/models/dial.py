@@ -22,6 +22,8 @@ FED = 2  # at most so many weights of the layers per token of the text; larger m
 # the last 1 / (learning rate x weight decay) steps (Wang & Aitchison 2024, arXiv:2405.13698), and in our runs so many
 # epochs of them are best (benchmarks/RESULTS.md), up to the largest weight decay that was measured to help.
 DECAY_EPOCHS, MOST_DECAY = 1.2, 1.0
+# For more than so many epochs that is not enough, and dropout helps too (Xue et al. 2023, arXiv:2305.13230).
+FEW_EPOCHS, DROPOUT = 8, 0.1
 LR_DECAY = (0.6, "linear")  # schedule.decay_ratio and decay_shape of the runs that a forecast was fitted to
 
 
@@ -34,7 +36,7 @@ LEVEL, SLOPE, DECAYED, SPREAD = -0.0201, 0.732, -0.0124, 0.03
 
 
 def is_measured(config: Config) -> bool:
-    """Returns whether `weight_decay` was measured for this model and optimizer."""
+    """Returns whether `weight_decay` and `dropout` were measured for this model and optimizer."""
     return config.model.name == NAME and config.optimizer.name == "muon"
 
 
@@ -56,6 +58,11 @@ def weight_decay(lr: float, epoch_steps: float) -> float:
         epoch_steps: steps in which the text is seen once.
     """
     return min(MOST_DECAY, float(f"{1 / (lr * DECAY_EPOCHS * epoch_steps):.2g}"))
+
+
+def dropout(epochs: float) -> float:
+    """Returns the dropout for text that is seen so many times."""
+    return DROPOUT if epochs > FEW_EPOCHS else 0.0
 
 
 def worth(tokens: float, unique: float) -> float:

@@ -134,8 +134,8 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         config.trainer.max_steps = before["trainer"]["max_steps"]
         if "trainer.val_check_interval" not in typed:
             config.trainer.val_check_interval = before["trainer"].get("val_check_interval")
-        if _decays(config, typed):
-            config.optimizer.weight_decay = before["optimizer"]["weight_decay"]
+        if dial.is_measured(config):
+            _regularize(config, typed, before["optimizer"]["weight_decay"], before["model"]["dropout"])
         return []
     quiet_libraries()
     devices.resolve_auto(config)
@@ -157,17 +157,19 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     if "trainer.val_check_interval" not in typed:
         config.trainer.val_check_interval = math.ceil(min(most, steps_within(left, took, config)) / _VALIDATIONS)
     config.trainer.max_steps = min(most, steps_within(left, took, config))
-    if _decays(config, typed):
-        epochs = step_sizes(config.data).before(config.trainer.max_steps) / rows
-        if epochs > 1:
-            epoch_steps = config.trainer.max_steps / epochs
-            config.optimizer.weight_decay = dial.weight_decay(config.optimizer.lr, epoch_steps)
+    epochs = step_sizes(config.data).before(config.trainer.max_steps) / rows
+    if epochs > 1 and dial.is_measured(config):
+        epoch_steps = config.trainer.max_steps / epochs
+        _regularize(config, typed, dial.weight_decay(config.optimizer.lr, epoch_steps), dial.dropout(epochs))
     return []
 
 
-def _decays(config: Config, typed: Mapping[str, Any]) -> bool:
-    """Returns whether the weight decay depends on the number of epochs."""
-    return dial.is_measured(config) and "optimizer.weight_decay" not in typed
+def _regularize(config: Config, typed: Mapping[str, Any], decay: float, dropout: float) -> None:
+    """Sets the weight decay and the dropout of model=dial, which depend on the number of epochs, unless typed."""
+    if "optimizer.weight_decay" not in typed:
+        config.optimizer.weight_decay = decay
+    if "model.dropout" not in typed:
+        config.model.dropout = dropout
 
 
 _expected: list[Measured] = []  # for the depth just chosen; used when the command is composed again with that depth

@@ -279,14 +279,17 @@ def for_size(run: "Run", epochs: float) -> list[str]:
 
 def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
     """Returns notes on training for many epochs on the same data."""
-    measured = dial.is_measured(c) and epochs > 1
-    best = dial.weight_decay(c.optimizer.lr, steps / epochs) if measured else 0.0
-    if measured and c.optimizer.weight_decay >= best / 2:
-        decay = f"optimizer.weight_decay={c.optimizer.weight_decay:g}"
-        return [f"{epochs:.2g} epochs over the training data: {decay} keeps the model from memorizing it"]
-    if epochs <= 8:
+    found = {"optimizer.weight_decay": c.optimizer.weight_decay, "model.dropout": c.model.dropout}
+    best = dict.fromkeys(found, 0.0)
+    if dial.is_measured(c) and epochs > 1:
+        best = dict(zip(found, (dial.weight_decay(c.optimizer.lr, steps / epochs), dial.dropout(epochs)), strict=True))
+    missing = [f"{key}={value:g}" for key, value in best.items() if found[key] < value / 2]
+    if any(best.values()) and not missing:
+        used = " and ".join(f"{key}={value:g}" for key, value in found.items() if value)
+        return [f"{epochs:.2g} epochs over the training data, with {used} against memorizing it"]
+    if epochs <= dial.FEW_EPOCHS:
         return []
-    remedy = f"optimizer.weight_decay={best:g} reduces it; " if measured else ""
+    remedy = f"less with {' and '.join(missing)}; " if missing else ""
     return [
         f"{epochs:.0f} passes over the training data: expect overfitting ({remedy}trainer.max_epochs=4 ends earlier; "
         f"callbacks.early_stopping.enabled=true stops when it sets in)"
