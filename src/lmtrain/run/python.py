@@ -50,9 +50,7 @@ def build(config: Config) -> "PythonRun":
         raise UserError(
             "lmtrain.build makes a run with a single process: with torchrun or srun start -m lmtrain.train ... instead"
         )
-    existed = run_dir.existing_part(run_dir.locate(config))
     folder = run_dir.open_run(config)
-    fresh = not folder.config.exists()
     try:
         devices.resolve_auto(config)
         if int(config.trainer.devices) > 1:
@@ -63,8 +61,7 @@ def build(config: Config) -> "PythonRun":
         split_over(config, 1)
         return PythonRun(Session(config, folder))
     except BaseException:
-        if fresh:
-            folder.discard_if_unused(existed)
+        folder.discard_if_unused(folder.existed)
         raise
 
 

@@ -39,13 +39,14 @@ class RunDir:
         self.ranks = path / "ranks"  # config and logs that a multi-rank launch writes before the run itself begins
         self.export = path / "export"
         self.export_merged = path / "export_merged"  # adapter and base merged into one model; `export` has the adapter
+        self.existed: Path | None = None  # set by `open_run` if no run is there: the part of the path that was there
 
-    def discard_if_unused(self, existed: Path) -> None:
+    def discard_if_unused(self, existed: Path | None) -> None:
         """Removes a new run folder in which no training started, so that a rejected config leaves nothing behind.
 
-        `existed` is the part of the path that existed before; it is kept.
+        `existed` is the part of the path that existed before, which is kept; None: the folder is not new.
         """
-        if self.metrics.exists() or self.summary.exists() or checkpoint_names(self.checkpoints):
+        if existed is None or self.metrics.exists() or self.summary.exists() or checkpoint_names(self.checkpoints):
             return
         if self.path.is_dir() and run_lock.taken(self.path):
             return
@@ -203,7 +204,7 @@ def open_run(config: Config) -> RunDir:
         UserError: the folder can't be written, holds other files or links out of it, or holds a run and resume=none.
     """
     path = locate(config)
-    run = RunDir(path)
+    run, existed = RunDir(path), existing_part(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"run.dir={path} is a file: name a folder")
     refuse_to_overwrite(run, config)
@@ -223,6 +224,7 @@ def open_run(config: Config) -> RunDir:
             return open_run(config)  # a run that started in the same second has this name
         raise UserError(f"cannot write the run folder {path}: {error.strerror}; set run.dir to one you can") from None
     config.run.dir = str(path)
+    run.existed = None if run.config.exists() else existed
     return run
 
 
