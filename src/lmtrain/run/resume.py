@@ -17,6 +17,8 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError, reason
+from lmtrain.objectives.base import Objective
+from lmtrain.objectives.routing import hold_to
 from lmtrain.run.loggers import note_sent, write_again
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.cut_back import cut_back
@@ -92,13 +94,27 @@ def keep_validation_split(config: Config, folder: RunDir, tell: Callable[[str], 
         tell(f"validation rows are held out as when this run began: data.min_val_rows={own}")
 
 
-def named_alike(ours: Fingerprint, theirs: dict[str, Any], corpus: Corpus) -> Fingerprint:
-    """Returns `ours` with the checkpoint's hash of the data, if an earlier version would give our data that hash."""
-    contents = theirs["contents"] if "keys" in theirs else theirs
-    data = contents.get("data")
-    if data == ours["contents"]["data"] or data not in corpus.earlier_fingerprints():
-        return ours
-    return {kind: {**values, "data": data} if kind != "keys" else values for kind, values in ours.items()}
+def trainer_state(
+    checkpoint: Path,
+    objective: Objective,
+    corpus: Corpus,
+    config: Config,
+    tell: Callable[[str], None],
+    scored_on: str | None = None,
+) -> dict[str, Any]:
+    """Returns the content of trainer.pt, if a run with this objective and corpus may go on from the checkpoint.
+
+    `tell` and exceptions are those of `check_fingerprint`.
+    """
+    saved = store.load_trainer_state(checkpoint)
+    theirs, ours = saved["fingerprint"], objective.fingerprint
+    hold_to(objective, theirs, config.router.over_layers)
+    data = (theirs["contents"] if "keys" in theirs else theirs).get("data")
+    if data != ours["contents"]["data"] and data in corpus.earlier_fingerprints():
+        # An earlier version would give our data the checkpoint's hash.
+        ours = {kind: {**values, "data": data} if kind != "keys" else values for kind, values in ours.items()}
+    check_fingerprint(checkpoint, theirs, ours, config, tell, scored_on)
+    return saved
 
 
 def check_fingerprint(

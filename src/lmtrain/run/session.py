@@ -23,7 +23,6 @@ from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError
 from lmtrain.exports import hf_folder
 from lmtrain.exports.export import check_upload, push
-from lmtrain.objectives.routing import hold_to
 from lmtrain.run import build, build_callbacks, failures, going_on, loggers, plan, resume, summary
 from lmtrain.run.build import Run
 from lmtrain.run_folder import folder as run_dir
@@ -84,10 +83,9 @@ class Session:
         check_upload(config.export)
         hf_folder.generation_config(run.objective.model.model, run.corpus.tokenizer, None, config.export.generation)
         if self.checkpoint is not None:
-            saved = store.load_trainer_state(self.checkpoint)
-            hold_to(run.objective, saved["fingerprint"], config.router.over_layers)
-            ours = resume.named_alike(run.objective.fingerprint, saved["fingerprint"], run.corpus)
-            resume.check_fingerprint(self.checkpoint, saved["fingerprint"], ours, config, notes.append, run.scored_on)
+            saved = resume.trainer_state(
+                self.checkpoint, run.objective, run.corpus, config, notes.append, run.scored_on
+            )
             resume.fit_schedule(run, saved, notes.append)
             run.objective.continue_from(saved)
         after = store.step_of(self.checkpoint) if self.checkpoint is not None else 0

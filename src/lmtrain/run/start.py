@@ -20,7 +20,9 @@ from lmtrain.terminal import status
 def start(config: Config) -> int:
     """Trains as `config` says, in this process or in one per device; returns the exit code."""
     if config.debug.get("mode") == "replay":
-        return _replay(config)
+        from lmtrain.run.replay import replay
+
+        return replay(config)
     layout = ranks.find()
     if layout is not None:
         return _as_rank(config, layout)
@@ -48,14 +50,6 @@ def start(config: Config) -> int:
         return launch(folder, config, processes)
     finally:
         folder.discard_if_unused(folder.existed)
-
-
-def _replay(config: Config) -> int:
-    from lmtrain.distributed import devices
-    from lmtrain.run import replay
-
-    devices.resolve_auto(config)
-    return replay.replay(config)
 
 
 def _session(config: Config, folder: RunDir) -> int:
