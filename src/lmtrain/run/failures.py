@@ -1,7 +1,6 @@
 """Explains exceptions raised during training, each in one message: what happened, and what to change."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -11,14 +10,12 @@ from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import data_parallel
 from lmtrain.errors import RunError, disk_full, first_line
 from lmtrain.models import flops
-
-if TYPE_CHECKING:
-    from lmtrain.run.build import Run
+from lmtrain.run.build import Run
 
 GIB = 2**30
 
 
-def explain(error: BaseException, run: "Run") -> RunError | None:
+def explain(error: BaseException, run: Run) -> RunError | None:
     """Returns a RunError that says what to do about `error`, or None if only a traceback helps."""
     if isinstance(error, torch.OutOfMemoryError) or errors.out_of_memory(error):
         return out_of_memory(error, run)
@@ -41,7 +38,7 @@ def explain(error: BaseException, run: "Run") -> RunError | None:
     return None
 
 
-def refuse_lost_model(run: "Run") -> None:
+def refuse_lost_model(run: Run) -> None:
     """Raises RunError if the loss of the last validation is not finite: such a run counts as failed."""
     last = run.metrics.last_val
     loss = last.get("val/loss", 0.0)
@@ -53,14 +50,14 @@ def refuse_lost_model(run: "Run") -> None:
         )
 
 
-def lost_worker(error: BaseException, run: "Run") -> bool:
+def lost_worker(error: BaseException, run: Run) -> bool:
     """Returns whether a data loader worker died: torch reports it, or its pipe broke in the middle of a batch."""
     if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
         return True
     return run.config.data.num_workers > 0 and isinstance(error, ConnectionError | EOFError)
 
 
-def last_good(run: "Run") -> str:
+def last_good(run: Run) -> str:
     """Describes the checkpoint that the run can be continued from."""
     from lmtrain.checkpoints import store
 
@@ -70,7 +67,7 @@ def last_good(run: "Run") -> str:
     return f"the last checkpoint is untouched ({newest[-1].name}); go on with run.dir={run.dir.path} run.resume=auto"
 
 
-def out_of_memory(error: BaseException, run: "Run") -> RunError:
+def out_of_memory(error: BaseException, run: Run) -> RunError:
     """Returns a RunError that lists what took the memory and up to three overrides that reduce it."""
     c = run.config
     parts = flops.memory_estimate(run.objective.model.model, c)

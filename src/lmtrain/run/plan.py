@@ -3,7 +3,7 @@
 import io
 import os
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Group
@@ -35,19 +35,17 @@ from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
 from lmtrain.run import plan_costs
+from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
 from lmtrain.terminal import counted, si, visible
 
-if TYPE_CHECKING:
-    from lmtrain.run.build import Run
-
 _SHOWN = 160  # tokens of the first row that are shown
 _LINES = 2  # lines of the first row that are shown in a log
 
 
-def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> None:
+def show(run: Run, resumed_from: str | None, done: int, notes: list[str]) -> None:
     """Prints the plan, the parameter groups and the decoded first row; `done` is the number of steps trained before."""
     table = terminal.facts((name, shown(value)) for name, value in plan_rows(run, resumed_from, done))
     parts: list[Any] = [table, Text(), groups_table(run)]
@@ -80,7 +78,7 @@ def as_text(panels: list[Panel]) -> str:
     return file.getvalue()
 
 
-def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str, str]]:
+def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, str]]:
     c, corpus = run.config, run.corpus
     model = run.objective.model.model
     total, trainable, embedding = flops.parameter_counts(model)
@@ -131,7 +129,7 @@ def growth_rows(c: Config) -> list[tuple[str, str]]:
     return found
 
 
-def flops_in_all(run: "Run", tokens_per_row: float) -> float:
+def flops_in_all(run: Run, tokens_per_row: float) -> float:
     """Returns the FLOPs of the whole run, with fewer for attention over shorter rows."""
     c, model = run.config, run.objective.model.model
     lengths, sizes = row_lengths(c.data) or Stages.constant(c.data.seq_len), step_sizes(c.data)
@@ -142,7 +140,7 @@ def flops_in_all(run: "Run", tokens_per_row: float) -> float:
     )
 
 
-def compile_words(run: "Run") -> str:
+def compile_words(run: Run) -> str:
     """Describes what torch.compile is applied to, or why it is not, on a GPU or in a CPU run with budget.minutes."""
     t = run.config.trainer
     if t.compile:
@@ -183,7 +181,7 @@ def stopping_words(c: Config) -> str:
     return f"{reached}when {es.monitor} ({es.mode}) has not improved{by} for {es.patience} validations"
 
 
-def validation_words(run: "Run") -> str:
+def validation_words(run: Run) -> str:
     """Describes how many of the validation rows are used, and when."""
     c, rows = run.config, run.corpus.val
     if rows is None:
@@ -195,7 +193,7 @@ def validation_words(run: "Run") -> str:
     return words + _seen_in_training(run)
 
 
-def _seen_in_training(run: "Run") -> str:
+def _seen_in_training(run: Run) -> str:
     """Describes the share of the validation text that the training text also contains, if it is at least 1 %."""
     train, val, token = run.corpus.train, run.corpus.val, run.corpus.val_bytes_per_token
     if not isinstance(train, Windows) or not isinstance(val, Windows) or not token:
@@ -206,7 +204,7 @@ def _seen_in_training(run: "Run") -> str:
     return f"; {share:.0%} of it stands in the training text word for word ({repeats.PIECE} bytes or more)"
 
 
-def groups_table(run: "Run") -> Table:
+def groups_table(run: Run) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for header, justify in (("parameter group", "left"), ("tensors", "right"), ("parameters", "right"),
                             ("lr", "right"), ("weight decay", "right")):  # fmt: skip
@@ -216,7 +214,7 @@ def groups_table(run: "Run") -> Table:
     return table
 
 
-def first_row(run: "Run") -> tuple[Text, Text]:
+def first_row(run: Run) -> tuple[Text, Text]:
     """Returns a decoded part of the first row and its title; documents, or the tokens trained on, are marked in it."""
     c = run.config
     rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed)
@@ -250,7 +248,7 @@ def documents(tokenizer: Any, ids: list[int]) -> Text:
 _COMPILING_PAYS = 1e13  # FLOPs, one or two minutes on a CPU: longer runs gain from compiling
 
 
-def for_size(run: "Run", epochs: float) -> list[str]:
+def for_size(run: Run, epochs: float) -> list[str]:
     """Returns notes on a model too large for its text, and on compiling in a long run on a CPU."""
     c, model, notes = run.config, run.objective.model.model, []
     total, _, embedding = flops.parameter_counts(model)
@@ -293,7 +291,7 @@ def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
     ]
 
 
-def advice(run: "Run") -> list[str]:
+def advice(run: Run) -> list[str]:
     """Returns the notes that a practitioner would make on the plan."""
     c, corpus, notes = run.config, run.corpus, []
     epochs = step_sizes(c.data).before(run.total_steps) / len(corpus.train)
@@ -365,7 +363,7 @@ def for_mixtures(rows: Any, total_steps: int) -> list[str]:
     ]
 
 
-def for_gpus(run: "Run") -> list[str]:
+def for_gpus(run: Run) -> list[str]:
     """Returns notes on settings that slow down training on a GPU, and on what to set instead."""
     c, model, notes = run.config, run.objective.model, []
     if c.trainer.strategy != "deepspeed" and not can_skip(run.objective._optimizer):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.time_budget import TimeBudget
@@ -19,13 +19,11 @@ from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError, reason
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.routing import hold_to
+from lmtrain.run.build import Run
 from lmtrain.run.loggers import note_sent, write_again
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.cut_back import cut_back
 from lmtrain.run_folder.folder import RunDir
-
-if TYPE_CHECKING:
-    from lmtrain.run.build import Run
 
 
 def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: Compare) -> Path | None:
@@ -164,7 +162,7 @@ def _last_start(checkpoint: Path, config: Config) -> dict[str, Any]:
         return {}
 
 
-def fit_schedule(run: "Run", saved: dict[str, Any], tell: Callable[[str], None]) -> None:
+def fit_schedule(run: Run, saved: dict[str, Any], tell: Callable[[str], None]) -> None:
     """Keeps or rescales the learning rate schedule of a run that was made longer or shorter, and reports which.
 
     A run with a time budget continues with the number of steps it had when it was saved, or with that of its larger
@@ -205,7 +203,7 @@ def _check_full_rate(config: Config, saved: dict[str, Any]) -> None:
         )
 
 
-def _fit_budget(run: "Run", saved: dict[str, Any], tell: Callable[[str], None]) -> None:
+def _fit_budget(run: Run, saved: dict[str, Any], tell: Callable[[str], None]) -> None:
     seconds, step = 60 * run.config.budget.minutes, saved["global_step"]  # type: ignore[operator]
     used = saved["callbacks"].get(TimeBudget.__name__, {}).get("used", 0.0)
     steps = saved["schedule_steps"]
@@ -221,7 +219,7 @@ def knows_validation(checkpoint: Path) -> bool:
     return state["last_val"].get("step") == store.step_of(checkpoint)
 
 
-def let_last_validation_run(run: "Run", checkpoint: Path | None) -> None:
+def let_last_validation_run(run: Run, checkpoint: Path | None) -> None:
     """Adds 1 to max_steps if only the last validation is missing: Lightning skips a fit whose steps are all done.
 
     The callback in callbacks/validation.py sets it back.
@@ -230,7 +228,7 @@ def let_last_validation_run(run: "Run", checkpoint: Path | None) -> None:
         run.trainer.fit_loop.epoch_loop.max_steps = run.total_steps + 1
 
 
-def rewind(run: "Run", checkpoint: Path | None, tell: Callable[[str], None]) -> str | None:
+def rewind(run: Run, checkpoint: Path | None, tell: Callable[[str], None]) -> str | None:
     """Removes leftovers and truncates the run's logs to the checkpoint's step; describes where the run continues.
 
     Every rank must call it; `tell` is called on rank 0 with notes for the user.
@@ -241,7 +239,7 @@ def rewind(run: "Run", checkpoint: Path | None, tell: Callable[[str], None]) -> 
     return f"continues after step {store.step_of(checkpoint):,} ({checkpoint})"
 
 
-def _rewind(run: "Run", checkpoint: Path | None, tell: Callable[[str], None]) -> None:
+def _rewind(run: Run, checkpoint: Path | None, tell: Callable[[str], None]) -> None:
     step = store.step_of(checkpoint) if checkpoint is not None else -1  # keeps no rows
     validated = checkpoint is not None and knows_validation(checkpoint)
     try:
@@ -272,7 +270,7 @@ def _set_damaged_aside(folder: Path, checkpoint: Path | None, tell: Callable[[st
             tell(f"the damaged {path.name} is kept as {store.set_aside(path).name} and is no longer used")
 
 
-def _tell_of_lost_rows(run: "Run", checkpoint: Path, tell: Callable[[str], None]) -> None:
+def _tell_of_lost_rows(run: Run, checkpoint: Path, tell: Callable[[str], None]) -> None:
     state = store.load_trainer_state(checkpoint)["callbacks"][Metrics.__name__]
     written, found = state.get("rows"), run.metrics.records.rows  # older checkpoints don't hold their number
     if found == 0 or (written is not None and found < written):
