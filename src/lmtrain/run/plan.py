@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lmtrain import terminal
@@ -53,10 +53,8 @@ def show(run: Run, resumed_from: str | None, done: int, notes: list[str]) -> Non
     text, legend = first_row(run)
     panels = [Panel(Group(*parts), title="plan", title_align="left"), Panel(text, title=legend, title_align="left")]
     if os.environ.get(TRIAL):
-        length = (
-            f"{run.config.model.name}, {counted(run.total_steps, 'step')}{f', {resumed_from}' if resumed_from else ''}"
-        )
-        run.console.print(f"{length}; its plan: {run.dir.plan}", soft_wrap=True, highlight=False)
+        length = [run.config.model.name, counted(run.total_steps, "step"), *([resumed_from] if resumed_from else [])]
+        run.console.print(f"{', '.join(length)}; its plan: {run.dir.plan}", soft_wrap=True, highlight=False)
     elif run.console.is_terminal:
         run.console.print(*panels, sep="\n")
     else:
@@ -86,8 +84,7 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
     per_row, sizes = corpus.epoch_tokens / len(corpus.train), step_sizes(c.data)
     tokens_per_step, tokens = (round(per_row * n) for n in (sizes.last, sizes.before(run.total_steps)))
     compute, per_token = flops_in_all(run, per_row), flops.flops_per_token(model, c.data.seq_len)
-    val = validation_words(run)
-    rows = [
+    return [
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
         *(("adapter", describe_adapter(found, c.peft)) for found in [adapter_of(model)] if found),
         *(("attention", f"the model's own: {why}") for why in [getattr(model, "own_attention_because", None)] if why),
@@ -100,7 +97,7 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
                    f"{'epochs' if corpus.stream is None else 'windows'} of {si(corpus.epoch_tokens)}"),
         ("time", plan_costs.time_words(run, tokens - per_row * sizes.before(done), per_token)),
         *run.objective.plan_rows(),
-        ("validation", val),
+        ("validation", validation_words(run)),
         *([("average", average_words(c))] if c.callbacks.ema.enabled else []),
         *([("early stopping", stopping_words(c))] if c.callbacks.early_stopping.enabled else []),
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(compute, 'FLOP')} in all"),
@@ -114,7 +111,6 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
         ("run", str(run.dir.path)),
         ("start", resumed_from or ("from scratch" if c.model.init == "scratch" else "pretrained weights")),
     ]  # fmt: skip
-    return rows
 
 
 def growth_rows(c: Config) -> list[tuple[str, str]]:
@@ -151,12 +147,12 @@ def compile_words(run: Run) -> str:
     return f", not compiled: {why or 'trainer.compile=false'}"
 
 
-def matmul_words(c: "Config") -> str:
+def matmul_words(c: Config) -> str:
     words = {"high": ", fp32 products in TF32", "medium": ", fp32 products in bf16"}
     return words.get(c.trainer.float32_matmul_precision, "")
 
 
-def instead_words(c: "Config") -> str:
+def instead_words(c: Config) -> str:
     """Names the precision that replaces an unsupported one; Lightning's own warning about it is not shown."""
     replaced = c.trainer.precision == "16-mixed" and c.trainer.accelerator == "cpu"
     return ", computed as bf16-mixed (Lightning has no 16-mixed on a CPU)," if replaced else ""
@@ -205,10 +201,8 @@ def _seen_in_training(run: Run) -> str:
 
 
 def groups_table(run: Run) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for header, justify in (("parameter group", "left"), ("tensors", "right"), ("parameters", "right"),
-                            ("lr", "right"), ("weight decay", "right")):  # fmt: skip
-        table.add_column(header, justify=justify)  # type: ignore[arg-type]
+    right = [Column(header, justify="right") for header in ("tensors", "parameters", "lr", "weight decay")]
+    table = Table("parameter group", *right, box=None, padding=(0, 2), header_style="dim")
     for name, tensors, parameters, lr, decay in table_rows(run.objective._optimizer.param_groups):
         table.add_row(name, f"{tensors:,}", f"{parameters:,}", f"{lr:g}", f"{decay:g}")
     return table
@@ -264,15 +258,10 @@ def for_size(run: Run, epochs: float) -> list[str]:
     t = c.trainer
     long = flops_in_all(run, tokens / len(run.corpus.train)) > _COMPILING_PAYS
     gains = devices.gains_on_cpu(c) and not t.compile and "trainer.compile" not in typed_keys(ranks.typed())
-    if long and gains and t.accelerator == "cpu":
-        notes.append(
-            devices.why_not_compiled(t)
-            or (
-                "trainer.compile=true compiles the blocks in 10 to 30 s; after that a step takes 0.6 to 0.85 "
-                "times as long"
-            )
-        )
-    return notes
+    if not (long and gains and t.accelerator == "cpu"):
+        return notes
+    pays = "trainer.compile=true compiles the blocks in 10 to 30 s; after that a step takes 0.6 to 0.85 times as long"
+    return [*notes, devices.why_not_compiled(t) or pays]
 
 
 def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
@@ -353,14 +342,9 @@ def for_mixtures(rows: Any, total_steps: int) -> list[str]:
     given = mixture.rows_given(mixture.step_sizes.before(total_steps))
     passes = [(source.name, n / source.rows) for source, n in zip(mixture.sources, given, strict=True)]
     often = ", ".join(f"{name} {number:.0f} times" for name, number in passes if number > 8)
-    return [
-        *notes,
-        *(
-            [f"sources repeated within the run: {often}; max_epochs of a source in data.mixture limits this"]
-            if often
-            else []
-        ),
-    ]
+    if often:
+        notes.append(f"sources repeated within the run: {often}; max_epochs of a source in data.mixture limits this")
+    return notes
 
 
 def for_gpus(run: Run) -> list[str]:
