@@ -1,7 +1,7 @@
 """A CheckpointIO plugin for Lightning that uses the checkpoint store, saving synchronously or in the background."""
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,7 @@ class FolderCheckpointIO(CheckpointIO):
         self.background = background
         self._host_copies = HostCopies()
         self.published: Callable[[], None] = lambda: None
-        self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._saving: Future[None] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()
@@ -89,23 +88,15 @@ class FolderCheckpointIO(CheckpointIO):
         if not self.background:
             write()
             return
-        self._writer = threading.Thread(target=self._write_in_thread, args=(write,), name="checkpoint")
-        self._writer.start()
-
-    def _write_in_thread(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:  # `wait` raises it again in the training thread
-            self._error = error
+        pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving = pool.submit(write)
+        pool.shutdown(wait=False)  # the thread ends with the save
 
     def wait(self) -> None:
         """Waits for the save in progress, if any, and raises its error."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def teardown(self) -> None:
         self.wait()
