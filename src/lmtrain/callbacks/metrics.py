@@ -10,11 +10,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from transformers import PreTrainedModel
 
 from lmtrain.callbacks.records import Records, Row
 from lmtrain.callbacks.step_numbers import StepNumbers, machine_numbers
+from lmtrain.config.schema import Config
 from lmtrain.distributed.devices import total
 from lmtrain.errors import RunError
+from lmtrain.models import flops
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.strategies import lightning_private
@@ -104,21 +107,21 @@ class Metrics(pl.Callback):
     def __init__(
         self,
         records: Records,
-        *,
-        log_every_n_steps: int,
+        config: Config,
+        model: PreTrainedModel,
         numbers: StepNumbers,
         bytes_per_token: dict[str, float | None],
-        flops_per_token: Callable[[int], float],
-        peak: float | None,
     ) -> None:
         """
         Args:
+            model: whole on every rank, so that its FLOPs can be counted now.
             numbers: computes further numbers of a step's record.
-            flops_per_token: maps a number of steps to the FLOPs per token in the last of them.
+            bytes_per_token: of each validation set, by its name; '' is the validation split.
         """
-        self.records, self.log_every_n_steps = records, log_every_n_steps
-        self.numbers = numbers
-        self.bytes_per_token, self.flops_per_token, self.peak_flops = bytes_per_token, flops_per_token, peak
+        self.records, self.log_every_n_steps = records, config.trainer.log_every_n_steps
+        self.numbers, self.bytes_per_token = numbers, bytes_per_token
+        self.flops_per_token = {length: flops.flops_per_token(model, length) for length in numbers.lengths.values}
+        self.peak_flops = flops.peak_flops(torch.device(config.trainer.accelerator), config.trainer.precision)
         self.clock = Clock()
         self.listeners: list[Callable[[Row], None]] = []
         self.tokens_seen = torch.zeros((), dtype=torch.int64)
@@ -187,8 +190,8 @@ class Metrics(pl.Callback):
             "data_wait_ms": round(1000 * self.clock.data_wait / self.clock.steps, 3),
         }
         if self.peak_flops:
-            flops = self.flops_per_token(result.step) * tokens / seconds
-            row["mfu"] = round(flops / (self.peak_flops * trainer.world_size), 4)
+            needed = self.flops_per_token[self.numbers.row_length(result.step)] * tokens / seconds
+            row["mfu"] = round(needed / (self.peak_flops * trainer.world_size), 4)
         if module.device.type == "cuda":
             row["memory_gib"] = round(torch.cuda.max_memory_allocated(module.device) / 2**30, 3)
         row["samples_per_s"] = round(self.numbers.rows_of_last(self.clock.steps, result.step) / seconds, 3)
