@@ -164,13 +164,19 @@ def console(**options: Any) -> "Console":
 def facts(rows: Iterable[tuple[str, str]], title: str | None = None) -> "Table":
     """Builds a two-column table of names, in bold, and their descriptions."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title, title_justify="left", box=None) if title else Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # as Text: brackets in a path are not markup
     return table
+
+
+def note(text: str) -> None:
+    """Prints "note: " and the text to stdout; brackets and colons in it, of a path or an error, are not markup."""
+    console().print(f"note: {text}", highlight=False, markup=False, emoji=False)
 
 
 def quiet_libraries() -> None:

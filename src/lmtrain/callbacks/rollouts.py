@@ -58,24 +58,22 @@ class Rollouts(pl.Callback):
             kind = reason.split(":")[0]
             if kind not in self.told:
                 self.told.append(kind)
-                terminal.console().print(
-                    f"note: step {step:,}: the reward {reason} ({count} completions). They are left out of their "
-                    f"groups and counted in train/reward_failures",
-                    highlight=False, markup=False,
-                )  # fmt: skip
+                terminal.note(
+                    f"step {step:,}: the reward {reason} ({count} completions). They are left out of their groups and "
+                    f"counted in train/reward_failures"
+                )
         if self.warn_after_steps is None or self.idle_steps < self.warn_after_steps or self.warned:
             return
         self.warned = True
         rewards = sorted({float(r) for group in module.rollout for r in group.rewards})
         same = f"all rewards are {rewards[0]:g}" if len(rewards) == 1 else "within each group all rewards are equal"
-        terminal.console().print(
-            f"note: step {step:,}: {same} for {self.idle_steps:,} steps, so nothing is learned. Where they are "
+        terminal.note(
+            f"step {step:,}: {same} for {self.idle_steps:,} steps, so nothing is learned. Where they are "
             "low the task is too hard: fine-tune on some answers first (objective=sft), start with easier "
             "prompts, add a reward that is easier to earn (reward=sum, for example for the right format), or "
             "raise objective.group_size or objective.temperature. Where they are high the task is learned: use "
-            "harder prompts",
-            highlight=False, markup=False,
-        )  # fmt: skip
+            "harder prompts"
+        )
 
     def _show(self, found: list[tuple[str, Group, int]], step: int) -> None:
         with self.samples.open("a", encoding="utf-8") as file:
