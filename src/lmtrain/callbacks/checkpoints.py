@@ -47,15 +47,13 @@ class Checkpoints(Checkpoint):
 
     def _score(self, step: int) -> float | None:
         """Returns the monitored value of this step's validation, or None if the step was not validated."""
-        val = self.metrics.last_val
-        if val.get("step") != step:
-            return None
-        if self.cfg.monitor not in val:
+        found = self._metrics_of(step)
+        if found and self.cfg.monitor not in found:
             raise RunError(
                 f"checkpoint.monitor={self.cfg.monitor} was not logged in the validation after step {step}, which has "
-                f"{', '.join(k for k in val if k != 'step')}"
+                f"{', '.join(found)}"
             )
-        return val[self.cfg.monitor]
+        return found.get(self.cfg.monitor)
 
     def _best_so_far(self, step: int, io: FolderCheckpointIO) -> bool:
         score = self._score(step)
@@ -89,8 +87,7 @@ class Checkpoints(Checkpoint):
                 self.save(trainer)
 
     def save(self, trainer: pl.Trainer) -> None:
-        io = io_of(trainer)
-        io.published = self.prune
+        io_of(trainer).published = self.prune
         trainer.save_checkpoint(self.folder / store.name_of(trainer.global_step))
 
     def on_save_checkpoint(

@@ -182,8 +182,9 @@ class Metrics(pl.Callback):
         row |= self.numbers(result.step)
         row |= {"rows": result.rows, "bad_steps": module.guard.counts()[0]}
         means = module.means_of(dict(zip(names, values, strict=False)), n_tokens)
-        row |= {f"train/{name}": mean for name, mean in means.items()}
-        self.last_train = {k: v for k, v in row.items() if k.startswith("train/")} | {"step": result.step}
+        trained = {f"train/{name}": mean for name, mean in means.items()}
+        self.last_train = {**trained, "step": result.step}
+        row |= trained
         row |= {"lr": result.lr, "grad_norm": grad_norm, "tokens_per_s": round(tokens / seconds, 1)}
         row |= {
             "step_ms": round(1000 * seconds / self.clock.steps, 3),

@@ -21,7 +21,7 @@ from lmtrain.callbacks.records import Records
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.step_numbers import StepNumbers
 from lmtrain.callbacks.stopping import Preemption
-from lmtrain.callbacks.time_budget import ENDLESS, Length, TimeBudget
+from lmtrain.callbacks.time_budget import ENDLESS, Length
 from lmtrain.checkpoints import retention
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.batch import check_reached, horizon, rate_factor, row_lengths, step_sizes
@@ -79,11 +79,6 @@ class Run:
     def total_steps(self) -> int:
         """The number of steps of the run as currently planned; a time budget may change it."""
         return self.objective.total_steps
-
-    def set_length(self, steps: int) -> None:
-        """Sets the number of steps of a resumed run with a time budget."""
-        budget = next(c for c in self.trainer.callbacks if isinstance(c, TimeBudget))  # type: ignore[attr-defined]
-        budget.set_length(self.trainer, self.objective, steps)
 
 
 def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:

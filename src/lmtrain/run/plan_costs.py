@@ -1,5 +1,6 @@
 """The plan's rows on time and memory: duration from an earlier similar run or the GPU's peak, memory per device."""
 
+import contextlib
 import copy
 import socket
 from pathlib import Path
@@ -70,22 +71,16 @@ def earlier(mine: dict[str, Any], run: Path) -> tuple[RunDir, float] | None:
     root = run.parent
     folders = [p for p in root.iterdir() if p.is_dir()] if root.is_dir() else []
     for folder in sorted(folders, key=_age)[:_NEWEST]:
-        summary = _summary(folder)
-        if summary.get("speed_of") == mine and summary.get("tokens_per_s"):
-            return RunDir(folder), float(summary["tokens_per_s"])
+        with contextlib.suppress(UserError):
+            summary = RunDir(folder).read_summary() or {}
+            if summary.get("speed_of") == mine and summary.get("tokens_per_s"):
+                return RunDir(folder), float(summary["tokens_per_s"])
     return None
 
 
 def _age(folder: Path) -> float:
     summary = RunDir(folder).summary
     return -summary.stat().st_mtime if summary.exists() else 0.0
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    try:
-        return RunDir(folder).read_summary() or {}
-    except UserError:
-        return {}
 
 
 def span(seconds: float) -> str:

@@ -209,7 +209,8 @@ def _fit_budget(run: Run, saved: dict[str, Any], tell: Callable[[str], None]) ->
     steps = saved["schedule_steps"]
     if step >= steps and used < 0.95 * seconds:  # the run had ended, and the budget is larger now
         steps = max(step + 1, round(step * seconds / max(used, 1.0)))
-    run.set_length(steps)
+    budget = next(c for c in run.trainer.callbacks if isinstance(c, TimeBudget))  # type: ignore[attr-defined]
+    budget.set_length(run.trainer, run.objective, steps)
     tell(f"{used / 60:.1f} of {seconds / 60:g} minutes of the budget were used up to step {step:,}")
 
 

@@ -55,14 +55,6 @@ class Session:
         world.together(lambda: self._lock(stack) if world.rank() == 0 else None)
         return self._build()
 
-    def train(self, run: Run) -> int:
-        """Trains the run that `build` returned; returns the exit code."""
-        if self.is_done:
-            run.console.print(run_dir.nothing_to_do(self.folder), soft_wrap=True, highlight=False)
-            return errors.FINISHED
-        world.from_first(lambda: self._write_what_runs(run.corpus.tokenizer))
-        return self._fit(run)
-
     def _lock(self, stack: contextlib.ExitStack) -> None:
         """Locks the folder against other processes until `stack` is closed."""
         run_dir.refuse_links(self.folder.path)
@@ -106,8 +98,12 @@ class Session:
                 self.notes.append(f"{self.folder.tokenizer} was changed since {self.checkpoint.name}: rewritten")
         run_dir.write_tokenizer(self.folder, tokenizer)
 
-    def _fit(self, run: Run) -> int:
-        """Trains from the checkpoint (or the start) and finishes the run; returns the exit code."""
+    def train(self, run: Run) -> int:
+        """Trains the run that `build` returned from the checkpoint (or the start) to its end; returns the exit code."""
+        if self.is_done:
+            run.console.print(run_dir.nothing_to_do(self.folder), soft_wrap=True, highlight=False)
+            return errors.FINISHED
+        world.from_first(lambda: self._write_what_runs(run.corpus.tokenizer))
         resumed_from = resume.rewind(run, self.checkpoint, self.notes.append)
         resume.let_last_validation_run(run, self.checkpoint)
         loggers.log_config(run.trainer.loggers, rules.to_plain(self.config))

@@ -66,7 +66,11 @@ class RunDir:
         """
         try:
             summary = json.loads(read_regular(self.summary))
-            _check_summary(summary)
+            if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
+                raise ValueError("it has no status")
+            best = summary.get("best_metric") or {}
+            if not isinstance(best, dict) or not all(isinstance(value, int | float | None) for value in best.values()):
+                raise ValueError("its best_metric is not a number")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
@@ -74,7 +78,7 @@ class RunDir:
                 f"{self.summary} can't be read: {error}. Nothing was changed. Move it away, and the same command "
                 f"continues the run from its newest checkpoint"
             ) from None
-        return dict(summary)
+        return summary
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_atomic(self.summary, json.dumps(shown_in(summary), indent=2) + "\n")
@@ -86,15 +90,6 @@ def note_start(run: RunDir, checkpoint: Path | None) -> None:
     step = int(number) if number.isdigit() else None
     with contextlib.suppress(OSError), run.starts.open("a", encoding="utf-8") as file:  # optional: failures are ignored
         file.write(json.dumps({"time": round(time.time(), 3), "step": step}) + "\n")
-
-
-def _check_summary(summary: Any) -> None:
-    """Raises ValueError unless the summary has a status and any best_metric is a dict of numbers (or None)."""
-    if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
-        raise ValueError("it has no status")
-    best = summary.get("best_metric") or {}
-    if not isinstance(best, dict) or not all(isinstance(value, int | float | None) for value in best.values()):
-        raise ValueError("its best_metric is not a number")
 
 
 def checkpoint_names(folder: Path) -> list[str]:
