@@ -6,13 +6,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lmtrain import errors
+from lmtrain.checkpoints import store
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import data_parallel
 from lmtrain.errors import RunError, disk_full, first_line
 from lmtrain.models import flops
 from lmtrain.run.build import Run
-
-GIB = 2**30
 
 
 def explain(error: BaseException, run: Run) -> RunError | None:
@@ -59,8 +58,6 @@ def lost_worker(error: BaseException, run: Run) -> bool:
 
 def last_good(run: Run) -> str:
     """Describes the checkpoint that the run can be continued from."""
-    from lmtrain.checkpoints import store
-
     newest = store.scan(run.dir.checkpoints)
     if not newest:
         return "no checkpoint had been written yet"
@@ -71,7 +68,7 @@ def out_of_memory(error: BaseException, run: Run) -> RunError:
     """Returns a RunError that lists what took the memory and up to three overrides that reduce it."""
     c = run.config
     parts = flops.memory_estimate(run.objective.model.model, c)
-    took = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in sorted(parts.items(), key=lambda p: -p[1]))
+    took = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(parts.items(), key=lambda p: -p[1]))
     smaller = max(1, c.data.micro_batch_size // 2)
     while c.data.global_batch_size % (smaller * data_parallel(run.trainer).size) != 0:
         smaller -= 1

@@ -74,11 +74,9 @@ def longer(run: Run) -> list[str]:
         return [f"budget.{chosen}={2 * getattr(run.config.budget, chosen):g}"]
     t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(rows_to_train(run.config, run.corpus))
     steps, epochs = t.max_steps, t.max_epochs
-    by_epochs = epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps
-    if by_epochs:
-        needed = horizon(None, 2 * epochs, rows, sizes)  # type: ignore[operator]
-        too_few = steps is not None and steps < needed
-        return [f"trainer.max_epochs={2 * epochs}", *(["trainer.max_steps=null"] if too_few else [])]  # type: ignore[operator]
+    if epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps:
+        too_few = steps is not None and steps < horizon(None, 2 * epochs, rows, sizes)
+        return [f"trainer.max_epochs={2 * epochs}", *(["trainer.max_steps=null"] if too_few else [])]
     wanted = 2 * run.total_steps
     too_few = epochs is not None and horizon(None, epochs, rows, sizes) < wanted
     return [f"trainer.max_steps={wanted}", *(["trainer.max_epochs=null"] if too_few else [])]

@@ -232,7 +232,7 @@ def _run_id(file: Path) -> str:
     return file.read_text()
 
 
-def start_loggers(loggers: Iterable[Logger], step: int, tell: Callable[[str], None]) -> None:
+def start_loggers(loggers: Iterable[Joined], step: int, tell: Callable[[str], None]) -> None:
     """Opens files and connections, which loggers otherwise open lazily; the run continues after `step` steps.
 
     `tell` is called with notes for the user.
@@ -243,8 +243,7 @@ def start_loggers(loggers: Iterable[Logger], step: int, tell: Callable[[str], No
     """
     for logger in loggers:
         try:
-            if isinstance(logger, Joined):
-                logger.open_run(step, tell)
+            logger.open_run(step, tell)
         except Exception as error:  # W&B's errors, MLflow's and the network's share no base class
             name = type(logger).__name__.lower()
             if disk_full(error):
@@ -260,23 +259,21 @@ def log_config(loggers: Iterable[Logger], config: dict[str, Any]) -> None:
         logger.log_hyperparams(config)
 
 
-def note_sent(loggers: Iterable[Logger], run_dir: RunDir) -> None:
+def note_sent(loggers: Iterable[Joined], run_dir: RunDir) -> None:
     """Tells W&B and MLflow which rows earlier processes have sent; must be called before metrics.jsonl is truncated."""
     rows = readable_rows(run_dir.metrics)
-    for logger in loggers:
-        if rows and isinstance(logger, Joined):
-            logger.note_sent(rows)
+    for logger in loggers if rows else ():
+        logger.note_sent(rows)
 
 
-def write_again(loggers: Iterable[Logger], run_dir: RunDir, step: int) -> None:
+def write_again(loggers: Iterable[Joined], run_dir: RunDir, step: int) -> None:
     """Writes again the records that a logger lost when the run was resumed after `step`, or had not yet sent.
 
     Lightning starts its CSV file anew, so it gets all records; TensorBoard, which drops what it had from `step` on,
     gets those of that step. Trackers skip what they have been sent before.
     """
     for logger in loggers:
-        if isinstance(logger, Joined):
-            first = step if isinstance(logger, TensorBoard) else 0
-            for row in read_jsonl(run_dir.metrics):
-                if row["step"] >= first:
-                    logger.write_record({k: v for k, v in row.items() if k != "time"}, of_validation(row))
+        first = step if isinstance(logger, TensorBoard) else 0
+        for row in read_jsonl(run_dir.metrics):
+            if row["step"] >= first:
+                logger.write_record({k: v for k, v in row.items() if k != "time"}, of_validation(row))

@@ -247,11 +247,11 @@ def _rewind(run: Run, checkpoint: Path | None, tell: Callable[[str], None]) -> N
         store.sweep(run.dir.path)
         store.sweep(run.dir.checkpoints)
         _set_damaged_aside(run.dir.checkpoints, checkpoint, tell)
-        note_sent(run.trainer.loggers, run.dir)
+        note_sent(run.metrics.records.joined, run.dir)
         run.metrics.records.rows = cut_back(run.dir.metrics, step, validated, tell)
         cut_back(run.dir.samples, step, validated, tell)
         run.dir.summary.unlink(missing_ok=True)
-        write_again(run.trainer.loggers, run.dir, step)
+        write_again(run.metrics.records.joined, run.dir, step)
     except OSError as error:
         raise RunError(
             f"cannot prepare {error.filename or run.dir.path} for continuing the run: {reason(error)}"

@@ -84,7 +84,7 @@ class Session:
         self.is_done = world.from_first(lambda: after >= run.total_steps and run_dir.has_ended(self.folder, after))
         if self.is_done:
             return run
-        world.together(lambda: loggers.start_loggers(run.trainer.loggers, after, notes.append))
+        world.together(lambda: loggers.start_loggers(run.metrics.records.joined, after, notes.append))
         return run
 
     def _write_what_runs(self, tokenizer: Any) -> None:
