@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -110,14 +111,20 @@ def locate(config: Config) -> Path:
     return path
 
 
-def make_root(config: Config) -> Path:
-    """Returns run.root, creating it if it does not exist; UserError if that fails."""
+@contextlib.contextmanager
+def folder_beside_runs(config: Config, name: str) -> Iterator[Path]:
+    """Yields a temporary folder in run.root. Raises UserError if it can't be created."""
     root = Path(config.run.root).expanduser().absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
+        folder = temporary_beside(root / name)
+        folder.mkdir()
     except OSError as error:
         raise UserError(f"cannot write {root}: {error.strerror}; set run.root to a folder you can") from None
-    return root
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def existing_part(path: Path) -> Path:
