@@ -11,11 +11,11 @@ from rich.text import Text
 
 from lmtrain import terminal
 from lmtrain.callbacks.records import Records
+from lmtrain.callbacks.samples import on_a_line
 from lmtrain.config.effect import TRIAL
 from lmtrain.data.order import mix64
 from lmtrain.objectives.grpo import GRPO
 from lmtrain.rollouts.rollout import Group
-from lmtrain.terminal import visible
 
 
 class Rollouts(pl.Callback):
@@ -86,7 +86,7 @@ class Rollouts(pl.Callback):
         if os.environ.get(TRIAL) or not self.console.is_terminal:
             return
         for which, group, i in found:
-            given, text = _short(shown_prompt(group), 40), _short(group.texts[i], 90)
+            given, text = on_a_line(shown_prompt(group), 40), on_a_line(group.texts[i], 90)
             words = Text.assemble(
                 (f"{which:<7}", "bold"), f"{float(group.rewards[i]):<7.3g}", (given, "dim"), " ", text
             )
@@ -138,8 +138,3 @@ def keep(groups: list[Group], path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
     temporary.replace(path)
-
-
-def _short(text: str, characters: int) -> str:
-    words = visible(" ".join(text.split()))
-    return words if len(words) <= characters else f"{words[:characters]}..."

@@ -101,7 +101,7 @@ class Samples(pl.Callback):
             if self.console.is_terminal:
                 self.console.print(Panel(self._shown(prompt, text), title=title, title_align="left"))
             elif not os.environ.get(TRIAL):
-                line = f"{title} | {_on_a_line(prompt.shown)} | {_on_a_line(text)}"
+                line = f"{title} | {on_a_line(prompt.shown)} | {on_a_line(text)}"
                 self.console.print(line, soft_wrap=True, highlight=False, markup=False)
         self._log(trainer, step)
 
@@ -126,7 +126,7 @@ class Samples(pl.Callback):
                     logger.log_texts(columns, rows)
 
 
-def _on_a_line(text: str, characters: int = 160) -> str:
-    """Returns the beginning of a text on one line, for a log; samples.jsonl has all of it."""
+def on_a_line(text: str, characters: int = 160) -> str:
+    """Returns the beginning of a text on one line, for the screen or a log; samples.jsonl has all of it."""
     words = " ".join(text.split())
     return words if len(words) <= characters else f"{words[:characters]}..."
