@@ -15,22 +15,18 @@ from lmtrain.callbacks.samples import on_a_line
 from lmtrain.config.effect import TRIAL
 from lmtrain.data.order import mix64
 from lmtrain.objectives.grpo import GRPO
+from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.rollouts.rollout import Group
+from lmtrain.run_folder.folder import RunDir
 
 
 class Rollouts(pl.Callback):
     """A callback that reads `objective.rollout`, this rank's part of the step's completions, after each step."""
 
-    def __init__(
-        self, records: Records, samples: Path, kept: Path | None, warn_after_steps: int | None, console: Console
-    ) -> None:
-        """
-        Args:
-            samples: the run's samples.jsonl.
-            kept: the folder that whole rollouts are written to; None: they are not written.
-        """
-        self.records, self.samples, self.kept, self.console = records, samples, kept, console
-        self.warn_after_steps = warn_after_steps
+    def __init__(self, records: Records, run_dir: RunDir, options: GRPOOptions, console: Console) -> None:
+        self.records, self.samples, self.console = records, run_dir.samples, console
+        self.kept = run_dir.path / "rollouts" if options.keep_rollouts else None  # for whole rollouts
+        self.warn_after_steps = options.warn_after_steps
         self.idle_steps, self.warned = 0, False
         self.told: list[str] = []  # kinds of failures already reported
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from rich.console import Console
 
@@ -228,11 +228,6 @@ def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprin
     return found
 
 
-def cluster_environment() -> ClusterEnvironment:
-    """Returns how a rank finds the others: by variables that the elastic launcher, torchrun or ranks.py have set."""
-    return TorchElasticEnvironment() if ranks.find() is not None else LightningEnvironment()
-
-
 def build_profiler(name: str | None, run_dir: RunDir) -> Profiler | None:
     """Builds Lightning's profiler `name`, if any; it writes its report or trace to profile* in the run's folder."""
     makers = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
@@ -246,6 +241,9 @@ def build_trainer(
     t = config.trainer
     devices.set_matmul_precision(t)
     precision, plugins = for_lightning(config)
+    # How a rank finds the others: by variables that the elastic launcher, torchrun or ranks.py have set. It is set
+    # explicitly, else Lightning takes any process of a SLURM job for a rank and saves in its signal handler.
+    environment = LightningEnvironment() if ranks.find() is None else TorchElasticEnvironment()
     trainer = pl.Trainer(
         accelerator=t.accelerator,
         devices=t.devices,
@@ -265,8 +263,7 @@ def build_trainer(
         logger=False if records is None else build_loggers(config.logger, run_dir, records),
         log_every_n_steps=t.log_every_n_steps,
         callbacks=callbacks,
-        # Set explicitly: else Lightning takes any process of a SLURM job for a rank and saves in its signal handler.
-        plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), cluster_environment(), *plugins],
+        plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), environment, *plugins],
         default_root_dir=Path(run_dir.path),
         benchmark=t.benchmark,
         deterministic=t.deterministic or None,  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def build_callbacks(
     ranking: str,
 ) -> list[pl.Callback]:
     """Builds the callbacks in running order: metrics, validation, samples, progress, the user's, record, checkpoint."""
-    cb, t = config.callbacks, config.trainer
+    cb, t, options = config.callbacks, config.trainer, config.objective
     average = WeightAverage(cb.ema) if cb.ema.enabled else None
     validation = Validation(metrics, samples, average, config, length.steps)
     monitored = scored_on(config.checkpoint.monitor)
@@ -99,7 +99,7 @@ def build_callbacks(
     callbacks: list[pl.Callback | None] = [
         metrics,
         Routing(metrics.records, config.router.warn_after_steps, config.memory.router_noise),
-        _rollouts(config, run_dir, metrics, console),
+        Rollouts(metrics.records, run_dir, options, console) if isinstance(options, GRPOOptions) else None,
         BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps),
         average,
         validation,
@@ -116,14 +116,6 @@ def build_callbacks(
         checkpoints,
     ]
     return [callback for callback in callbacks if callback is not None]
-
-
-def _rollouts(config: Config, run_dir: RunDir, metrics: Metrics, console: Console) -> Rollouts | None:
-    options = config.objective
-    if not isinstance(options, GRPOOptions):
-        return None
-    kept = run_dir.path / "rollouts" if options.keep_rollouts else None
-    return Rollouts(metrics.records, run_dir.samples, kept, options.warn_after_steps, console)
 
 
 def _forecast(config: Config, metrics: Metrics, length: Length, console: Console) -> Forecast | None:

@@ -127,11 +127,6 @@ def folder_beside_runs(config: Config, name: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def existing_part(path: Path) -> Path:
-    """Returns the longest part of a path that exists."""
-    return next(p for p in (path, *path.parents) if p.exists())
-
-
 def resume_mode(config: Config) -> str:
     """Returns none, auto, or a checkpoint's path; a run with run.name resumes (auto) unless run.resume is set.
 
@@ -206,7 +201,7 @@ def open_run(config: Config) -> RunDir:
         UserError: the folder can't be written, holds other files or links out of it, or holds a run and resume=none.
     """
     path = locate(config)
-    run, existed = RunDir(path), existing_part(path)
+    run, existed = RunDir(path), next(p for p in (path, *path.parents) if p.exists())
     if path.exists() and not path.is_dir():
         raise UserError(f"run.dir={path} is a file: name a folder")
     refuse_to_overwrite(run, config)
