@@ -38,6 +38,7 @@ class Session:
         self.started = time.time()
         self.notes: list[str] = []  # shown with the plan
         self.checkpoint: Path | None = None  # the one to continue from
+        self.done = 0  # its step
         self.is_done = False  # whether an earlier process trained all of its steps
 
     def run(self) -> int:
@@ -64,27 +65,26 @@ class Session:
 
     def _build(self) -> Run:
         """Builds everything and finds the checkpoint to continue from, before anything is written to the folder."""
-        config, notes = self.config, self.notes
+        config, tell = self.config, self.notes.append
         terminal.be_quiet(config.run.quiet)
         devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
         # Verifying a checkpoint reads all of it, so the ranks do it once, together.
-        self.checkpoint = helped_by_ranks(lambda compare: resume.find(config, self.folder, notes.append, compare))
+        self.checkpoint = helped_by_ranks(lambda compare: resume.find(config, self.folder, tell, compare))
         console = terminal.console(quiet=os.environ.get("RANK", "0") != "0")
         run = build.build(config, self.folder, console, self.started)
         # A wrong field of export.generation or a missing upload token must raise here, not after the training.
         check_upload(config.export)
         hf_folder.generation_config(run.objective.model.model, run.corpus.tokenizer, None, config.export.generation)
         if self.checkpoint is not None:
-            saved = resume.trainer_state(
-                self.checkpoint, run.objective, run.corpus, config, notes.append, run.scored_on
-            )
-            resume.fit_schedule(run, saved, notes.append)
+            saved = resume.trainer_state(self.checkpoint, run.objective, run.corpus, config, tell, run.scored_on)
+            resume.fit_schedule(run, saved, tell)
             run.objective.continue_from(saved)
-        after = store.step_of(self.checkpoint) if self.checkpoint is not None else 0
-        self.is_done = world.from_first(lambda: after >= run.total_steps and run_dir.has_ended(self.folder, after))
-        if self.is_done:
-            return run
-        world.together(lambda: loggers.start_loggers(run.metrics.records.joined, after, notes.append))
+            self.done = store.step_of(self.checkpoint)
+        self.is_done = world.from_first(
+            lambda: self.done >= run.total_steps and run_dir.has_ended(self.folder, self.done)
+        )
+        if not self.is_done:
+            world.together(lambda: loggers.start_loggers(run.metrics.records.joined, self.done, tell))
         return run
 
     def _write_what_runs(self, tokenizer: Any) -> None:
@@ -109,9 +109,9 @@ class Session:
         loggers.log_config(run.trainer.loggers, rules.to_plain(self.config))
         self.notes += environment.in_full(dataclasses.asdict(self.config), self.config.kept)
         self.notes += build_callbacks.outside(self.config, self.folder, run.trainer.callbacks)  # type: ignore[attr-defined]
-        plan.show(run, resumed_from, store.step_of(self.checkpoint) if self.checkpoint else 0, self.notes)
+        plan.show(run, resumed_from, self.done, self.notes)
         if world.rank() == 0:
-            run_dir.note_start(self.folder, self.checkpoint)
+            run_dir.note_start(self.folder, self.done)
         with contextlib.closing(run.preemption.stop.signals):
             try:
                 run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=self.checkpoint, weights_only=True)
@@ -125,7 +125,8 @@ class Session:
 
     def _end(self, run: Run) -> int:
         """Exports, writes summary.json and prints the results; returns the exit code."""
-        status = ending(run)
+        complete = run.trainer.global_step >= run.total_steps and not run.preemption.interrupted_validation
+        status = "finished" if complete else "preempted" if run.preemption.stopped else "stopped_early"
         if not run.trainer.is_global_zero:
             return errors.PREEMPTED if status == "preempted" else errors.FINISHED
         failed = run.preemption.stop.error
@@ -148,10 +149,3 @@ class Session:
             message = f"{run.dir.path.name}, step {run.trainer.global_step}"
             print(f"uploaded to {push(exported[-1], run.config.export, message)}")
         return errors.FINISHED
-
-
-def ending(run: Run) -> str:
-    """Returns the status of a run that has ended: finished, preempted or stopped_early."""
-    if run.trainer.global_step >= run.total_steps and not run.preemption.interrupted_validation:
-        return "finished"
-    return "preempted" if run.preemption.stopped else "stopped_early"

@@ -103,7 +103,8 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
         "wall_seconds": round(time.time() - started, 1),
         "device": f"{run.trainer.world_size} x {run.config.trainer.accelerator}",
         "precision": run.config.trainer.precision,
-        "peak_memory_gib": round(peak_memory() / 2**30, 3),
+        # 0 bytes without a GPU; then the peak resident memory of this process.
+        "peak_memory_gib": round((torch.cuda.max_memory_allocated() or peak_resident_bytes()) / 2**30, 3),
         "command": command("train", typed()),
         "host": socket.gethostname(),
         "git": git_state(),
@@ -122,13 +123,6 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
         with contextlib.suppress(OSError, UserError, RunError):  # a full disk is reported where it matters
             report.write_own(run.dir)
     return summary
-
-
-def peak_memory() -> int:
-    """Returns the peak GPU memory allocated in bytes; without a GPU, the peak resident memory of this process."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return torch.cuda.max_memory_allocated()
-    return peak_resident_bytes()
 
 
 def note_failure(run: Run, started: float, error: BaseException) -> None:

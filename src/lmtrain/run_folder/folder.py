@@ -85,10 +85,8 @@ class RunDir:
         write_atomic(self.summary, json.dumps(shown_in(summary), indent=2) + "\n")
 
 
-def note_start(run: RunDir, checkpoint: Path | None) -> None:
+def note_start(run: RunDir, step: int) -> None:
     """Appends the current time and the step at which training starts or resumes to starts.jsonl."""
-    number = checkpoint.name.rpartition("_")[2] if checkpoint is not None else "0"
-    step = int(number) if number.isdigit() else None
     with contextlib.suppress(OSError), run.starts.open("a", encoding="utf-8") as file:  # optional: failures are ignored
         file.write(json.dumps({"time": round(time.time(), 3), "step": step}) + "\n")
 
