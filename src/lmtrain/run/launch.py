@@ -111,7 +111,7 @@ def _note_of_failure(folder: Path, rank: int) -> Path:
 
 
 def _note_failure(path: Path, nanoseconds: int, code: int) -> None:
-    with contextlib.suppress(OSError):  # a disk failure may be the cause
+    with contextlib.suppress(RunError):  # a disk failure may be the cause
         write_atomic(path, f"{nanoseconds} {code}")
 
 
