@@ -261,9 +261,7 @@ class WriteRecords(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.records.write(trainer.is_global_zero)  # of an overdue validation, or one before training
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         if trainer.accumulate_grad_batches != 1:  # Lightning's step count would be wrong
             raise RunError(
                 f"a callback has set trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is a "

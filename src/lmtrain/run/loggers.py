@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from transformers.utils import flatten_dict
 
 from lmtrain import secrets
 from lmtrain.callbacks.records import Joined, Records, Row
@@ -157,7 +158,8 @@ class MLflow(Joined, MLFlowLogger):
         """Logs the parameters that are new: MLflow can't change parameters, so those of the run's first start stay."""
         client: Any = self.experiment
         known = client.get_run(self.run_id).data.params
-        super().log_hyperparams({name: value for name, value in flat(params).items() if name not in known})
+        named = flatten_dict(params, delimiter="/")  # as all of Lightning's loggers name them
+        super().log_hyperparams({name: value for name, value in named.items() if name not in known})
 
     def note_sent(self, rows: list[Row]) -> None:
         """Marks as sent what the MLflow run holds, which may be less than `rows`."""
@@ -170,17 +172,6 @@ class MLflow(Joined, MLFlowLogger):
         client: Any = self.experiment
         table = {name: list(values) for name, values in zip(columns, zip(*rows, strict=True), strict=True)}
         client.log_table(self.run_id, table, "samples.json")
-
-
-def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested parameters, with names joined by '/' as in all of Lightning's loggers."""
-    found: dict[str, Any] = {}
-    for name, value in params.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{name}/")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 def build_loggers(wanted: dict[str, Any], run_dir: RunDir, records: Records) -> list[Logger]:

@@ -20,7 +20,6 @@ from lmtrain.objectives.base import Objective
 from lmtrain.run import build, resume
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.folder import RunDir
-from lmtrain.terminal import quiet_libraries
 
 
 def replay(config: Config) -> int:
@@ -33,7 +32,7 @@ def replay(config: Config) -> int:
     if not run.config.exists():
         raise UserError(f"{run.path} holds no run: give the run.dir or run.name of the run to look into")
     devices.set_threads(config.trainer.num_threads, 1)
-    quiet_libraries()
+    terminal.quiet_libraries()
     t = config.trainer
     t.compile = False  # hooks can't observe the modules inside a compiled block
     t.devices, t.num_nodes, t.strategy, t.profiler = 1, 1, "auto", None
@@ -75,9 +74,7 @@ class Microscope(pl.Callback):
         self.micro_batch_losses: list[float] = []
         self.rows: list[Any] = []
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         if trainer.global_step != self.step:
             return
         assert isinstance(pl_module, Objective)
