@@ -69,9 +69,8 @@ def out_of_memory(error: BaseException, run: Run) -> RunError:
     c = run.config
     parts = flops.memory_estimate(run.objective.model.model, c)
     took = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(parts.items(), key=lambda p: -p[1]))
-    smaller = max(1, c.data.micro_batch_size // 2)
-    while c.data.global_batch_size % (smaller * data_parallel(run.trainer).size) != 0:
-        smaller -= 1
+    half, ranks = max(1, c.data.micro_batch_size // 2), data_parallel(run.trainer).size
+    smaller = next(rows for rows in range(half, 0, -1) if c.data.global_batch_size % (rows * ranks) == 0)
     fixes = []
     if smaller < c.data.micro_batch_size:
         fixes.append(f"data.micro_batch_size={smaller} (same numbers, more accumulation)")

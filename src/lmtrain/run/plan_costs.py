@@ -1,5 +1,6 @@
 """The plan's rows on time and memory: duration from an earlier similar run or the GPU's peak, memory per device."""
 
+import bisect
 import contextlib
 import copy
 import socket
@@ -123,12 +124,9 @@ def longest_row_words(model: PreTrainedModel, c: Config, card_bytes: int) -> str
 def longest_row(model: PreTrainedModel, c: Config, room: int) -> int:
     """Returns the longest row, in multiples of 256 tokens per device, whose estimated memory fits in `room` bytes."""
     step, tried = _STEP * context_parallel(c.trainer), copy.deepcopy(c)
-    low, high = 0, _MOST  # multiples of `step` that fit, and that are too many
-    while high - low > 1:
-        middle = (low + high) // 2
-        tried.data.seq_len = middle * step
-        if sum(flops.memory_estimate(model, tried, room).values()) <= room:
-            low = middle
-        else:
-            high = middle
-    return low * step
+
+    def needed(multiple: int) -> float:
+        tried.data.seq_len = multiple * step
+        return sum(flops.memory_estimate(model, tried, room).values())
+
+    return step * bisect.bisect_right(range(1, _MOST), room, key=needed)
