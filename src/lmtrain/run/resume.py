@@ -14,7 +14,6 @@ from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
-from lmtrain.distributed import process_group as world
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError, reason
 from lmtrain.objectives.base import Objective
@@ -229,18 +228,11 @@ def let_last_validation_run(run: Run, checkpoint: Path | None) -> None:
         run.trainer.fit_loop.epoch_loop.max_steps = run.total_steps + 1
 
 
-def rewind(run: Run, checkpoint: Path | None, tell: Callable[[str], None]) -> str | None:
-    """Removes leftovers and truncates the run's logs to the checkpoint's step; describes where the run continues.
+def rewind(run: Run, checkpoint: Path | None, tell: Callable[[str], None]) -> None:
+    """Removes leftovers and truncates the run's logs to the checkpoint's step; only rank 0 may call it.
 
-    Every rank must call it; `tell` is called on rank 0 with notes for the user.
+    `tell` is called with notes for the user.
     """
-    world.from_first(lambda: _rewind(run, checkpoint, tell))
-    if checkpoint is None:
-        return None
-    return f"continues after step {store.step_of(checkpoint):,} ({checkpoint})"
-
-
-def _rewind(run: Run, checkpoint: Path | None, tell: Callable[[str], None]) -> None:
     step = store.step_of(checkpoint) if checkpoint is not None else -1  # keeps no rows
     validated = checkpoint is not None and knows_validation(checkpoint)
     try:

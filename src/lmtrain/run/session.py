@@ -104,11 +104,12 @@ class Session:
             run.console.print(run_dir.nothing_to_do(self.folder), soft_wrap=True, highlight=False)
             return errors.FINISHED
         world.from_first(lambda: self._write_what_runs(run.corpus.tokenizer))
-        resumed_from = resume.rewind(run, self.checkpoint, self.notes.append)
+        world.from_first(lambda: resume.rewind(run, self.checkpoint, self.notes.append))
         resume.let_last_validation_run(run, self.checkpoint)
         loggers.log_config(run.trainer.loggers, rules.to_plain(self.config))
         self.notes += environment.in_full(dataclasses.asdict(self.config), self.config.kept)
         self.notes += build_callbacks.outside(self.config, self.folder, run.trainer.callbacks)  # type: ignore[attr-defined]
+        resumed_from = f"continues after step {self.done:,} ({self.checkpoint})" if self.checkpoint else None
         plan.show(run, resumed_from, self.done, self.notes)
         if world.rank() == 0:
             run_dir.note_start(self.folder, self.done)
