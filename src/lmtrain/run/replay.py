@@ -88,8 +88,7 @@ class Microscope(pl.Callback):
             if name == "loss":
                 self.micro_batch_losses.append(float(output.loss_sum.detach() / output.n_tokens.clamp(min=1)))
             tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-            floating = [t for t in tensors if t.is_floating_point()]
-            if any(not bool(torch.isfinite(t).all()) for t in floating) and name not in self.not_finite:
+            if any(not torch.isfinite(t).all() for t in tensors) and name not in self.not_finite:
                 self.not_finite.append(name)
 
         return look
