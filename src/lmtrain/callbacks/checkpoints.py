@@ -56,11 +56,10 @@ class Checkpoints(Checkpoint):
         return found.get(self.cfg.monitor)
 
     def _best_so_far(self, step: int, io: FolderCheckpointIO) -> bool:
-        score = self._score(step)
         with self.metrics.clock.pause():
             io.wait()  # a checkpoint still being written has no manifest
         earlier = retention.scores(self.folder, self.cfg.monitor, self.scored_on)
-        return retention.best_of([*earlier, (step, score)], self.mode) == step
+        return retention.best_of([*earlier, (step, self._score(step))], self.mode) == step
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hashes the tokenizer; prunes checkpoints, in case the run was killed between its last save and pruning."""

@@ -69,19 +69,13 @@ def earlier(mine: dict[str, Any], run: Path) -> tuple[RunDir, float] | None:
 
     `mine` is the result of `speed_of` for the run in the folder `run`.
     """
-    root = run.parent
-    folders = [p for p in root.iterdir() if p.is_dir()] if root.is_dir() else []
-    for folder in sorted(folders, key=_age)[:_NEWEST]:
+    for file in sorted(run.parent.glob("*/summary.json"), key=lambda file: -file.stat().st_mtime)[:_NEWEST]:
         with contextlib.suppress(UserError):
-            summary = RunDir(folder).read_summary() or {}
+            before = RunDir(file.parent)
+            summary = before.read_summary() or {}
             if summary.get("speed_of") == mine and summary.get("tokens_per_s"):
-                return RunDir(folder), float(summary["tokens_per_s"])
+                return before, float(summary["tokens_per_s"])
     return None
-
-
-def _age(folder: Path) -> float:
-    summary = RunDir(folder).summary
-    return -summary.stat().st_mtime if summary.exists() else 0.0
 
 
 def span(seconds: float) -> str:
