@@ -268,7 +268,7 @@ class WriteRecords(pl.Callback):
                 f"whole optimizer step here. data.global_batch_size says how many rows it has, data.micro_batch_size "
                 f"how many are computed at once"
             )
-        if self.records.holds(validation=False):  # Lightning itself passes them on after the checkpoint
+        if self.records.holds_step():  # Lightning itself passes them on after the checkpoint
             self.records.log_metrics(lightning_private.logged_at_step(trainer))
         assert isinstance(pl_module, Objective)
         if trainer.global_step == pl_module.total_steps:  # the only epoch, which is the run, ends here

@@ -96,9 +96,9 @@ class Records(Logger):
         """Adds to the run's own values of a logged step; lists of numbers are written to metrics.jsonl only."""
         self._own[False] |= row
 
-    def holds(self, validation: bool) -> bool:
-        """Returns whether the run's own numbers of the step, or of its validation, are waiting to be written."""
-        return validation in self._own
+    def holds_step(self) -> bool:
+        """Returns whether the run's own numbers of the step are waiting to be written: it is a logged step."""
+        return False in self._own
 
     def logged_in_validation(self) -> Row:
         """Returns what was logged in this step's validation besides the run's own numbers."""

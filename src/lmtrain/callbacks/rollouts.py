@@ -46,7 +46,7 @@ class Rollouts(pl.Callback):
         if not trainer.is_global_zero:
             return
         self._warn(pl_module, step)
-        if groups and self.records.holds(validation=False):
+        if groups and self.records.holds_step():
             self._show(chosen(groups, step), step)
 
     def _warn(self, module: GRPO, step: int) -> None:

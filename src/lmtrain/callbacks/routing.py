@@ -50,7 +50,7 @@ class Routing(pl.Callback):
             same = ((counts > 0).sum(1) <= top_k) & (counts.shape[1] > top_k)
             before = self.in_a_row.get(kind, torch.zeros_like(same, dtype=torch.int64))
             self.in_a_row[kind] = torch.where(same, before.to(same.device) + 1, 0)
-        if self.records.holds(validation=False):  # the step is logged
+        if self.records.holds_step():
             self.records.add({f"router/{CHOICES[kind]}": use(total(trainer, x)) for kind, x in chosen.items()})
             self.warn(pl_module, trainer.global_step)
 
