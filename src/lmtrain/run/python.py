@@ -69,12 +69,10 @@ class PythonRun:
     """A fully built run: train it with `fit`, inspect it with `validate` and `sample`."""
 
     def __init__(self, session: "Session") -> None:
-        self._session, self._held = session, contextlib.ExitStack()
-        try:
-            self._run = session.build(self._held)
-        except BaseException:
-            self._held.close()
-            raise
+        self._session = session
+        with contextlib.ExitStack() as held:
+            self._run = session.build(held)
+            self._held = held.pop_all()
         self.config = session.config
         self.path = session.folder.path
         self.objective: Objective = self._run.objective
