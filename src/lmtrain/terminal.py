@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 _JOINERS = "\u200c\u200d"  # join letters of some scripts, and emoji
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories: control, format (bidi), surrogates, line separators
@@ -161,16 +162,22 @@ def console(**options: Any) -> "Console":
     return made
 
 
-def facts(rows: Iterable[tuple[str, str]], title: str | None = None) -> "Table":
+def facts(rows: Iterable[tuple[str, "str | Text"]], title: str | None = None) -> "Table":
     """Builds a two-column table of names, in bold, and their descriptions."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title, title_justify="left", box=None) if title else Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))  # else brackets are markup
     return table
+
+
+def note(text: str) -> None:
+    """Prints "note: " and the text to stdout; brackets and colons in it, of a path or an error, are not markup."""
+    console().print(f"note: {text}", highlight=False, markup=False, emoji=False)
 
 
 def quiet_libraries() -> None:

@@ -52,6 +52,14 @@ def test_a_failed_run_is_printed_by_its_rank(
     assert capsys.readouterr().err == "error: the disk is full\n"
 
 
+def test_a_mistake_counts_where_its_note_can_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "_note_of_failure", lambda folder, rank: folder / "gone" / str(rank))
+    assert failing(tmp_path, 1, UserError("no such file"), monkeypatch) == WRONG_INPUT
+    assert capsys.readouterr().err == "error: no such file\n"
+
+
 def test_a_mistake_counts_as_one_where_its_rank_was_ended_before_it_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

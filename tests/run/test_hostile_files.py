@@ -94,6 +94,14 @@ def test_the_console_keeps_its_own_colours_and_takes_those_of_data() -> None:
     assert text.count("␛") == 4
 
 
+def test_brackets_and_colons_in_facts_and_notes_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    """A closing tag that was never opened raises in rich; others, such as a pattern of files, would not be shown."""
+    said = "no such file [/data/part[a-z].txt] :warning: [red]"
+    terminal.note(said)
+    terminal.console().print(terminal.facts([("[data]", said)], "title"))
+    assert capsys.readouterr().out.split() == ["note:", *said.split(), "title", "[data]", *said.split()]
+
+
 class Runs:
     """A pickle that runs a command if it is loaded without restrictions."""
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.checkpoints import retention, store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
-from lmtrain.config.schema import CheckpointConfig
+from lmtrain.config.schema import Config
 from lmtrain.data.tokenizers import file_hashes
 from lmtrain.errors import RunError
 
@@ -24,24 +24,15 @@ class Checkpoints(Checkpoint):
     """A Lightning Checkpoint callback, since Lightning runs those after the callbacks whose state they save."""
 
     def __init__(
-        self,
-        folder: Path,
-        metrics: Metrics,
-        cfg: CheckpointConfig,
-        *,
-        every_n_steps: int | None,
-        total_steps: int,
-        scored_on: str | None = None,
-        mode: str | None = None,
+        self, folder: Path, metrics: Metrics, config: Config, total_steps: int, scored_on: str | None, mode: str
     ) -> None:
         """
         Args:
-            scored_on: names the rows that cfg.monitor is measured on, see `val_sets.scored_on`.
-            mode: how scores are ranked, see `build.ranking`; None means cfg.mode.
+            scored_on: names the rows that checkpoint.monitor is measured on, see `val_sets.scored_on`.
+            mode: how scores are ranked, see `build.ranking`.
         """
-        self.folder, self.metrics, self.cfg, self.scored_on = folder, metrics, cfg, scored_on
-        self.mode = mode or cfg.mode
-        self.every_n_steps, self.total_steps = every_n_steps, total_steps
+        self.folder, self.metrics, self.cfg, self.scored_on = folder, metrics, config.checkpoint, scored_on
+        self.every_n_steps, self.total_steps, self.mode = config.trainer.save_every_n_steps, total_steps, mode
         self.interim = False
         self.tokenizer: dict[str, str] = {}  # hashes of the files in the run's tokenizer/
 
@@ -56,22 +47,19 @@ class Checkpoints(Checkpoint):
 
     def _score(self, step: int) -> float | None:
         """Returns the monitored value of this step's validation, or None if the step was not validated."""
-        val = self.metrics.last_val
-        if val.get("step") != step:
-            return None
-        if self.cfg.monitor not in val:
+        found = self._metrics_of(step)
+        if found and self.cfg.monitor not in found:
             raise RunError(
                 f"checkpoint.monitor={self.cfg.monitor} was not logged in the validation after step {step}, which has "
-                f"{', '.join(k for k in val if k != 'step')}"
+                f"{', '.join(found)}"
             )
-        return val[self.cfg.monitor]
+        return found.get(self.cfg.monitor)
 
     def _best_so_far(self, step: int, io: FolderCheckpointIO) -> bool:
-        score = self._score(step)
         with self.metrics.clock.pause():
             io.wait()  # a checkpoint still being written has no manifest
         earlier = retention.scores(self.folder, self.cfg.monitor, self.scored_on)
-        return retention.best_of([*earlier, (step, score)], self.mode) == step
+        return retention.best_of([*earlier, (step, self._score(step))], self.mode) == step
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hashes the tokenizer; prunes checkpoints, in case the run was killed between its last save and pruning."""
@@ -86,25 +74,17 @@ class Checkpoints(Checkpoint):
         """
         path, found = self.folder / store.name_of(trainer.global_step), self._metrics_of(trainer.global_step)
         interim = not self.due(trainer)
-        if (
-            trainer.is_global_zero
-            and found
-            and path.exists()
-            and store.add_metrics(path, found, interim, self.scored_on)
-        ):
+        here = trainer.is_global_zero and found and path.exists()
+        if here and store.add_metrics(path, found, interim, self.scored_on):
             self.prune()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         due = self.due(trainer)
         if due or trainer.should_stop:
             self.interim = not due
+            io_of(trainer).published = self.prune
             with self.metrics.clock.pause():
-                self.save(trainer)
-
-    def save(self, trainer: pl.Trainer) -> None:
-        io = io_of(trainer)
-        io.published = self.prune
-        trainer.save_checkpoint(self.folder / store.name_of(trainer.global_step))
+                trainer.save_checkpoint(self.folder / store.name_of(trainer.global_step))
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -10,11 +10,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from transformers import PreTrainedModel
 
 from lmtrain.callbacks.records import Records, Row
 from lmtrain.callbacks.step_numbers import StepNumbers, machine_numbers
+from lmtrain.config.schema import Config
 from lmtrain.distributed.devices import total
 from lmtrain.errors import RunError
+from lmtrain.models import flops
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.strategies import lightning_private
@@ -104,21 +107,21 @@ class Metrics(pl.Callback):
     def __init__(
         self,
         records: Records,
-        *,
-        log_every_n_steps: int,
+        config: Config,
+        model: PreTrainedModel,
         numbers: StepNumbers,
         bytes_per_token: dict[str, float | None],
-        flops_per_token: Callable[[int], float],
-        peak: float | None,
     ) -> None:
         """
         Args:
+            model: whole on every rank, so that its FLOPs can be counted now.
             numbers: computes further numbers of a step's record.
-            flops_per_token: maps a number of steps to the FLOPs per token in the last of them.
+            bytes_per_token: of each validation set, by its name; '' is the validation split.
         """
-        self.records, self.log_every_n_steps = records, log_every_n_steps
-        self.numbers = numbers
-        self.bytes_per_token, self.flops_per_token, self.peak_flops = bytes_per_token, flops_per_token, peak
+        self.records, self.log_every_n_steps = records, config.trainer.log_every_n_steps
+        self.numbers, self.bytes_per_token = numbers, bytes_per_token
+        self.flops_per_token = {length: flops.flops_per_token(model, length) for length in numbers.lengths.values}
+        self.peak_flops = flops.peak_flops(torch.device(config.trainer.accelerator), config.trainer.precision)
         self.clock = Clock()
         self.listeners: list[Callable[[Row], None]] = []
         self.tokens_seen = torch.zeros((), dtype=torch.int64)
@@ -179,16 +182,17 @@ class Metrics(pl.Callback):
         row |= self.numbers(result.step)
         row |= {"rows": result.rows, "bad_steps": module.guard.counts()[0]}
         means = module.means_of(dict(zip(names, values, strict=False)), n_tokens)
-        row |= {f"train/{name}": mean for name, mean in means.items()}
-        self.last_train = {k: v for k, v in row.items() if k.startswith("train/")} | {"step": result.step}
+        trained = {f"train/{name}": mean for name, mean in means.items()}
+        self.last_train = {**trained, "step": result.step}
+        row |= trained
         row |= {"lr": result.lr, "grad_norm": grad_norm, "tokens_per_s": round(tokens / seconds, 1)}
         row |= {
             "step_ms": round(1000 * seconds / self.clock.steps, 3),
             "data_wait_ms": round(1000 * self.clock.data_wait / self.clock.steps, 3),
         }
         if self.peak_flops:
-            flops = self.flops_per_token(result.step) * tokens / seconds
-            row["mfu"] = round(flops / (self.peak_flops * trainer.world_size), 4)
+            needed = self.flops_per_token[self.numbers.row_length(result.step)] * tokens / seconds
+            row["mfu"] = round(needed / (self.peak_flops * trainer.world_size), 4)
         if module.device.type == "cuda":
             row["memory_gib"] = round(torch.cuda.max_memory_allocated(module.device) / 2**30, 3)
         row["samples_per_s"] = round(self.numbers.rows_of_last(self.clock.steps, result.step) / seconds, 3)
@@ -257,16 +261,14 @@ class WriteRecords(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.records.write(trainer.is_global_zero)  # of an overdue validation, or one before training
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         if trainer.accumulate_grad_batches != 1:  # Lightning's step count would be wrong
             raise RunError(
                 f"a callback has set trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is a "
                 f"whole optimizer step here. data.global_batch_size says how many rows it has, data.micro_batch_size "
                 f"how many are computed at once"
             )
-        if self.records.holds(validation=False):  # Lightning itself passes them on after the checkpoint
+        if self.records.holds_step():  # Lightning itself passes them on after the checkpoint
             self.records.log_metrics(lightning_private.logged_at_step(trainer))
         assert isinstance(pl_module, Objective)
         if trainer.global_step == pl_module.total_steps:  # the only epoch, which is the run, ends here

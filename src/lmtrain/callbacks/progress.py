@@ -105,8 +105,7 @@ class RichBar(pl.Callback):
             refresh_per_second=4,
             expand=True,
         )
-        done = trainer.global_step
-        self.train = self.progress.add_task("train", total=self.total_steps, completed=done)
+        self.train = self.progress.add_task("train", total=self.total_steps, completed=trainer.global_step)
         self.progress.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:

@@ -96,9 +96,9 @@ class Records(Logger):
         """Adds to the run's own values of a logged step; lists of numbers are written to metrics.jsonl only."""
         self._own[False] |= row
 
-    def holds(self, validation: bool) -> bool:
-        """Returns whether the run's own numbers of the step, or of its validation, are waiting to be written."""
-        return validation in self._own
+    def holds_step(self) -> bool:
+        """Returns whether the run's own numbers of the step are waiting to be written: it is a logged step."""
+        return False in self._own
 
     def logged_in_validation(self) -> Row:
         """Returns what was logged in this step's validation besides the run's own numbers."""
@@ -187,16 +187,16 @@ class Records(Logger):
         except Exception as error:  # trackers' errors share no base class
             self.joined.remove(logger)
             name = type(logger).__name__.lower()
-            terminal.console().print(
-                f"note: logger.{name} failed ({first_line(error)}): the run continues without this logger; "
-                f"{self.path} has every record"
+            terminal.note(
+                f"logger.{name} failed ({first_line(error)}): the run continues without this logger; {self.path} has "
+                f"every record"
             )
 
     def _tell(self, names: list[str], what: str) -> None:
         new = [name for name in names if name not in self._told]
         if new:
             self._told |= set(new)
-            terminal.console().print(f"note: {', '.join(new)} {what}")
+            terminal.note(f"{', '.join(new)} {what}")
 
     def close(self) -> None:
         if self._file is not None:

@@ -11,26 +11,22 @@ from rich.text import Text
 
 from lmtrain import terminal
 from lmtrain.callbacks.records import Records
+from lmtrain.callbacks.samples import on_a_line
 from lmtrain.config.effect import TRIAL
 from lmtrain.data.order import mix64
 from lmtrain.objectives.grpo import GRPO
+from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.rollouts.rollout import Group
-from lmtrain.terminal import visible
+from lmtrain.run_folder.folder import RunDir
 
 
 class Rollouts(pl.Callback):
     """A callback that reads `objective.rollout`, this rank's part of the step's completions, after each step."""
 
-    def __init__(
-        self, records: Records, samples: Path, kept: Path | None, warn_after_steps: int | None, console: Console
-    ) -> None:
-        """
-        Args:
-            samples: the run's samples.jsonl.
-            kept: the folder that whole rollouts are written to; None: they are not written.
-        """
-        self.records, self.samples, self.kept, self.console = records, samples, kept, console
-        self.warn_after_steps = warn_after_steps
+    def __init__(self, records: Records, run_dir: RunDir, options: GRPOOptions, console: Console) -> None:
+        self.records, self.samples, self.console = records, run_dir.samples, console
+        self.kept = run_dir.path / "rollouts" if options.keep_rollouts else None  # for whole rollouts
+        self.warn_after_steps = options.warn_after_steps
         self.idle_steps, self.warned = 0, False
         self.told: list[str] = []  # kinds of failures already reported
 
@@ -50,7 +46,7 @@ class Rollouts(pl.Callback):
         if not trainer.is_global_zero:
             return
         self._warn(pl_module, step)
-        if groups and self.records.holds(validation=False):
+        if groups and self.records.holds_step():
             self._show(chosen(groups, step), step)
 
     def _warn(self, module: GRPO, step: int) -> None:
@@ -58,24 +54,22 @@ class Rollouts(pl.Callback):
             kind = reason.split(":")[0]
             if kind not in self.told:
                 self.told.append(kind)
-                terminal.console().print(
-                    f"note: step {step:,}: the reward {reason} ({count} completions). They are left out of their "
-                    f"groups and counted in train/reward_failures",
-                    highlight=False, markup=False,
-                )  # fmt: skip
+                terminal.note(
+                    f"step {step:,}: the reward {reason} ({count} completions). They are left out of their groups and "
+                    f"counted in train/reward_failures"
+                )
         if self.warn_after_steps is None or self.idle_steps < self.warn_after_steps or self.warned:
             return
         self.warned = True
         rewards = sorted({float(r) for group in module.rollout for r in group.rewards})
         same = f"all rewards are {rewards[0]:g}" if len(rewards) == 1 else "within each group all rewards are equal"
-        terminal.console().print(
-            f"note: step {step:,}: {same} for {self.idle_steps:,} steps, so nothing is learned. Where they are "
+        terminal.note(
+            f"step {step:,}: {same} for {self.idle_steps:,} steps, so nothing is learned. Where they are "
             "low the task is too hard: fine-tune on some answers first (objective=sft), start with easier "
             "prompts, add a reward that is easier to earn (reward=sum, for example for the right format), or "
             "raise objective.group_size or objective.temperature. Where they are high the task is learned: use "
-            "harder prompts",
-            highlight=False, markup=False,
-        )  # fmt: skip
+            "harder prompts"
+        )
 
     def _show(self, found: list[tuple[str, Group, int]], step: int) -> None:
         with self.samples.open("a", encoding="utf-8") as file:
@@ -88,7 +82,7 @@ class Rollouts(pl.Callback):
         if os.environ.get(TRIAL) or not self.console.is_terminal:
             return
         for which, group, i in found:
-            given, text = _short(shown_prompt(group), 40), _short(group.texts[i], 90)
+            given, text = on_a_line(shown_prompt(group), 40), on_a_line(group.texts[i], 90)
             words = Text.assemble(
                 (f"{which:<7}", "bold"), f"{float(group.rewards[i]):<7.3g}", (given, "dim"), " ", text
             )
@@ -140,8 +134,3 @@ def keep(groups: list[Group], path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
     temporary.replace(path)
-
-
-def _short(text: str, characters: int) -> str:
-    words = visible(" ".join(text.split()))
-    return words if len(words) <= characters else f"{words[:characters]}..."

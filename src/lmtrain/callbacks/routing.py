@@ -37,10 +37,7 @@ class Routing(pl.Callback):
         self.told: set[tuple[str, int]] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        found = {}
-        for kind, steps in self.in_a_row.items():
-            found[kind] = steps.tolist()
-        return found
+        return {kind: steps.tolist() for kind, steps in self.in_a_row.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.in_a_row = {kind: torch.tensor(steps) for kind, steps in state_dict.items()}
@@ -53,7 +50,7 @@ class Routing(pl.Callback):
             same = ((counts > 0).sum(1) <= top_k) & (counts.shape[1] > top_k)
             before = self.in_a_row.get(kind, torch.zeros_like(same, dtype=torch.int64))
             self.in_a_row[kind] = torch.where(same, before.to(same.device) + 1, 0)
-        if self.records.holds(validation=False):  # the step is logged
+        if self.records.holds_step():
             self.records.add({f"router/{CHOICES[kind]}": use(total(trainer, x)) for kind, x in chosen.items()})
             self.warn(pl_module, trainer.global_step)
 
@@ -67,8 +64,8 @@ class Routing(pl.Callback):
                 self.told.add((kind, number))
                 top_k, choices = losses.kinds[kind].top_k, losses.chosen[kind].shape[1]
                 noise = f", memory.router_noise ({self.memory_noise:g})" if kind == "memory" else ""
-                terminal.console().print(
-                    f"note: step {step:,}: router {number + 1} of {len(steps)} has sent all tokens to the same {top_k} "
+                terminal.note(
+                    f"step {step:,}: router {number + 1} of {len(steps)} has sent all tokens to the same {top_k} "
                     f"of {choices} {CHOICES[kind]} for {count:,} steps, so the others are not trained: raise "
                     f"router.load_balance ({losses.kinds[kind].load_balance:g}){noise} or lower optimizer.lr"
                 )

@@ -1,6 +1,7 @@
 """Text samples from training: printed, logged, written to samples.jsonl, and scored if there are references."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from rich.text import Text
 
 from lmtrain.callbacks.records import Joined
 from lmtrain.config.effect import TRIAL
-from lmtrain.config.schema import SamplesConfig
+from lmtrain.config.schema import Config
+from lmtrain.data.corpus import Corpus
 from lmtrain.distributed import process_group as world
-from lmtrain.generation.prompts import Prompt
+from lmtrain.generation.prompts import Prompt, prompts_of
 from lmtrain.generation.sampling import sample_text
 from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.objectives.base import Objective
@@ -29,25 +31,14 @@ class Samples(pl.Callback):
     Text that is compared with a reference is decoded greedily: the same weights give the same answers and scores.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        tokenizer: Any,
-        prompts: list[Prompt],
-        end_ids: list[int] | None,
-        cfg: SamplesConfig,
-        text_metrics: TextMetrics,
-        console: Console,
-        seed: int,
-        early: int | None = None,
-    ) -> None:
-        """
-        Args:
-            early: an additional step at which to generate samples, long before the first validation (on one device).
-        """
-        self.path, self.tokenizer, self.prompts, self.end_ids = path, tokenizer, prompts, end_ids
-        self.cfg, self.console, self.seed = cfg, console, seed
-        self.text_metrics, self.early = text_metrics, early
+    def __init__(self, path: Path, config: Config, corpus: Corpus, console: Console) -> None:
+        self.path, self.console, self.cfg, self.seed = path, console, config.callbacks.samples, config.seed
+        self.tokenizer, self.end_ids = corpus.tokenizer, corpus.end_ids
+        self.prompts = prompts_of(self.cfg, corpus, config.data.system_prompt)
+        self.text_metrics = TextMetrics(self.cfg.metrics, config.run.allow_target)
+        every, timed = config.trainer.val_check_interval, config.budget.minutes is not None
+        # A run with a time budget shows samples within its first minute, long before its first validation.
+        self.early = math.ceil(every / 3) if timed and every is not None else None
         self.validations = 0
         self.texts: list[str] = []  # generated in this validation
 
@@ -60,9 +51,8 @@ class Samples(pl.Callback):
     def write(self, trainer: pl.Trainer, module: Objective) -> dict[str, float]:
         """Generates the texts if they are due and returns their scores; every rank must call it at each validation."""
         self.texts = []
-        if (
-            trainer.global_step > 0 and trainer.state.fn == TrainerFn.FITTING
-        ):  # the validation before training is not counted, and always generates samples
+        # The validation before training is not counted, and always generates samples.
+        if trainer.global_step > 0 and trainer.state.fn == TrainerFn.FITTING:
             self.validations += 1
         if self.validations % self.cfg.every_n_validations != 0:
             return {}
@@ -111,7 +101,7 @@ class Samples(pl.Callback):
             if self.console.is_terminal:
                 self.console.print(Panel(self._shown(prompt, text), title=title, title_align="left"))
             elif not os.environ.get(TRIAL):
-                line = f"{title} | {_on_a_line(prompt.shown)} | {_on_a_line(text)}"
+                line = f"{title} | {on_a_line(prompt.shown)} | {on_a_line(text)}"
                 self.console.print(line, soft_wrap=True, highlight=False, markup=False)
         self._log(trainer, step)
 
@@ -136,7 +126,7 @@ class Samples(pl.Callback):
                     logger.log_texts(columns, rows)
 
 
-def _on_a_line(text: str, characters: int = 160) -> str:
-    """Returns the beginning of a text on one line, for a log; samples.jsonl has all of it."""
+def on_a_line(text: str, characters: int = 160) -> str:
+    """Returns the beginning of a text on one line, for the screen or a log; samples.jsonl has all of it."""
     words = " ".join(text.split())
     return words if len(words) <= characters else f"{words[:characters]}..."

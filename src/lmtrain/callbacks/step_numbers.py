@@ -91,7 +91,7 @@ def machine_numbers(device: torch.device) -> dict[str, float]:
                     numbers[name] = read(device)
             except Exception as error:  # NVML's errors share no base class with torch's
                 _unread.add(name)
-                terminal.console().print(f"note: {name} is left out of the records: {first_line(error)}")
+                terminal.note(f"{name} is left out of the records: {first_line(error)}")
     return numbers
 
 

@@ -68,8 +68,7 @@ class Preemption(pl.Callback):
             self._end(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        alone = trainer.world_size == 1
-        if self.stop.agreed or (alone and self.stop.asked()):
+        if self.stop.agreed or (trainer.world_size == 1 and self.stop.asked()):
             self._end(trainer)
 
     def _end(self, trainer: pl.Trainer) -> None:

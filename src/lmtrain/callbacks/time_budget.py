@@ -4,15 +4,18 @@ The learning rate schedule spans the current number of steps, so it also ends wi
 number and the time used so far; a resumed run continues from both. `Forecast` predicts the final loss.
 """
 
+import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from rich.console import Console
 
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.config.options import WarmupStableDecayConfig
+from lmtrain.config.schema import Config
+from lmtrain.distributed import ranks
 from lmtrain.models import dial
 from lmtrain.objectives.base import Objective
 from lmtrain.optim.schedules import warmup_steps
@@ -34,30 +37,28 @@ def steps_of_validation(rows: int, global_batch_size: int) -> float:
     return _FORWARD * rows / global_batch_size
 
 
+class Length(NamedTuple):
+    """The planned length of a run."""
+
+    steps: int
+    at_most: int  # the most steps that a time budget may extend it to
+    validated: int  # rows that each validation reads
+
+
 class TimeBudget(pl.Callback):
-    def __init__(
-        self,
-        seconds: float,
-        began: float,
-        console: Console,
-        *,
-        at_most: int,
-        validate_every: int | None,
-        validation_steps: float,
-        parts: Sequence[Any],
-    ) -> None:
+    """A callback that keeps the run within budget.minutes, including the time before this process's training."""
+
+    def __init__(self, config: Config, length: Length, console: Console, parts: Sequence[Any]) -> None:
         """
         Args:
-            seconds: the budget of the whole run, including the time before this process's training.
-            began: when this process's command was given, as time.time().
-            at_most: the maximum number of steps, however much time there is.
-            validate_every: steps between validations; None: only after the last step.
-            validation_steps: the expected time of a validation in training steps, used until one has been timed.
             parts: objects besides Trainer and objective whose `total_steps` is updated when the length changes.
         """
-        self.seconds, self.began, self.console = seconds, began, console
-        self.at_most = at_most
-        self.validate_every, self.validation_steps, self.parts = validate_every, validation_steps, parts
+        assert config.budget.minutes is not None
+        self.seconds, self.console, self.parts = 60 * config.budget.minutes, console, parts
+        self.began = float(os.environ.get(ranks.BEGAN, time.time()))  # when this process's command was given
+        self.at_most, self.validate_every = length.at_most, config.trainer.val_check_interval
+        # The expected time of a validation in training steps, used until one has been timed.
+        self.validation_steps = steps_of_validation(length.validated, config.data.global_batch_size)
         self.spent = 0.0  # seconds used by earlier processes
         self.validation: float | None = None  # seconds of the last validation
         # The step and time of the last adjustment, seconds of validations since then, seconds until the next one.

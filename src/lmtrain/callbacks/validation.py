@@ -17,25 +17,19 @@ from lmtrain.callbacks.average import WeightAverage
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.stopping import ValidationInterrupted
+from lmtrain.config.schema import Config
 from lmtrain.objectives.base import Objective
 from lmtrain.strategies.lightning_private import between_batches
 
 
 class Validation(pl.Callback):
     def __init__(
-        self,
-        metrics: Metrics,
-        samples: Samples | None,
-        average: WeightAverage | None,
-        *,
-        every_n_steps: int | None,
-        total_steps: int,
-        before_training: bool = False,
+        self, metrics: Metrics, samples: Samples | None, average: WeightAverage | None, config: Config, total_steps: int
     ) -> None:
         self.metrics, self.samples, self.average = metrics, samples, average
-        self.before_training = before_training
-        self.every_n_steps, self.total_steps = every_n_steps, total_steps
-        self.last_step = -1
+        self.every_n_steps = config.trainer.val_check_interval
+        self.before_training = config.trainer.val_before_training
+        self.total_steps, self.last_step = total_steps, -1
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_step": self.last_step}

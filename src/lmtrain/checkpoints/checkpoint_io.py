@@ -1,7 +1,8 @@
 """A CheckpointIO plugin for Lightning that uses the checkpoint store, saving synchronously or in the background."""
 
-import threading
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +19,28 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Any, list[torch.Tensor]] = {}  # keyed by shape and dtype
+        self._buffers: dict[Any, torch.Tensor] = {}  # keyed by shape, dtype and a number
 
     def take(self, tree: Any) -> Any:
         """Returns `tree` with tensors replaced by host copies, valid until the next call. Tied weights stay tied."""
-        taken: dict[Any, int] = {}
+        taken: Counter[Any] = Counter()
         copies: dict[Any, torch.Tensor] = {}
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
-            kind = (tensor.shape, tensor.dtype)
-            same = (*kind, tensor.device, tensor.data_ptr(), tensor.stride())
+            shape, dtype = tensor.shape, tensor.dtype
+            same = (shape, dtype, tensor.device, tensor.data_ptr(), tensor.stride())
             if same not in copies:
-                number = taken[kind] = taken.get(kind, -1) + 1
-                copies[same] = self._buffer(kind, number).copy_(tensor.detach(), non_blocking=True)
+                place = (shape, dtype, taken[shape, dtype])
+                taken[shape, dtype] += 1
+                if place not in self._buffers:
+                    self._buffers[place] = torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+                copies[same] = self._buffers[place].copy_(tensor.detach(), non_blocking=True)
             return copies[same]
 
         copied = torch.utils._pytree.tree_map_only(torch.Tensor, copy, tree)
         if any(device.type == "cuda" for _, _, device, *_ in copies):
             torch.cuda.synchronize()  # before the next step changes the tensors being copied
         return copied
-
-    def _buffer(self, kind: tuple[torch.Size, torch.dtype], number: int) -> torch.Tensor:
-        buffers = self._buffers.setdefault(kind, [])
-        if number == len(buffers):
-            shape, dtype = kind
-            buffers.append(torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available()))
-        return buffers[number]
 
 
 class FolderCheckpointIO(CheckpointIO):
@@ -58,8 +55,7 @@ class FolderCheckpointIO(CheckpointIO):
         self.background = background
         self._host_copies = HostCopies()
         self.published: Callable[[], None] = lambda: None
-        self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._saving: Future[None] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()
@@ -89,23 +85,15 @@ class FolderCheckpointIO(CheckpointIO):
         if not self.background:
             write()
             return
-        self._writer = threading.Thread(target=self._write_in_thread, args=(write,), name="checkpoint")
-        self._writer.start()
-
-    def _write_in_thread(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:  # `wait` raises it again in the training thread
-            self._error = error
+        pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving = pool.submit(write)
+        pool.shutdown(wait=False)  # the thread ends with the save
 
     def wait(self) -> None:
         """Waits for the save in progress, if any, and raises its error."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def teardown(self) -> None:
         self.wait()

@@ -55,19 +55,15 @@ def read(checkpoint: Path) -> dict[str, Any]:
         RunError: the file can't be read from the disk.
     """
     try:
-        text = read_regular(checkpoint / NAME)
+        content = json.loads(read_regular(checkpoint / NAME))
     except FileNotFoundError:
         raise Damaged(checkpoint, f"{NAME} is missing") from None
     except (NotADirectoryError, IsADirectoryError, NotRegular):
         raise Damaged(checkpoint, f"{NAME} is not a file in a folder") from None
-    except UnicodeDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, f"{NAME} can't be read: {error}") from None
     except OSError as error:
         raise unreadable(checkpoint / NAME, error) from error
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(checkpoint, f"{NAME} can't be read: {error}") from None
     problem = _problem(content)
     if problem is not None:
         raise Damaged(checkpoint, f"{NAME} {problem}")

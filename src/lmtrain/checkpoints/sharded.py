@@ -99,8 +99,7 @@ def _without_tensors(optimizer_states: list[dict[str, Any]]) -> tuple[list[dict[
         state: dict[int, dict[str, Any]] = {}
         for index, values in saved["state"].items():
             state[index] = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-            found = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-            tensors |= {f"{number}.{index}.{key}": value for key, value in found.items()}
+            tensors |= {f"{number}.{index}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
         plain.append({**saved, "state": state})
     return plain, tensors
 

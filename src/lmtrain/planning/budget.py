@@ -238,7 +238,7 @@ def _on_ranks(config: Config) -> tuple[float, list[float]]:
     """Returns the seconds from starting a trial's ranks to its first step, and the time.time() of each of its steps."""
     tried = copy.deepcopy(config)
     tried.budget.minutes = None
-    with trial.folder_beside_runs(config, "budget") as folder:
+    with run_dir.folder_beside_runs(config, "budget") as folder:
         started, here = time.time(), folder / "trial"
         rows = trial.run(trial.config_of(tried, here, _RANKS), here)
     times = [row["time"] for row in rows]

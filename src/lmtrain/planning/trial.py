@@ -5,10 +5,8 @@ The process gets a config that differs from the run's only in what is shown, sav
 
 import contextlib
 import copy
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,30 +19,15 @@ from lmtrain.config.batch import split_over
 from lmtrain.config.schema import Config
 from lmtrain.data.order import MicroBatch, Rows
 from lmtrain.errors import RunError, UserError
-from lmtrain.files import read_jsonl, temporary_beside, write_atomic
+from lmtrain.files import read_jsonl, write_atomic
 from lmtrain.run.start import start
-from lmtrain.run_folder.folder import make_root, open_run
+from lmtrain.run_folder.folder import open_run
 
 _NEVER = 2**31 - 1
 
 
 class OutOfMemory(Exception):
     """Raised when a trial needs more memory than is available."""
-
-
-@contextlib.contextmanager
-def folder_beside_runs(config: Config, name: str) -> Iterator[Path]:
-    """Yields a temporary folder for trials in run.root. Raises UserError if it can't be created."""
-    root = make_root(config)
-    folder = temporary_beside(root / name)
-    try:
-        folder.mkdir()
-    except OSError as error:
-        raise UserError(f"cannot write {root}: {error.strerror}; set run.root to a folder you can") from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class LongestRows:

@@ -227,7 +227,7 @@ def tune(config: Config) -> int:
 def look(config: Config) -> Found:
     """Runs the trials that the config asks for, in a temporary folder, and returns what they found."""
     found, tried = Found(), copy.deepcopy(config)
-    with trial.folder_beside_runs(config, "tune") as folder:
+    with run_dir.folder_beside_runs(config, "tune") as folder:
         devices.resolve_auto(tried)
         if config.tune.micro_batch_size:
             largest_micro_batch(tried, folder, found)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from rich.console import Console
 
@@ -22,7 +21,7 @@ from lmtrain.callbacks.records import Records
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.step_numbers import StepNumbers
 from lmtrain.callbacks.stopping import Preemption
-from lmtrain.callbacks.time_budget import ENDLESS, TimeBudget
+from lmtrain.callbacks.time_budget import ENDLESS, Length
 from lmtrain.checkpoints import retention
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.batch import check_reached, horizon, rate_factor, row_lengths, step_sizes
@@ -43,16 +42,13 @@ from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
-from lmtrain.generation.prompts import prompts_of
-from lmtrain.generation.text_metrics import TextMetrics
-from lmtrain.models import flops
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.optim.schedules import build_schedule
-from lmtrain.run.build_callbacks import Length, build_callbacks, build_feed, check_monitors
+from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monitors
 from lmtrain.run.features import contents_of_features, features_on
 from lmtrain.run.loggers import build_loggers
 from lmtrain.run_folder.folder import RunDir
@@ -84,11 +80,6 @@ class Run:
         """The number of steps of the run as currently planned; a time budget may change it."""
         return self.objective.total_steps
 
-    def set_length(self, steps: int) -> None:
-        """Sets the number of steps of a resumed run with a time budget."""
-        budget = next(c for c in self.trainer.callbacks if isinstance(c, TimeBudget))  # type: ignore[attr-defined]
-        budget.set_length(self.trainer, self.objective, steps)
-
 
 def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:
     """Builds every object of a run; raises UserError for mistakes that only the data or the model reveal."""
@@ -106,8 +97,11 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     fit_to_model(config, corpus, objective.model.unpacked_because, [s.rows for s in val_sets.values()])
     most = total_steps if config.budget.minutes is None else at_most(config, rows)
     datamodule = build_datamodule(config, corpus, most, val_sets)
-    metrics = build_metrics(config, run_dir, corpus, objective, val_sets)
-    samples = build_samples(config, run_dir, corpus, console)
+    bytes_per_token = {"": corpus.val_bytes_per_token, **{n: s.bytes_per_token for n, s in val_sets.items()}}
+    numbers = StepNumbers(config.data, rows_to_train(config, corpus), config.trainer.max_epochs)
+    metrics = Metrics(Records(run_dir.metrics), config, objective.model.model, numbers, bytes_per_token)
+    writes = config.callbacks.samples.every_n_validations > 0 and corpus.val is not None
+    samples = Samples(run_dir.samples, config, corpus, console) if writes and not config.objective.scalar_head else None
     check_monitors(config, corpus, objective, samples, val_sets)
     feed = build_feed(config, run_dir, corpus, stop, total_steps)
     preemption = Preemption(stop)
@@ -234,41 +228,6 @@ def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprin
     return found
 
 
-def build_metrics(
-    config: Config, run_dir: RunDir, corpus: Corpus, objective: Objective, val_sets: dict[str, ValSet]
-) -> Metrics:
-    hf_model = objective.model.model
-    device = torch.device(config.trainer.accelerator)
-    numbers = StepNumbers(config.data, rows_to_train(config, corpus), config.trainer.max_epochs)
-    # Counted now, while every rank has the whole model.
-    per_token = {length: flops.flops_per_token(hf_model, length) for length in numbers.lengths.values}
-    return Metrics(
-        Records(run_dir.metrics),
-        log_every_n_steps=config.trainer.log_every_n_steps,
-        numbers=numbers,
-        bytes_per_token={"": corpus.val_bytes_per_token, **{n: s.bytes_per_token for n, s in val_sets.items()}},
-        flops_per_token=lambda steps: per_token[numbers.row_length(steps)],
-        peak=flops.peak_flops(device, config.trainer.precision),
-    )
-
-
-def build_samples(config: Config, run_dir: RunDir, corpus: Corpus, console: Console) -> Samples | None:
-    cfg = config.callbacks.samples
-    if cfg.every_n_validations == 0 or corpus.val is None or config.objective.scalar_head:
-        return None
-    prompts = prompts_of(cfg, corpus, config.data.system_prompt)
-    scores = TextMetrics(cfg.metrics, config.run.allow_target)
-    every = config.trainer.val_check_interval
-    # A run with a time budget shows samples within its first minute.
-    early = math.ceil(every / 3) if config.budget.minutes is not None and every is not None else None
-    return Samples(run_dir.samples, corpus.tokenizer, prompts, corpus.end_ids, cfg, scores, console, config.seed, early)
-
-
-def cluster_environment() -> ClusterEnvironment:
-    """Returns how a rank finds the others: by variables that the elastic launcher, torchrun or ranks.py have set."""
-    return TorchElasticEnvironment() if ranks.find() is not None else LightningEnvironment()
-
-
 def build_profiler(name: str | None, run_dir: RunDir) -> Profiler | None:
     """Builds Lightning's profiler `name`, if any; it writes its report or trace to profile* in the run's folder."""
     makers = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
@@ -282,6 +241,9 @@ def build_trainer(
     t = config.trainer
     devices.set_matmul_precision(t)
     precision, plugins = for_lightning(config)
+    # How a rank finds the others: by variables that the elastic launcher, torchrun or ranks.py have set. It is set
+    # explicitly, else Lightning takes any process of a SLURM job for a rank and saves in its signal handler.
+    environment = LightningEnvironment() if ranks.find() is None else TorchElasticEnvironment()
     trainer = pl.Trainer(
         accelerator=t.accelerator,
         devices=t.devices,
@@ -301,8 +263,7 @@ def build_trainer(
         logger=False if records is None else build_loggers(config.logger, run_dir, records),
         log_every_n_steps=t.log_every_n_steps,
         callbacks=callbacks,
-        # Set explicitly: else Lightning takes any process of a SLURM job for a rank and saves in its signal handler.
-        plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), cluster_environment(), *plugins],
+        plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), environment, *plugins],
         default_root_dir=Path(run_dir.path),
         benchmark=t.benchmark,
         deterministic=t.deterministic or None,  # type: ignore[arg-type]

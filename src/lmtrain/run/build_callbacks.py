@@ -3,10 +3,8 @@
 import math
 import os
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import lightning.pytorch as pl
 from rich.console import Console
@@ -21,7 +19,7 @@ from lmtrain.callbacks.routing import Routing
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.stopping import BadSteps, Preemption
 from lmtrain.callbacks.stream import FeedStream
-from lmtrain.callbacks.time_budget import Forecast, TimeBudget, steps_of_validation
+from lmtrain.callbacks.time_budget import Forecast, Length, TimeBudget
 from lmtrain.callbacks.validation import EarlyStopping, Validation
 from lmtrain.config import places
 from lmtrain.config.effect import TRIAL
@@ -32,7 +30,6 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.data.stream.ring import StreamRows
 from lmtrain.data.val_sets import ValSet
 from lmtrain.distributed import process_group as world
-from lmtrain.distributed import ranks
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.models import dial
@@ -77,14 +74,6 @@ def _reported(objective: Objective, bytes_per_token: float | None) -> list[str]:
     return [*names, "perplexity", *(["bits_per_byte"] if bytes_per_token else [])]
 
 
-class Length(NamedTuple):
-    """The planned length of a run."""
-
-    steps: int
-    at_most: int  # the most steps that a time budget may extend it to
-    validated: int  # rows that each validation reads
-
-
 def build_callbacks(
     config: Config,
     run_dir: RunDir,
@@ -98,33 +87,19 @@ def build_callbacks(
     ranking: str,
 ) -> list[pl.Callback]:
     """Builds the callbacks in running order: metrics, validation, samples, progress, the user's, record, checkpoint."""
-    cb, t = config.callbacks, config.trainer
+    cb, t, options = config.callbacks, config.trainer, config.objective
     average = WeightAverage(cb.ema) if cb.ema.enabled else None
-    validation = Validation(
-        metrics,
-        samples,
-        average,
-        every_n_steps=t.val_check_interval,
-        total_steps=length.steps,
-        before_training=t.val_before_training,
-    )
-    checkpoints = Checkpoints(
-        run_dir.checkpoints,
-        metrics,
-        config.checkpoint,
-        every_n_steps=t.save_every_n_steps,
-        total_steps=length.steps,
-        scored_on=scored_on(config.checkpoint.monitor),
-        mode=ranking,
-    )
+    validation = Validation(metrics, samples, average, config, length.steps)
+    monitored = scored_on(config.checkpoint.monitor)
+    checkpoints = Checkpoints(run_dir.checkpoints, metrics, config, length.steps, monitored, ranking)
     bar = progress_bar(config, console, length.steps)
-    parts: list[pl.Callback | None] = [validation, checkpoints, bar, feed]
+    parts = [part for part in (validation, checkpoints, bar, feed) if part is not None]  # told when the length changes
     if bar is not None:
         metrics.listeners.append(bar.listen)
     callbacks: list[pl.Callback | None] = [
         metrics,
         Routing(metrics.records, config.router.warn_after_steps, config.memory.router_noise),
-        _rollouts(config, run_dir, metrics, console),
+        Rollouts(metrics.records, run_dir, options, console) if isinstance(options, GRPOOptions) else None,
         BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps),
         average,
         validation,
@@ -134,21 +109,13 @@ def build_callbacks(
         bar,
         *_users_callbacks(config),
         feed,  # may request a stop
-        time_budget(config, console, length, [part for part in parts if part is not None]),
+        TimeBudget(config, length, console, parts) if config.budget.minutes is not None else None,
         # Comes after all that log: some Lightning callbacks log an extra time when they see that a stop was requested.
         preemption,
         WriteRecords(metrics.records),
         checkpoints,
     ]
     return [callback for callback in callbacks if callback is not None]
-
-
-def _rollouts(config: Config, run_dir: RunDir, metrics: Metrics, console: Console) -> Rollouts | None:
-    options = config.objective
-    if not isinstance(options, GRPOOptions):
-        return None
-    kept = run_dir.path / "rollouts" if options.keep_rollouts else None
-    return Rollouts(metrics.records, run_dir.samples, kept, options.warn_after_steps, console)
 
 
 def _forecast(config: Config, metrics: Metrics, length: Length, console: Console) -> Forecast | None:
@@ -162,21 +129,6 @@ def _forecast(config: Config, metrics: Metrics, length: Length, console: Console
     if decay > 1.1 * dial.weight_decay(config.optimizer.lr, epoch_steps):  # more than in the runs of the fit
         return None
     return Forecast(metrics, schedule, minutes, console, decayed=decay > 0)
-
-
-def time_budget(config: Config, console: Console, length: Length, parts: Sequence[pl.Callback]) -> TimeBudget | None:
-    """Builds the callback that keeps the run within budget.minutes; `parts` are told when its length changes."""
-    if config.budget.minutes is None:
-        return None
-    return TimeBudget(
-        60 * config.budget.minutes,
-        float(os.environ.get(ranks.BEGAN, time.time())),
-        console,
-        at_most=length.at_most,
-        validate_every=config.trainer.val_check_interval,
-        validation_steps=steps_of_validation(length.validated, config.data.global_batch_size),
-        parts=parts,
-    )
 
 
 def _users_callbacks(config: Config) -> list[pl.Callback]:

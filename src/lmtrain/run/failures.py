@@ -1,24 +1,20 @@
 """Explains exceptions raised during training, each in one message: what happened, and what to change."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lmtrain import errors
+from lmtrain.checkpoints import store
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import data_parallel
 from lmtrain.errors import RunError, disk_full, first_line
 from lmtrain.models import flops
-
-if TYPE_CHECKING:
-    from lmtrain.run.build import Run
-
-GIB = 2**30
+from lmtrain.run.build import Run
 
 
-def explain(error: BaseException, run: "Run") -> RunError | None:
+def explain(error: BaseException, run: Run) -> RunError | None:
     """Returns a RunError that says what to do about `error`, or None if only a traceback helps."""
     if isinstance(error, torch.OutOfMemoryError) or errors.out_of_memory(error):
         return out_of_memory(error, run)
@@ -41,7 +37,7 @@ def explain(error: BaseException, run: "Run") -> RunError | None:
     return None
 
 
-def refuse_lost_model(run: "Run") -> None:
+def refuse_lost_model(run: Run) -> None:
     """Raises RunError if the loss of the last validation is not finite: such a run counts as failed."""
     last = run.metrics.last_val
     loss = last.get("val/loss", 0.0)
@@ -53,31 +49,28 @@ def refuse_lost_model(run: "Run") -> None:
         )
 
 
-def lost_worker(error: BaseException, run: "Run") -> bool:
+def lost_worker(error: BaseException, run: Run) -> bool:
     """Returns whether a data loader worker died: torch reports it, or its pipe broke in the middle of a batch."""
     if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
         return True
     return run.config.data.num_workers > 0 and isinstance(error, ConnectionError | EOFError)
 
 
-def last_good(run: "Run") -> str:
+def last_good(run: Run) -> str:
     """Describes the checkpoint that the run can be continued from."""
-    from lmtrain.checkpoints import store
-
     newest = store.scan(run.dir.checkpoints)
     if not newest:
         return "no checkpoint had been written yet"
     return f"the last checkpoint is untouched ({newest[-1].name}); go on with run.dir={run.dir.path} run.resume=auto"
 
 
-def out_of_memory(error: BaseException, run: "Run") -> RunError:
+def out_of_memory(error: BaseException, run: Run) -> RunError:
     """Returns a RunError that lists what took the memory and up to three overrides that reduce it."""
     c = run.config
     parts = flops.memory_estimate(run.objective.model.model, c)
-    took = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in sorted(parts.items(), key=lambda p: -p[1]))
-    smaller = max(1, c.data.micro_batch_size // 2)
-    while c.data.global_batch_size % (smaller * data_parallel(run.trainer).size) != 0:
-        smaller -= 1
+    took = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(parts.items(), key=lambda p: -p[1]))
+    half, ranks = max(1, c.data.micro_batch_size // 2), data_parallel(run.trainer).size
+    smaller = next(rows for rows in range(half, 0, -1) if c.data.global_batch_size % (rows * ranks) == 0)
     fixes = []
     if smaller < c.data.micro_batch_size:
         fixes.append(f"data.micro_batch_size={smaller} (same numbers, more accumulation)")

@@ -3,7 +3,6 @@
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lmtrain.config.batch import horizon, step_sizes
 from lmtrain.config.effect import TRIAL
@@ -12,16 +11,13 @@ from lmtrain.config.schema import BUDGETS
 from lmtrain.data.chat.templates import own_template
 from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
-from lmtrain.run.build import rows_to_train
+from lmtrain.run.build import Run, rows_to_train
 from lmtrain.secrets import command
-
-if TYPE_CHECKING:
-    from lmtrain.run.build import Run
 
 _PROMPT = 40  # maximum number of characters of a prompt
 
 
-def say_how_to_go_on(run: "Run") -> None:
+def say_how_to_go_on(run: Run) -> None:
     """Prints why the run stopped and the command that continues it, which a sweep or pipeline prints itself."""
     step = run.trainer.global_step
     saved = "the checkpoint is written" if step > 0 else "there is no checkpoint yet"
@@ -33,7 +29,7 @@ def say_how_to_go_on(run: "Run") -> None:
     print(f"  {continuing(run)}", flush=True)
 
 
-def next_commands(run: "Run", status: str) -> list[str]:
+def next_commands(run: Run, status: str) -> list[str]:
     """Returns the commands a user is likely to run next: generate or chat, evaluate, and train further."""
     here = near(run.dir.path)
     chats = run.config.data.rows != "text" and own_template(run.corpus.tokenizer) is not None
@@ -45,7 +41,7 @@ def next_commands(run: "Run", status: str) -> list[str]:
     return lines
 
 
-def continuing(run: "Run", *changes: str) -> str:
+def continuing(run: Run, *changes: str) -> str:
     """Returns the command that continues this run, with `changes` replacing its overrides of the same keys."""
     words = typed()
     keys = typed_keys(words)
@@ -61,7 +57,7 @@ def near(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _prompt(run: "Run") -> str:
+def _prompt(run: Run) -> str:
     """Returns the first words of a validation row of text if they are printable, else a common opening of stories."""
     if run.config.data.rows == "text" and run.corpus.val is not None:
         text = re.sub(r"\s+", " ", a_prompt(run.corpus.val, run.corpus.tokenizer)).strip()
@@ -71,18 +67,16 @@ def _prompt(run: "Run") -> str:
     return "Once upon a time"
 
 
-def longer(run: "Run") -> list[str]:
+def longer(run: Run) -> list[str]:
     """Returns overrides that double the key that ended the run and unset the other key if it would end it earlier."""
     chosen = run.config.budget.chosen
     if chosen is not None:
         return [f"budget.{chosen}={2 * getattr(run.config.budget, chosen):g}"]
     t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(rows_to_train(run.config, run.corpus))
     steps, epochs = t.max_steps, t.max_epochs
-    by_epochs = epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps
-    if by_epochs:
-        needed = horizon(None, 2 * epochs, rows, sizes)  # type: ignore[operator]
-        too_few = steps is not None and steps < needed
-        return [f"trainer.max_epochs={2 * epochs}", *(["trainer.max_steps=null"] if too_few else [])]  # type: ignore[operator]
+    if epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps:
+        too_few = steps is not None and steps < horizon(None, 2 * epochs, rows, sizes)
+        return [f"trainer.max_epochs={2 * epochs}", *(["trainer.max_steps=null"] if too_few else [])]
     wanted = 2 * run.total_steps
     too_few = epochs is not None and horizon(None, epochs, rows, sizes) < wanted
     return [f"trainer.max_steps={wanted}", *(["trainer.max_epochs=null"] if too_few else [])]

@@ -24,15 +24,6 @@ from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed import ranks
-from lmtrain.distributed.ranks import (
-    TYPED,
-    end_with_parent,
-    is_first,
-    leave_after,
-    print_from_rank,
-    typed,
-    was_restarted,
-)
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import write_atomic
 from lmtrain.run_folder.folder import RunDir
@@ -82,7 +73,7 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ |= {_LAUNCHER: str(os.getpid()), TYPED: shlex.join(typed())}
+    os.environ |= {_LAUNCHER: str(os.getpid()), ranks.TYPED: shlex.join(ranks.typed())}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code prints its stack
     world.write_traces_to(folder)
@@ -120,7 +111,7 @@ def _note_of_failure(folder: Path, rank: int) -> Path:
 
 
 def _note_failure(path: Path, nanoseconds: int, code: int) -> None:
-    with contextlib.suppress(OSError):  # a disk failure may be the cause
+    with contextlib.suppress(RunError):  # a disk failure may be the cause
         write_atomic(path, f"{nanoseconds} {code}")
 
 
@@ -178,7 +169,7 @@ def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
     """
     config_path = Path(words[0])
     if _LAUNCHER in os.environ:  # a killed launcher can't forward a signal: save and exit
-        end_with_parent(int(os.environ[_LAUNCHER]), signal.SIGTERM)
+        ranks.end_with_parent(int(os.environ[_LAUNCHER]), signal.SIGTERM)
     lenient()
     failed_at = _note_of_failure(config_path.parent, int(os.environ["RANK"]))
     failed_at.unlink(missing_ok=True)  # left by an earlier start
@@ -186,7 +177,7 @@ def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
         return job(rules.load(config_path, trust.of_words(words[1:]), own=True))
     except (UserError, RunError) as error:
         now = time.time_ns()
-        printed = print_from_rank(error)  # before writing: this rank is ended soon after another has exited
+        printed = ranks.print_from_rank(error)  # before writing: this rank is ended soon after another has exited
         _note_failure(failed_at, now, error.exit_code)
         if not printed and not _has_failed(config_path.parent, rank=0):
             errors.print_error(str(error))
@@ -201,7 +192,7 @@ def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
 def _clear_after_launcher() -> None:
     """Removes the ranks' rendezvous folder if the launcher was killed before it could do so."""
     launcher = os.environ.get(_LAUNCHER)
-    if launcher is not None and os.getppid() != int(launcher) and is_first():
+    if launcher is not None and os.getppid() != int(launcher) and ranks.is_first():
         shutil.rmtree(os.environ[world.MEETING], ignore_errors=True)
 
 
@@ -234,7 +225,7 @@ def rank_main(words: Sequence[str]) -> int:
     from lmtrain.run.session import Session
 
     def train(config: Config) -> int:
-        if was_restarted():
+        if ranks.was_restarted():
             config.run.resume = "auto"
         return Session(config, RunDir(Path(words[0]).parents[1])).run()
 
@@ -243,4 +234,4 @@ def rank_main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_after(lambda: rank_main(sys.argv[1:]))
+    ranks.leave_after(lambda: rank_main(sys.argv[1:]))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from transformers.utils import flatten_dict
 
 from lmtrain import secrets
 from lmtrain.callbacks.records import Joined, Records, Row
@@ -157,7 +158,8 @@ class MLflow(Joined, MLFlowLogger):
         """Logs the parameters that are new: MLflow can't change parameters, so those of the run's first start stay."""
         client: Any = self.experiment
         known = client.get_run(self.run_id).data.params
-        super().log_hyperparams({name: value for name, value in flat(params).items() if name not in known})
+        named = flatten_dict(params, delimiter="/")  # as all of Lightning's loggers name them
+        super().log_hyperparams({name: value for name, value in named.items() if name not in known})
 
     def note_sent(self, rows: list[Row]) -> None:
         """Marks as sent what the MLflow run holds, which may be less than `rows`."""
@@ -170,17 +172,6 @@ class MLflow(Joined, MLFlowLogger):
         client: Any = self.experiment
         table = {name: list(values) for name, values in zip(columns, zip(*rows, strict=True), strict=True)}
         client.log_table(self.run_id, table, "samples.json")
-
-
-def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested parameters, with names joined by '/' as in all of Lightning's loggers."""
-    found: dict[str, Any] = {}
-    for name, value in params.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{name}/")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 def build_loggers(wanted: dict[str, Any], run_dir: RunDir, records: Records) -> list[Logger]:
@@ -232,7 +223,7 @@ def _run_id(file: Path) -> str:
     return file.read_text()
 
 
-def start_loggers(loggers: Iterable[Logger], step: int, tell: Callable[[str], None]) -> None:
+def start_loggers(loggers: Iterable[Joined], step: int, tell: Callable[[str], None]) -> None:
     """Opens files and connections, which loggers otherwise open lazily; the run continues after `step` steps.
 
     `tell` is called with notes for the user.
@@ -243,8 +234,7 @@ def start_loggers(loggers: Iterable[Logger], step: int, tell: Callable[[str], No
     """
     for logger in loggers:
         try:
-            if isinstance(logger, Joined):
-                logger.open_run(step, tell)
+            logger.open_run(step, tell)
         except Exception as error:  # W&B's errors, MLflow's and the network's share no base class
             name = type(logger).__name__.lower()
             if disk_full(error):
@@ -260,23 +250,21 @@ def log_config(loggers: Iterable[Logger], config: dict[str, Any]) -> None:
         logger.log_hyperparams(config)
 
 
-def note_sent(loggers: Iterable[Logger], run_dir: RunDir) -> None:
+def note_sent(loggers: Iterable[Joined], run_dir: RunDir) -> None:
     """Tells W&B and MLflow which rows earlier processes have sent; must be called before metrics.jsonl is truncated."""
     rows = readable_rows(run_dir.metrics)
-    for logger in loggers:
-        if rows and isinstance(logger, Joined):
-            logger.note_sent(rows)
+    for logger in loggers if rows else ():
+        logger.note_sent(rows)
 
 
-def write_again(loggers: Iterable[Logger], run_dir: RunDir, step: int) -> None:
+def write_again(loggers: Iterable[Joined], run_dir: RunDir, step: int) -> None:
     """Writes again the records that a logger lost when the run was resumed after `step`, or had not yet sent.
 
     Lightning starts its CSV file anew, so it gets all records; TensorBoard, which drops what it had from `step` on,
     gets those of that step. Trackers skip what they have been sent before.
     """
     for logger in loggers:
-        if isinstance(logger, Joined):
-            first = step if isinstance(logger, TensorBoard) else 0
-            for row in read_jsonl(run_dir.metrics):
-                if row["step"] >= first:
-                    logger.write_record({k: v for k, v in row.items() if k != "time"}, of_validation(row))
+        first = step if isinstance(logger, TensorBoard) else 0
+        for row in read_jsonl(run_dir.metrics):
+            if row["step"] >= first:
+                logger.write_record({k: v for k, v in row.items() if k != "time"}, of_validation(row))

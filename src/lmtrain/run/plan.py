@@ -3,12 +3,12 @@
 import io
 import os
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Group
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lmtrain import terminal
@@ -35,19 +35,17 @@ from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
 from lmtrain.run import plan_costs
+from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
 from lmtrain.terminal import counted, si, visible
 
-if TYPE_CHECKING:
-    from lmtrain.run.build import Run
-
 _SHOWN = 160  # tokens of the first row that are shown
 _LINES = 2  # lines of the first row that are shown in a log
 
 
-def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> None:
+def show(run: Run, resumed_from: str | None, done: int, notes: list[str]) -> None:
     """Prints the plan, the parameter groups and the decoded first row; `done` is the number of steps trained before."""
     table = terminal.facts((name, shown(value)) for name, value in plan_rows(run, resumed_from, done))
     parts: list[Any] = [table, Text(), groups_table(run)]
@@ -55,10 +53,8 @@ def show(run: "Run", resumed_from: str | None, done: int, notes: list[str]) -> N
     text, legend = first_row(run)
     panels = [Panel(Group(*parts), title="plan", title_align="left"), Panel(text, title=legend, title_align="left")]
     if os.environ.get(TRIAL):
-        length = (
-            f"{run.config.model.name}, {counted(run.total_steps, 'step')}{f', {resumed_from}' if resumed_from else ''}"
-        )
-        run.console.print(f"{length}; its plan: {run.dir.plan}", soft_wrap=True, highlight=False)
+        length = [run.config.model.name, counted(run.total_steps, "step"), *([resumed_from] if resumed_from else [])]
+        run.console.print(f"{', '.join(length)}; its plan: {run.dir.plan}", soft_wrap=True, highlight=False)
     elif run.console.is_terminal:
         run.console.print(*panels, sep="\n")
     else:
@@ -80,7 +76,7 @@ def as_text(panels: list[Panel]) -> str:
     return file.getvalue()
 
 
-def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str, str]]:
+def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, str]]:
     c, corpus = run.config, run.corpus
     model = run.objective.model.model
     total, trainable, embedding = flops.parameter_counts(model)
@@ -88,8 +84,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
     per_row, sizes = corpus.epoch_tokens / len(corpus.train), step_sizes(c.data)
     tokens_per_step, tokens = (round(per_row * n) for n in (sizes.last, sizes.before(run.total_steps)))
     compute, per_token = flops_in_all(run, per_row), flops.flops_per_token(model, c.data.seq_len)
-    val = validation_words(run)
-    rows = [
+    return [
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
         *(("adapter", describe_adapter(found, c.peft)) for found in [adapter_of(model)] if found),
         *(("attention", f"the model's own: {why}") for why in [getattr(model, "own_attention_because", None)] if why),
@@ -102,7 +97,7 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
                    f"{'epochs' if corpus.stream is None else 'windows'} of {si(corpus.epoch_tokens)}"),
         ("time", plan_costs.time_words(run, tokens - per_row * sizes.before(done), per_token)),
         *run.objective.plan_rows(),
-        ("validation", val),
+        ("validation", validation_words(run)),
         *([("average", average_words(c))] if c.callbacks.ema.enabled else []),
         *([("early stopping", stopping_words(c))] if c.callbacks.early_stopping.enabled else []),
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(compute, 'FLOP')} in all"),
@@ -116,7 +111,6 @@ def plan_rows(run: "Run", resumed_from: str | None, done: int) -> list[tuple[str
         ("run", str(run.dir.path)),
         ("start", resumed_from or ("from scratch" if c.model.init == "scratch" else "pretrained weights")),
     ]  # fmt: skip
-    return rows
 
 
 def growth_rows(c: Config) -> list[tuple[str, str]]:
@@ -131,7 +125,7 @@ def growth_rows(c: Config) -> list[tuple[str, str]]:
     return found
 
 
-def flops_in_all(run: "Run", tokens_per_row: float) -> float:
+def flops_in_all(run: Run, tokens_per_row: float) -> float:
     """Returns the FLOPs of the whole run, with fewer for attention over shorter rows."""
     c, model = run.config, run.objective.model.model
     lengths, sizes = row_lengths(c.data) or Stages.constant(c.data.seq_len), step_sizes(c.data)
@@ -142,7 +136,7 @@ def flops_in_all(run: "Run", tokens_per_row: float) -> float:
     )
 
 
-def compile_words(run: "Run") -> str:
+def compile_words(run: Run) -> str:
     """Describes what torch.compile is applied to, or why it is not, on a GPU or in a CPU run with budget.minutes."""
     t = run.config.trainer
     if t.compile:
@@ -153,12 +147,12 @@ def compile_words(run: "Run") -> str:
     return f", not compiled: {why or 'trainer.compile=false'}"
 
 
-def matmul_words(c: "Config") -> str:
+def matmul_words(c: Config) -> str:
     words = {"high": ", fp32 products in TF32", "medium": ", fp32 products in bf16"}
     return words.get(c.trainer.float32_matmul_precision, "")
 
 
-def instead_words(c: "Config") -> str:
+def instead_words(c: Config) -> str:
     """Names the precision that replaces an unsupported one; Lightning's own warning about it is not shown."""
     replaced = c.trainer.precision == "16-mixed" and c.trainer.accelerator == "cpu"
     return ", computed as bf16-mixed (Lightning has no 16-mixed on a CPU)," if replaced else ""
@@ -183,7 +177,7 @@ def stopping_words(c: Config) -> str:
     return f"{reached}when {es.monitor} ({es.mode}) has not improved{by} for {es.patience} validations"
 
 
-def validation_words(run: "Run") -> str:
+def validation_words(run: Run) -> str:
     """Describes how many of the validation rows are used, and when."""
     c, rows = run.config, run.corpus.val
     if rows is None:
@@ -195,7 +189,7 @@ def validation_words(run: "Run") -> str:
     return words + _seen_in_training(run)
 
 
-def _seen_in_training(run: "Run") -> str:
+def _seen_in_training(run: Run) -> str:
     """Describes the share of the validation text that the training text also contains, if it is at least 1 %."""
     train, val, token = run.corpus.train, run.corpus.val, run.corpus.val_bytes_per_token
     if not isinstance(train, Windows) or not isinstance(val, Windows) or not token:
@@ -206,17 +200,15 @@ def _seen_in_training(run: "Run") -> str:
     return f"; {share:.0%} of it stands in the training text word for word ({repeats.PIECE} bytes or more)"
 
 
-def groups_table(run: "Run") -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for header, justify in (("parameter group", "left"), ("tensors", "right"), ("parameters", "right"),
-                            ("lr", "right"), ("weight decay", "right")):  # fmt: skip
-        table.add_column(header, justify=justify)  # type: ignore[arg-type]
+def groups_table(run: Run) -> Table:
+    right = [Column(header, justify="right") for header in ("tensors", "parameters", "lr", "weight decay")]
+    table = Table("parameter group", *right, box=None, padding=(0, 2), header_style="dim")
     for name, tensors, parameters, lr, decay in table_rows(run.objective._optimizer.param_groups):
         table.add_row(name, f"{tensors:,}", f"{parameters:,}", f"{lr:g}", f"{decay:g}")
     return table
 
 
-def first_row(run: "Run") -> tuple[Text, Text]:
+def first_row(run: Run) -> tuple[Text, Text]:
     """Returns a decoded part of the first row and its title; documents, or the tokens trained on, are marked in it."""
     c = run.config
     rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed)
@@ -250,7 +242,7 @@ def documents(tokenizer: Any, ids: list[int]) -> Text:
 _COMPILING_PAYS = 1e13  # FLOPs, one or two minutes on a CPU: longer runs gain from compiling
 
 
-def for_size(run: "Run", epochs: float) -> list[str]:
+def for_size(run: Run, epochs: float) -> list[str]:
     """Returns notes on a model too large for its text, and on compiling in a long run on a CPU."""
     c, model, notes = run.config, run.objective.model.model, []
     total, _, embedding = flops.parameter_counts(model)
@@ -266,15 +258,10 @@ def for_size(run: "Run", epochs: float) -> list[str]:
     t = c.trainer
     long = flops_in_all(run, tokens / len(run.corpus.train)) > _COMPILING_PAYS
     gains = devices.gains_on_cpu(c) and not t.compile and "trainer.compile" not in typed_keys(ranks.typed())
-    if long and gains and t.accelerator == "cpu":
-        notes.append(
-            devices.why_not_compiled(t)
-            or (
-                "trainer.compile=true compiles the blocks in 10 to 30 s; after that a step takes 0.6 to 0.85 "
-                "times as long"
-            )
-        )
-    return notes
+    if not (long and gains and t.accelerator == "cpu"):
+        return notes
+    pays = "trainer.compile=true compiles the blocks in 10 to 30 s; after that a step takes 0.6 to 0.85 times as long"
+    return [*notes, devices.why_not_compiled(t) or pays]
 
 
 def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
@@ -296,7 +283,7 @@ def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
     ]
 
 
-def advice(run: "Run") -> list[str]:
+def advice(run: Run) -> list[str]:
     """Returns the notes that a practitioner would make on the plan."""
     c, corpus, notes = run.config, run.corpus, []
     epochs = step_sizes(c.data).before(run.total_steps) / len(corpus.train)
@@ -358,17 +345,12 @@ def for_mixtures(rows: Any, total_steps: int) -> list[str]:
     given = mixture.rows_given(mixture.step_sizes.before(total_steps))
     passes = [(source.name, n / source.rows) for source, n in zip(mixture.sources, given, strict=True)]
     often = ", ".join(f"{name} {number:.0f} times" for name, number in passes if number > 8)
-    return [
-        *notes,
-        *(
-            [f"sources repeated within the run: {often}; max_epochs of a source in data.mixture limits this"]
-            if often
-            else []
-        ),
-    ]
+    if often:
+        notes.append(f"sources repeated within the run: {often}; max_epochs of a source in data.mixture limits this")
+    return notes
 
 
-def for_gpus(run: "Run") -> list[str]:
+def for_gpus(run: Run) -> list[str]:
     """Returns notes on settings that slow down training on a GPU, and on what to set instead."""
     c, model, notes = run.config, run.objective.model, []
     if c.trainer.strategy != "deepspeed" and not can_skip(run.objective._optimizer):

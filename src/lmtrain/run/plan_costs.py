@@ -1,5 +1,7 @@
 """The plan's rows on time and memory: duration from an earlier similar run or the GPU's peak, memory per device."""
 
+import bisect
+import contextlib
 import copy
 import socket
 from pathlib import Path
@@ -67,25 +69,13 @@ def earlier(mine: dict[str, Any], run: Path) -> tuple[RunDir, float] | None:
 
     `mine` is the result of `speed_of` for the run in the folder `run`.
     """
-    root = run.parent
-    folders = [p for p in root.iterdir() if p.is_dir()] if root.is_dir() else []
-    for folder in sorted(folders, key=_age)[:_NEWEST]:
-        summary = _summary(folder)
-        if summary.get("speed_of") == mine and summary.get("tokens_per_s"):
-            return RunDir(folder), float(summary["tokens_per_s"])
+    for file in sorted(run.parent.glob("*/summary.json"), key=lambda file: -file.stat().st_mtime)[:_NEWEST]:
+        with contextlib.suppress(UserError):
+            before = RunDir(file.parent)
+            summary = before.read_summary() or {}
+            if summary.get("speed_of") == mine and summary.get("tokens_per_s"):
+                return before, float(summary["tokens_per_s"])
     return None
-
-
-def _age(folder: Path) -> float:
-    summary = RunDir(folder).summary
-    return -summary.stat().st_mtime if summary.exists() else 0.0
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    try:
-        return RunDir(folder).read_summary() or {}
-    except UserError:
-        return {}
 
 
 def span(seconds: float) -> str:
@@ -128,12 +118,9 @@ def longest_row_words(model: PreTrainedModel, c: Config, card_bytes: int) -> str
 def longest_row(model: PreTrainedModel, c: Config, room: int) -> int:
     """Returns the longest row, in multiples of 256 tokens per device, whose estimated memory fits in `room` bytes."""
     step, tried = _STEP * context_parallel(c.trainer), copy.deepcopy(c)
-    low, high = 0, _MOST  # multiples of `step` that fit, and that are too many
-    while high - low > 1:
-        middle = (low + high) // 2
-        tried.data.seq_len = middle * step
-        if sum(flops.memory_estimate(model, tried, room).values()) <= room:
-            low = middle
-        else:
-            high = middle
-    return low * step
+
+    def needed(multiple: int) -> float:
+        tried.data.seq_len = multiple * step
+        return sum(flops.memory_estimate(model, tried, room).values())
+
+    return step * bisect.bisect_right(range(1, _MOST), room, key=needed)

@@ -50,9 +50,7 @@ def build(config: Config) -> "PythonRun":
         raise UserError(
             "lmtrain.build makes a run with a single process: with torchrun or srun start -m lmtrain.train ... instead"
         )
-    existed = run_dir.existing_part(run_dir.locate(config))
     folder = run_dir.open_run(config)
-    fresh = not folder.config.exists()
     try:
         devices.resolve_auto(config)
         if int(config.trainer.devices) > 1:
@@ -63,8 +61,7 @@ def build(config: Config) -> "PythonRun":
         split_over(config, 1)
         return PythonRun(Session(config, folder))
     except BaseException:
-        if fresh:
-            folder.discard_if_unused(existed)
+        folder.discard_if_unused(folder.existed)
         raise
 
 
@@ -72,12 +69,10 @@ class PythonRun:
     """A fully built run: train it with `fit`, inspect it with `validate` and `sample`."""
 
     def __init__(self, session: "Session") -> None:
-        self._session, self._held = session, contextlib.ExitStack()
-        try:
-            self._run = session.build(self._held)
-        except BaseException:
-            self._held.close()
-            raise
+        self._session = session
+        with contextlib.ExitStack() as held:
+            self._run = session.build(held)
+            self._held = held.pop_all()
         self.config = session.config
         self.path = session.folder.path
         self.objective: Objective = self._run.objective

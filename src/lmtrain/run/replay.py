@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from lmtrain import terminal
 from lmtrain.checkpoints import store
@@ -18,15 +17,14 @@ from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.errors import FINISHED, UserError
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.routing import hold_to
 from lmtrain.run import build, resume
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.folder import RunDir
-from lmtrain.terminal import quiet_libraries
 
 
 def replay(config: Config) -> int:
     """Replays step debug.step; prints its non-finite values, the loss of each micro-batch and the largest gradients."""
+    devices.resolve_auto(config)
     run = RunDir(run_dir.locate(config))
     step = config.debug.get("step")
     if not isinstance(step, int) or step < 0:
@@ -34,7 +32,7 @@ def replay(config: Config) -> int:
     if not run.config.exists():
         raise UserError(f"{run.path} holds no run: give the run.dir or run.name of the run to look into")
     devices.set_threads(config.trainer.num_threads, 1)
-    quiet_libraries()
+    terminal.quiet_libraries()
     t = config.trainer
     t.compile = False  # hooks can't observe the modules inside a compiled block
     t.devices, t.num_nodes, t.strategy, t.profiler = 1, 1, "auto", None
@@ -42,10 +40,7 @@ def replay(config: Config) -> int:
     objective = build.build_objective(config, corpus, step + 1)
     checkpoint = _newest_at_or_before(run.checkpoints, step)
     if checkpoint is not None:
-        saved = store.load_trainer_state(checkpoint)
-        hold_to(objective, saved["fingerprint"], config.router.over_layers)
-        ours = resume.named_alike(objective.fingerprint, saved["fingerprint"], corpus)
-        resume.check_fingerprint(checkpoint, saved["fingerprint"], ours, config, print)
+        saved = resume.trainer_state(checkpoint, objective, corpus, config, print)
         objective.schedule_steps = saved["schedule_steps"]
         objective.continue_from(saved)
     else:
@@ -79,9 +74,7 @@ class Microscope(pl.Callback):
         self.micro_batch_losses: list[float] = []
         self.rows: list[Any] = []
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         if trainer.global_step != self.step:
             return
         assert isinstance(pl_module, Objective)
@@ -95,8 +88,7 @@ class Microscope(pl.Callback):
             if name == "loss":
                 self.micro_batch_losses.append(float(output.loss_sum.detach() / output.n_tokens.clamp(min=1)))
             tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-            floating = [t for t in tensors if t.is_floating_point()]
-            if any(not bool(torch.isfinite(t).all()) for t in floating) and name not in self.not_finite:
+            if any(not torch.isfinite(t).all() for t in tensors) and name not in self.not_finite:
                 self.not_finite.append(name)
 
         return look
@@ -108,17 +100,15 @@ class Microscope(pl.Callback):
             self.gradients = [(float(p.grad.norm()), name) for name, p in named if p.grad is not None]
 
     def show(self, console: Console, module: Objective) -> None:
-        table = Table(title=f"step {self.step}", title_justify="left", box=None)
-        table.add_column(style="bold")
-        table.add_column(overflow="fold")
-        losses = ", ".join(f"{loss:.6g}" for loss in self.micro_batch_losses)
-        table.add_row("loss of each micro-batch", losses)
-        table.add_row("gradient norm", f"{float(module.grad_norm):.6g}")
-        table.add_row("update", "skipped" if module.guard.counts()[1] else "applied")
-        table.add_row("outputs not finite, first to last", ", ".join(self.not_finite[:5]) or "none")
         bad = [name for norm, name in self.gradients if not norm < float("inf")]
-        table.add_row("gradients not finite", ", ".join(bad[:5]) or "none")
         largest = sorted((g for g in self.gradients if g[0] < float("inf")), reverse=True)[:5]
-        table.add_row("largest gradients", ", ".join(f"{name} {norm:.3g}" for norm, name in largest))
-        table.add_row("(epoch, row) of the step", str(self.rows[:16]) + (" ..." if len(self.rows) > 16 else ""))
-        console.print(table)
+        rows = [
+            ("loss of each micro-batch", ", ".join(f"{loss:.6g}" for loss in self.micro_batch_losses)),
+            ("gradient norm", f"{float(module.grad_norm):.6g}"),
+            ("update", "skipped" if module.guard.counts()[1] else "applied"),
+            ("outputs not finite, first to last", ", ".join(self.not_finite[:5]) or "none"),
+            ("gradients not finite", ", ".join(bad[:5]) or "none"),
+            ("largest gradients", ", ".join(f"{name} {norm:.3g}" for norm, name in largest)),
+            ("(epoch, row) of the step", str(self.rows[:16]) + (" ..." if len(self.rows) > 16 else "")),
+        ]
+        console.print(terminal.facts(rows, f"step {self.step}"))

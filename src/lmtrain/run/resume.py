@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.time_budget import TimeBudget
@@ -14,16 +14,15 @@ from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
-from lmtrain.distributed import process_group as world
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError, reason
+from lmtrain.objectives.base import Objective
+from lmtrain.objectives.routing import hold_to
+from lmtrain.run.build import Run
 from lmtrain.run.loggers import note_sent, write_again
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.cut_back import cut_back
 from lmtrain.run_folder.folder import RunDir
-
-if TYPE_CHECKING:
-    from lmtrain.run.build import Run
 
 
 def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: Compare) -> Path | None:
@@ -92,13 +91,27 @@ def keep_validation_split(config: Config, folder: RunDir, tell: Callable[[str], 
         tell(f"validation rows are held out as when this run began: data.min_val_rows={own}")
 
 
-def named_alike(ours: Fingerprint, theirs: dict[str, Any], corpus: Corpus) -> Fingerprint:
-    """Returns `ours` with the checkpoint's hash of the data, if an earlier version would give our data that hash."""
-    contents = theirs["contents"] if "keys" in theirs else theirs
-    data = contents.get("data")
-    if data == ours["contents"]["data"] or data not in corpus.earlier_fingerprints():
-        return ours
-    return {kind: {**values, "data": data} if kind != "keys" else values for kind, values in ours.items()}
+def trainer_state(
+    checkpoint: Path,
+    objective: Objective,
+    corpus: Corpus,
+    config: Config,
+    tell: Callable[[str], None],
+    scored_on: str | None = None,
+) -> dict[str, Any]:
+    """Returns the content of trainer.pt, if a run with this objective and corpus may go on from the checkpoint.
+
+    `tell` and exceptions are those of `check_fingerprint`.
+    """
+    saved = store.load_trainer_state(checkpoint)
+    theirs, ours = saved["fingerprint"], objective.fingerprint
+    hold_to(objective, theirs, config.router.over_layers)
+    data = (theirs["contents"] if "keys" in theirs else theirs).get("data")
+    if data != ours["contents"]["data"] and data in corpus.earlier_fingerprints():
+        # An earlier version would give our data the checkpoint's hash.
+        ours = {kind: {**values, "data": data} if kind != "keys" else values for kind, values in ours.items()}
+    check_fingerprint(checkpoint, theirs, ours, config, tell, scored_on)
+    return saved
 
 
 def check_fingerprint(
@@ -148,7 +161,7 @@ def _last_start(checkpoint: Path, config: Config) -> dict[str, Any]:
         return {}
 
 
-def fit_schedule(run: "Run", saved: dict[str, Any], tell: Callable[[str], None]) -> None:
+def fit_schedule(run: Run, saved: dict[str, Any], tell: Callable[[str], None]) -> None:
     """Keeps or rescales the learning rate schedule of a run that was made longer or shorter, and reports which.
 
     A run with a time budget continues with the number of steps it had when it was saved, or with that of its larger
@@ -189,13 +202,14 @@ def _check_full_rate(config: Config, saved: dict[str, Any]) -> None:
         )
 
 
-def _fit_budget(run: "Run", saved: dict[str, Any], tell: Callable[[str], None]) -> None:
+def _fit_budget(run: Run, saved: dict[str, Any], tell: Callable[[str], None]) -> None:
     seconds, step = 60 * run.config.budget.minutes, saved["global_step"]  # type: ignore[operator]
     used = saved["callbacks"].get(TimeBudget.__name__, {}).get("used", 0.0)
     steps = saved["schedule_steps"]
     if step >= steps and used < 0.95 * seconds:  # the run had ended, and the budget is larger now
         steps = max(step + 1, round(step * seconds / max(used, 1.0)))
-    run.set_length(steps)
+    budget = next(c for c in run.trainer.callbacks if isinstance(c, TimeBudget))  # type: ignore[attr-defined]
+    budget.set_length(run.trainer, run.objective, steps)
     tell(f"{used / 60:.1f} of {seconds / 60:g} minutes of the budget were used up to step {step:,}")
 
 
@@ -205,7 +219,7 @@ def knows_validation(checkpoint: Path) -> bool:
     return state["last_val"].get("step") == store.step_of(checkpoint)
 
 
-def let_last_validation_run(run: "Run", checkpoint: Path | None) -> None:
+def let_last_validation_run(run: Run, checkpoint: Path | None) -> None:
     """Adds 1 to max_steps if only the last validation is missing: Lightning skips a fit whose steps are all done.
 
     The callback in callbacks/validation.py sets it back.
@@ -214,29 +228,22 @@ def let_last_validation_run(run: "Run", checkpoint: Path | None) -> None:
         run.trainer.fit_loop.epoch_loop.max_steps = run.total_steps + 1
 
 
-def rewind(run: "Run", checkpoint: Path | None, tell: Callable[[str], None]) -> str | None:
-    """Removes leftovers and truncates the run's logs to the checkpoint's step; describes where the run continues.
+def rewind(run: Run, checkpoint: Path | None, tell: Callable[[str], None]) -> None:
+    """Removes leftovers and truncates the run's logs to the checkpoint's step; only rank 0 may call it.
 
-    Every rank must call it; `tell` is called on rank 0 with notes for the user.
+    `tell` is called with notes for the user.
     """
-    world.from_first(lambda: _rewind(run, checkpoint, tell))
-    if checkpoint is None:
-        return None
-    return f"continues after step {store.step_of(checkpoint):,} ({checkpoint})"
-
-
-def _rewind(run: "Run", checkpoint: Path | None, tell: Callable[[str], None]) -> None:
     step = store.step_of(checkpoint) if checkpoint is not None else -1  # keeps no rows
     validated = checkpoint is not None and knows_validation(checkpoint)
     try:
         store.sweep(run.dir.path)
         store.sweep(run.dir.checkpoints)
         _set_damaged_aside(run.dir.checkpoints, checkpoint, tell)
-        note_sent(run.trainer.loggers, run.dir)
+        note_sent(run.metrics.records.joined, run.dir)
         run.metrics.records.rows = cut_back(run.dir.metrics, step, validated, tell)
         cut_back(run.dir.samples, step, validated, tell)
         run.dir.summary.unlink(missing_ok=True)
-        write_again(run.trainer.loggers, run.dir, step)
+        write_again(run.metrics.records.joined, run.dir, step)
     except OSError as error:
         raise RunError(
             f"cannot prepare {error.filename or run.dir.path} for continuing the run: {reason(error)}"
@@ -256,7 +263,7 @@ def _set_damaged_aside(folder: Path, checkpoint: Path | None, tell: Callable[[st
             tell(f"the damaged {path.name} is kept as {store.set_aside(path).name} and is no longer used")
 
 
-def _tell_of_lost_rows(run: "Run", checkpoint: Path, tell: Callable[[str], None]) -> None:
+def _tell_of_lost_rows(run: Run, checkpoint: Path, tell: Callable[[str], None]) -> None:
     state = store.load_trainer_state(checkpoint)["callbacks"][Metrics.__name__]
     written, found = state.get("rows"), run.metrics.records.rows  # older checkpoints don't hold their number
     if found == 0 or (written is not None and found < written):

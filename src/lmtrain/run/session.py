@@ -23,7 +23,6 @@ from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError
 from lmtrain.exports import hf_folder
 from lmtrain.exports.export import check_upload, push
-from lmtrain.objectives.routing import hold_to
 from lmtrain.run import build, build_callbacks, failures, going_on, loggers, plan, resume, summary
 from lmtrain.run.build import Run
 from lmtrain.run_folder import folder as run_dir
@@ -39,6 +38,7 @@ class Session:
         self.started = time.time()
         self.notes: list[str] = []  # shown with the plan
         self.checkpoint: Path | None = None  # the one to continue from
+        self.done = 0  # its step
         self.is_done = False  # whether an earlier process trained all of its steps
 
     def run(self) -> int:
@@ -56,14 +56,6 @@ class Session:
         world.together(lambda: self._lock(stack) if world.rank() == 0 else None)
         return self._build()
 
-    def train(self, run: Run) -> int:
-        """Trains the run that `build` returned; returns the exit code."""
-        if self.is_done:
-            run.console.print(run_dir.nothing_to_do(self.folder), soft_wrap=True, highlight=False)
-            return errors.FINISHED
-        world.from_first(lambda: self._write_what_runs(run.corpus.tokenizer))
-        return self._fit(run)
-
     def _lock(self, stack: contextlib.ExitStack) -> None:
         """Locks the folder against other processes until `stack` is closed."""
         run_dir.refuse_links(self.folder.path)
@@ -73,28 +65,26 @@ class Session:
 
     def _build(self) -> Run:
         """Builds everything and finds the checkpoint to continue from, before anything is written to the folder."""
-        config, notes = self.config, self.notes
+        config, tell = self.config, self.notes.append
         terminal.be_quiet(config.run.quiet)
         devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
         # Verifying a checkpoint reads all of it, so the ranks do it once, together.
-        self.checkpoint = helped_by_ranks(lambda compare: resume.find(config, self.folder, notes.append, compare))
+        self.checkpoint = helped_by_ranks(lambda compare: resume.find(config, self.folder, tell, compare))
         console = terminal.console(quiet=os.environ.get("RANK", "0") != "0")
         run = build.build(config, self.folder, console, self.started)
         # A wrong field of export.generation or a missing upload token must raise here, not after the training.
         check_upload(config.export)
         hf_folder.generation_config(run.objective.model.model, run.corpus.tokenizer, None, config.export.generation)
         if self.checkpoint is not None:
-            saved = store.load_trainer_state(self.checkpoint)
-            hold_to(run.objective, saved["fingerprint"], config.router.over_layers)
-            ours = resume.named_alike(run.objective.fingerprint, saved["fingerprint"], run.corpus)
-            resume.check_fingerprint(self.checkpoint, saved["fingerprint"], ours, config, notes.append, run.scored_on)
-            resume.fit_schedule(run, saved, notes.append)
+            saved = resume.trainer_state(self.checkpoint, run.objective, run.corpus, config, tell, run.scored_on)
+            resume.fit_schedule(run, saved, tell)
             run.objective.continue_from(saved)
-        after = store.step_of(self.checkpoint) if self.checkpoint is not None else 0
-        self.is_done = world.from_first(lambda: after >= run.total_steps and run_dir.has_ended(self.folder, after))
-        if self.is_done:
-            return run
-        world.together(lambda: loggers.start_loggers(run.trainer.loggers, after, notes.append))
+            self.done = store.step_of(self.checkpoint)
+        self.is_done = world.from_first(
+            lambda: self.done >= run.total_steps and run_dir.has_ended(self.folder, self.done)
+        )
+        if not self.is_done:
+            world.together(lambda: loggers.start_loggers(run.metrics.records.joined, self.done, tell))
         return run
 
     def _write_what_runs(self, tokenizer: Any) -> None:
@@ -108,16 +98,21 @@ class Session:
                 self.notes.append(f"{self.folder.tokenizer} was changed since {self.checkpoint.name}: rewritten")
         run_dir.write_tokenizer(self.folder, tokenizer)
 
-    def _fit(self, run: Run) -> int:
-        """Trains from the checkpoint (or the start) and finishes the run; returns the exit code."""
-        resumed_from = resume.rewind(run, self.checkpoint, self.notes.append)
+    def train(self, run: Run) -> int:
+        """Trains the run that `build` returned from the checkpoint (or the start) to its end; returns the exit code."""
+        if self.is_done:
+            run.console.print(run_dir.nothing_to_do(self.folder), soft_wrap=True, highlight=False)
+            return errors.FINISHED
+        world.from_first(lambda: self._write_what_runs(run.corpus.tokenizer))
+        world.from_first(lambda: resume.rewind(run, self.checkpoint, self.notes.append))
         resume.let_last_validation_run(run, self.checkpoint)
         loggers.log_config(run.trainer.loggers, rules.to_plain(self.config))
         self.notes += environment.in_full(dataclasses.asdict(self.config), self.config.kept)
         self.notes += build_callbacks.outside(self.config, self.folder, run.trainer.callbacks)  # type: ignore[attr-defined]
-        plan.show(run, resumed_from, store.step_of(self.checkpoint) if self.checkpoint else 0, self.notes)
+        resumed_from = f"continues after step {self.done:,} ({self.checkpoint})" if self.checkpoint else None
+        plan.show(run, resumed_from, self.done, self.notes)
         if world.rank() == 0:
-            run_dir.note_start(self.folder, self.checkpoint)
+            run_dir.note_start(self.folder, self.done)
         with contextlib.closing(run.preemption.stop.signals):
             try:
                 run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=self.checkpoint, weights_only=True)
@@ -131,7 +126,8 @@ class Session:
 
     def _end(self, run: Run) -> int:
         """Exports, writes summary.json and prints the results; returns the exit code."""
-        status = ending(run)
+        complete = run.trainer.global_step >= run.total_steps and not run.preemption.interrupted_validation
+        status = "finished" if complete else "preempted" if run.preemption.stopped else "stopped_early"
         if not run.trainer.is_global_zero:
             return errors.PREEMPTED if status == "preempted" else errors.FINISHED
         failed = run.preemption.stop.error
@@ -154,10 +150,3 @@ class Session:
             message = f"{run.dir.path.name}, step {run.trainer.global_step}"
             print(f"uploaded to {push(exported[-1], run.config.export, message)}")
         return errors.FINISHED
-
-
-def ending(run: Run) -> str:
-    """Returns the status of a run that has ended: finished, preempted or stopped_early."""
-    if run.trainer.global_step >= run.total_steps and not run.preemption.interrupted_validation:
-        return "finished"
-    return "preempted" if run.preemption.stopped else "stopped_early"

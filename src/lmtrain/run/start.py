@@ -4,9 +4,6 @@ Torch is imported here, once it is certain that training starts, and not earlier
 """
 
 import os
-from pathlib import Path
-
-from omegaconf import DictConfig
 
 from lmtrain import errors
 from lmtrain.config import compose as rules
@@ -23,7 +20,9 @@ from lmtrain.terminal import status
 def start(config: Config) -> int:
     """Trains as `config` says, in this process or in one per device; returns the exit code."""
     if config.debug.get("mode") == "replay":
-        return _replay(config)
+        from lmtrain.run.replay import replay
+
+        return replay(config)
     layout = ranks.find()
     if layout is not None:
         return _as_rank(config, layout)
@@ -34,9 +33,7 @@ def start(config: Config) -> int:
         )
     if run_dir.is_finished(config):
         return errors.FINISHED
-    existed = run_dir.existing_part(run_dir.locate(config))
     folder = run_dir.open_run(config)
-    fresh = not folder.config.exists()
     try:
         status.say("loading torch")
         from lmtrain.distributed import devices
@@ -52,16 +49,7 @@ def start(config: Config) -> int:
         status.stop()
         return launch(folder, config, processes)
     finally:
-        if fresh:
-            folder.discard_if_unused(existed)
-
-
-def _replay(config: Config) -> int:
-    from lmtrain.distributed import devices
-    from lmtrain.run import replay
-
-    devices.resolve_auto(config)
-    return replay.replay(config)
+        folder.discard_if_unused(folder.existed)
 
 
 def _session(config: Config, folder: RunDir) -> int:
@@ -83,13 +71,8 @@ def _as_rank(config: Config, layout: RankLayout) -> int:
     if ranks.was_restarted():
         config.run.resume = "auto"
     world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
-    existed = run_dir.existing_part(run_dir.locate(config))
     opened = world.from_first(lambda: _open_for_all(config))
-    if isinstance(opened, int):
-        code = opened
-    else:
-        text, path = opened
-        code = _train_as_told(rules.undumped(text, "the config"), path, existed if layout.rank == 0 else None)
+    code = opened if isinstance(opened, int) else _train_as_told(*opened)
     dist.destroy_process_group()
     if code == errors.PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         return errors.FINISHED  # torchrun would restart the ranks, past the time limit; summary.json has the status
@@ -109,20 +92,18 @@ def place(config: Config, layout: RankLayout) -> None:
     devices.resolve_auto(config)
 
 
-def _open_for_all(config: Config) -> tuple[str, str] | int:
+def _open_for_all(config: Config) -> tuple[str, RunDir] | int:
     """Returns (config as YAML, folder) of the run to train, or the exit code if the run has already finished."""
     if run_dir.is_finished(config):
         return errors.FINISHED
     folder = run_dir.open_run(config)
-    return rules.dump(config), str(folder.path)
+    return rules.dump(config), folder
 
 
-def _train_as_told(config: DictConfig, path: str, existed: Path | None) -> int:
-    """Trains in the folder `path`; if `existed` is given, removes a new folder in which no training began."""
-    folder = RunDir(Path(path))
-    fresh = not folder.config.exists()
+def _train_as_told(text: str, folder: RunDir) -> int:
+    """Trains in the folder that rank 0 has opened, which removes it again if it is new and no training began in it."""
     try:
-        return _session(rules.check(config), folder)
+        return _session(rules.check(rules.undumped(text, "the config")), folder)
     finally:
-        if existed is not None and fresh:
-            folder.discard_if_unused(existed)
+        if ranks.is_first():
+            folder.discard_if_unused(folder.existed)

@@ -8,7 +8,7 @@ import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +25,12 @@ from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.reports import report
+from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
 from lmtrain.run.going_on import next_commands
 from lmtrain.run.plan_costs import speed_of
 from lmtrain.run_folder.folder import asked
 from lmtrain.secrets import command
-
-if TYPE_CHECKING:
-    from lmtrain.run.build import Run
 
 _LOOP = {"plain loop": f"{RECOMPUTED}::test_the_summary"}
 SUMMARY = {
@@ -64,10 +62,8 @@ def versions() -> dict[str, str]:
     names = ("lmtrain", "torch", "lightning", "transformers", "datasets", "tokenizers", "peft", "hydra-core")
     found = {"python": platform.python_version()}
     for name in names:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -86,7 +82,7 @@ def _git(*words: str) -> str:
     return subprocess.run(line, capture_output=True, text=True, timeout=10, check=True).stdout
 
 
-def write_summary(run: "Run", status: str, started: float, error: BaseException | None = None) -> dict[str, Any]:
+def write_summary(run: Run, status: str, started: float, error: BaseException | None = None) -> dict[str, Any]:
     """Writes and returns summary.json, at the end of a run: its presence shows that the run has ended, and how."""
     checkpoints = store.scan(run.dir.checkpoints)
     scores = retention.scores(run.dir.checkpoints, run.config.checkpoint.monitor, run.scored_on)
@@ -107,7 +103,8 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
         "wall_seconds": round(time.time() - started, 1),
         "device": f"{run.trainer.world_size} x {run.config.trainer.accelerator}",
         "precision": run.config.trainer.precision,
-        "peak_memory_gib": round(peak_memory() / 2**30, 3),
+        # 0 bytes without a GPU; then the peak resident memory of this process.
+        "peak_memory_gib": round((torch.cuda.max_memory_allocated() or peak_resident_bytes()) / 2**30, 3),
         "command": command("train", typed()),
         "host": socket.gethostname(),
         "git": git_state(),
@@ -128,21 +125,14 @@ def write_summary(run: "Run", status: str, started: float, error: BaseException 
     return summary
 
 
-def peak_memory() -> int:
-    """Returns the peak GPU memory allocated in bytes; without a GPU, the peak resident memory of this process."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return torch.cuda.max_memory_allocated()
-    return peak_resident_bytes()
-
-
-def note_failure(run: "Run", started: float, error: BaseException) -> None:
+def note_failure(run: Run, started: float, error: BaseException) -> None:
     """Writes summary.json of a run that failed, on rank 0."""
     if run.trainer.is_global_zero:
         with contextlib.suppress(RunError):  # if the disk failed, `error` is still what the user should read
             write_summary(run, "failed", started, error=error)
 
 
-def export(run: "Run") -> list[Path]:
+def export(run: Run) -> list[Path]:
     """Writes <run>/export and, where there is an adapter to merge (export.merge), <run>/export_merged."""
     from lmtrain.adapters.trainable import adapter_of
     from lmtrain.exports.hf_folder import export_model
@@ -178,7 +168,7 @@ def export(run: "Run") -> list[Path]:
     ]
 
 
-def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
+def show(run: Run, summary: dict[str, Any], exported: list[Path]) -> None:
     """Prints a table (loss, best step, tokens/s, memory, time, paths of curves and exports) and suggested commands."""
     if os.environ.get(TRIAL) == "1":  # the sweep reports its trials
         return
@@ -193,7 +183,7 @@ def show(run: "Run", summary: dict[str, Any], exported: list[Path]) -> None:
         run.console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
 
 
-def facts_of(run: "Run", summary: dict[str, Any], exported: list[Path]) -> list[tuple[str, str]]:
+def facts_of(run: Run, summary: dict[str, Any], exported: list[Path]) -> list[tuple[str, str]]:
     """Returns the rows of the table printed at the end of a run, as (name, value in words)."""
     last, rows = {**run.metrics.last_train, **run.metrics.last_val}, list[tuple[str, str]]()
     keys = ("train/loss", "val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy",

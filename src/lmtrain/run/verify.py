@@ -5,11 +5,9 @@ trained on, every logged number and every weight.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from lmtrain.config.schema import Config
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import RunError
 from lmtrain.files import read_jsonl
-from lmtrain.run_folder.folder import make_root
+from lmtrain.run_folder.folder import folder_beside_runs
 
 STEPS, SAVE_EVERY, KILL_AFTER = 6, 2, 3
 GROWN_UP = 4  # the step at which row length (data.curriculum) and step size (data.batch_warmup) stop growing
@@ -34,8 +32,7 @@ def verify(config: Config) -> int:
     """Runs the check in a temporary folder; returns 0 if the resumed run equals the uninterrupted one, else 1."""
     left_out = ("run.", "trainer.max_steps", "trainer.max_epochs", "+")
     overrides = [w for w in ranks.typed() if trust.key_in(w) or not w.startswith(left_out)]
-    folder = Path(tempfile.mkdtemp(prefix="lmtrain_verify_", dir=make_root(config)))
-    try:
+    with folder_beside_runs(config, "verify") as folder:
         print(f"1/3  {STEPS} steps without interruption", flush=True)
         whole = folder / "whole"
         overrides += growing(config)
@@ -46,8 +43,6 @@ def verify(config: Config) -> int:
         print("3/3  resumed", flush=True)
         _finish(_start(overrides, killed))
         problems = differences(whole, killed)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     for problem in problems:
         errors.print_error(problem)
     if problems:

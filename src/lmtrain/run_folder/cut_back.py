@@ -30,7 +30,12 @@ def cut_back(path: Path, step: int, validated: bool, tell: Callable[[str], None]
         rows, size = (rows + 1, size + len(line)) if stays else (rows, size)
         went_on = went_on or (not stays and problem is None)
     if problems:
-        _rewrite(path, [line for line, stays, _ in _judge(path, step, validated) if stays], problems, tell)
+        kept = aside(path)
+        shutil.copyfile(path, kept)
+        lines = [line for line, stays, _ in _judge(path, step, validated) if stays]
+        write_atomic(path, b"".join(lines).decode("utf-8"))
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        tell(f"{path.name} is damaged: {problems[0]}{more}. What can be read stays; the whole is kept as {kept.name}")
         return rows
     with open_regular(path, "r+b") as file:
         file.truncate(size)
@@ -68,12 +73,3 @@ def of_validation(row: dict[str, Any]) -> bool:
     of_step = "rows" in row  # a training record, whatever else it contains
     of_rollout = "reward" in row  # completions of a step's rollout
     return ("prompt" in row and not of_rollout) or (not of_step and any(key.startswith("val/") for key in row))
-
-
-def _rewrite(path: Path, lines: list[bytes], problems: list[str], tell: Callable[[str], None]) -> None:
-    """Replaces a damaged file by `lines`, after saving a copy of the original beside it."""
-    kept = aside(path)
-    shutil.copyfile(path, kept)
-    write_atomic(path, b"".join(lines).decode("utf-8"))
-    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-    tell(f"{path.name} is damaged: {problems[0]}{more}. What can be read stays; the whole is kept as {kept.name}")

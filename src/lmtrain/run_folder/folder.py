@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,14 @@ class RunDir:
         self.ranks = path / "ranks"  # config and logs that a multi-rank launch writes before the run itself begins
         self.export = path / "export"
         self.export_merged = path / "export_merged"  # adapter and base merged into one model; `export` has the adapter
+        self.existed: Path | None = None  # set by `open_run` if no run is there: the part of the path that was there
 
-    def discard_if_unused(self, existed: Path) -> None:
+    def discard_if_unused(self, existed: Path | None) -> None:
         """Removes a new run folder in which no training started, so that a rejected config leaves nothing behind.
 
-        `existed` is the part of the path that existed before; it is kept.
+        `existed` is the part of the path that existed before, which is kept; None: the folder is not new.
         """
-        if self.metrics.exists() or self.summary.exists() or checkpoint_names(self.checkpoints):
+        if existed is None or self.metrics.exists() or self.summary.exists() or checkpoint_names(self.checkpoints):
             return
         if self.path.is_dir() and run_lock.taken(self.path):
             return
@@ -65,7 +67,11 @@ class RunDir:
         """
         try:
             summary = json.loads(read_regular(self.summary))
-            _check_summary(summary)
+            if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
+                raise ValueError("it has no status")
+            best = summary.get("best_metric") or {}
+            if not isinstance(best, dict) or not all(isinstance(value, int | float | None) for value in best.values()):
+                raise ValueError("its best_metric is not a number")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
@@ -73,27 +79,16 @@ class RunDir:
                 f"{self.summary} can't be read: {error}. Nothing was changed. Move it away, and the same command "
                 f"continues the run from its newest checkpoint"
             ) from None
-        return dict(summary)
+        return summary
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_atomic(self.summary, json.dumps(shown_in(summary), indent=2) + "\n")
 
 
-def note_start(run: RunDir, checkpoint: Path | None) -> None:
+def note_start(run: RunDir, step: int) -> None:
     """Appends the current time and the step at which training starts or resumes to starts.jsonl."""
-    number = checkpoint.name.rpartition("_")[2] if checkpoint is not None else "0"
-    step = int(number) if number.isdigit() else None
     with contextlib.suppress(OSError), run.starts.open("a", encoding="utf-8") as file:  # optional: failures are ignored
         file.write(json.dumps({"time": round(time.time(), 3), "step": step}) + "\n")
-
-
-def _check_summary(summary: Any) -> None:
-    """Raises ValueError unless the summary has a status and any best_metric is a dict of numbers (or None)."""
-    if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
-        raise ValueError("it has no status")
-    best = summary.get("best_metric") or {}
-    if not isinstance(best, dict) or not all(isinstance(value, int | float | None) for value in best.values()):
-        raise ValueError("its best_metric is not a number")
 
 
 def checkpoint_names(folder: Path) -> list[str]:
@@ -114,19 +109,20 @@ def locate(config: Config) -> Path:
     return path
 
 
-def make_root(config: Config) -> Path:
-    """Returns run.root, creating it if it does not exist; UserError if that fails."""
+@contextlib.contextmanager
+def folder_beside_runs(config: Config, name: str) -> Iterator[Path]:
+    """Yields a temporary folder in run.root. Raises UserError if it can't be created."""
     root = Path(config.run.root).expanduser().absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
+        folder = temporary_beside(root / name)
+        folder.mkdir()
     except OSError as error:
         raise UserError(f"cannot write {root}: {error.strerror}; set run.root to a folder you can") from None
-    return root
-
-
-def existing_part(path: Path) -> Path:
-    """Returns the longest part of a path that exists."""
-    return next(p for p in (path, *path.parents) if p.exists())
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def resume_mode(config: Config) -> str:
@@ -203,7 +199,7 @@ def open_run(config: Config) -> RunDir:
         UserError: the folder can't be written, holds other files or links out of it, or holds a run and resume=none.
     """
     path = locate(config)
-    run = RunDir(path)
+    run, existed = RunDir(path), next(p for p in (path, *path.parents) if p.exists())
     if path.exists() and not path.is_dir():
         raise UserError(f"run.dir={path} is a file: name a folder")
     refuse_to_overwrite(run, config)
@@ -223,6 +219,7 @@ def open_run(config: Config) -> RunDir:
             return open_run(config)  # a run that started in the same second has this name
         raise UserError(f"cannot write the run folder {path}: {error.strerror}; set run.dir to one you can") from None
     config.run.dir = str(path)
+    run.existed = None if run.config.exists() else existed
     return run
 
 
