@@ -171,12 +171,11 @@ def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> 
 def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Config":
     """Returns the checked config; with --cfg it is printed as soon as it is composed."""
     from lmtrain.config import compose as config
-    from lmtrain.config import effect
-    from lmtrain.first_words import config_file
+    from lmtrain.config import effect, places
 
     composed = config.compose(args.overrides, args.config_dir, args.config_name)
     if read.config is not None:
-        config_file.refuse(composed, args.overrides, read.typed, read.config)
+        places.refuse_words(composed, args.overrides, read.typed, read.config)
     if args.cfg:
         terminal.status.stop()
         print(config.to_yaml(composed), end="", flush=True)

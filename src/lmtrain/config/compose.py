@@ -70,7 +70,6 @@ def settled(
     if config_dir is not None:
         files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
         try:
-            environment.refuse(composed, overrides, files)
             places.refuse(composed, overrides, files, config_dir)
         except OmegaConfBaseException as error:
             raise UserError(f"{_one_line(error)} (in the config)") from None

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
-from lmtrain.config import environment, places, safe_yaml, trust
+from lmtrain.config import environment, safe_yaml, trust
 from lmtrain.config.aliases import absent, used_here, with_value
 from lmtrain.config.override_text import quoted, written
 from lmtrain.config.sections import all_keys
@@ -67,12 +65,6 @@ def as_words(tree: Mapping[str, Any], path: Path, groups: Sequence[str], typed: 
     if not environment.is_trusted(path):
         trust.refuse_words(words, typed, str(path))
     return sorted(words, key=lambda word: word.partition("=")[0] not in groups)
-
-
-def refuse(composed: DictConfig, words: Sequence[str], typed: Sequence[str], path: Path) -> None:
-    """Raises UserError if an untrusted file reads the environment, or names an address or an outside place to write."""
-    environment.refuse_words(composed, words, typed, path)
-    places.refuse_words(composed, words, typed, path)
 
 
 def _of_defaults(entries: Any, groups: Sequence[str], path: Path) -> Iterator[str]:

@@ -174,7 +174,6 @@ class _Composer:
         composed = [*(["model.max_position_embeddings=1000000"] if verb == "evaluate" else []), *words]
         with command.naming(f"{kind} {one.name}"):
             tree = rules.compose(composed, self.config_dir)
-            environment.refuse_words(tree, untyped, told, self.file)
             places.refuse_words(tree, untyped, told, self.file)
             config = rules.check(tree)
             refuse_without_effect(verb, [*in_file, *own], [config], self.default(composed))
