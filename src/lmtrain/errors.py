@@ -1,10 +1,11 @@
 """Errors shown to users: one message that says what was found, where, and what to change."""
 
+import contextlib
 import difflib
 import errno
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from lmtrain.secrets import shown
 from lmtrain.terminal import status, visible
@@ -31,6 +32,15 @@ class RunError(Exception):
 
     exit_code = FAILED
     shared = False  # whether all ranks raise the error, so that only one of them should print it
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Prefixes the message of a UserError raised inside with `what`, the part of the user's input it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:

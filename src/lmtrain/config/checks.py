@@ -9,7 +9,7 @@ from lmtrain.config.constraints import choice
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.options import CausalLMConfig, WarmupStableDecayConfig
 from lmtrain.config.schema import BUDGETS, Config, MemoryConfig, ScheduleConfig
-from lmtrain.config.schema_data import ANSWERS, DataConfig
+from lmtrain.config.schema_data import ANSWERS
 from lmtrain.config.strategies import check_strategy, spell_out
 from lmtrain.config.targets import check_allowed, check_names
 from lmtrain.errors import UserError
@@ -152,19 +152,12 @@ def _check_peft(c: Config) -> None:
 
 def _check_names(c: Config) -> None:
     """Raises UserError for required keys without a value."""
-    check_pretrained_name(c.model.init, getattr(c.model, "name_or_path", None))
     if c.data.rows == "text" and not c.data.text_column:
         raise UserError(f"data.text_column={c.data.text_column}: a name or a list of names, [a,b], is needed")
     if c.data.rows != "text":
         for name in ("train_on", "on_too_long", "on_bad_row", "packing"):
             if getattr(c.data, name) is None:
                 raise UserError(f"data.{name} has no value: set data.{name}=...")
-
-
-def check_pretrained_name(init: str | None, name: str | None) -> None:
-    """Raises UserError if a pretrained model has no name. Checked first, since other keys follow from the name."""
-    if init == "pretrained" and not name:
-        raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
 
 
 def _check_fim(c: Config) -> None:
@@ -244,12 +237,6 @@ def time_limit_seconds(text: str | None) -> float | None:
     units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
     seconds = sum(unit * part for unit, part in zip(units, parts, strict=False))
     return float(86400 * int(days or 0) + seconds)
-
-
-def leave_out_ring(data: DataConfig) -> None:
-    """Nulls the ring_* keys if data is not streamed through a ring, so that checkpoints are not compared by them."""
-    if data.ring_bytes is None:
-        data.ring_shard_tokens = data.ring_window = data.ring_val_tokens = data.ring_patience = None
 
 
 def _check_stream(c: Config) -> None:

@@ -15,7 +15,6 @@ from lmtrain.config.aliases import absent, used_here, with_value
 from lmtrain.config.override_text import quoted, written
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
-from lmtrain.files import read_regular
 
 _WHOLE = ("objective", "model", "data", "optimizer", "trainer", "run")  # sections that a run's config.yaml has
 _THEIRS = {  # keys that only one other program has, and its name
@@ -28,11 +27,7 @@ _THEIRS = {  # keys that only one other program has, and its name
 
 def parsed(path: Path) -> dict[str, Any]:
     """Returns the keys of the file; raises UserError if it can't be read or has none."""
-    try:
-        text = read_regular(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}") from None
-    tree = safe_yaml.parse(text, str(path))
+    tree = safe_yaml.parse(safe_yaml.text_of(path), str(path))
     if not isinstance(tree, dict) or not tree:
         raise UserError(f"{path} holds no keys: a config has lines such as `model: gpt_small`")
     return tree
