@@ -133,11 +133,7 @@ def _check_peft(c: Config) -> None:
         )
     if p.method == "memory":
         return
-    needed = {"r": "at least 1 is needed", "alpha": "at least 1 is needed", "dropout": "a share is needed",
-              "bias": "none, all or lora_only is needed"}  # fmt: skip
-    for name, what in needed.items():
-        if getattr(p, name) is None:
-            raise UserError(f"peft.{name}=None: {what}")
+    _check_given("peft", p, "r", "alpha", "dropout", "bias")
     begins = ("default", "gaussian", "orthogonal", "pissa", "olora")
     if not re.fullmatch(r"pissa_niter_[1-9]\d*", str(p.init_weights)):
         choice(*begins)("peft.init_weights", str(p.init_weights))
@@ -155,9 +151,13 @@ def _check_names(c: Config) -> None:
     if c.data.rows == "text" and not c.data.text_column:
         raise UserError(f"data.text_column={c.data.text_column}: a name or a list of names, [a,b], is needed")
     if c.data.rows != "text":
-        for name in ("train_on", "on_too_long", "on_bad_row", "packing"):
-            if getattr(c.data, name) is None:
-                raise UserError(f"data.{name} has no value: set data.{name}=...")
+        _check_given("data", c.data, "train_on", "on_too_long", "on_bad_row", "packing")
+
+
+def _check_given(section: str, options: Any, *names: str) -> None:
+    for name in names:
+        if getattr(options, name) is None:
+            raise UserError(f"{section}.{name} has no value: set {section}.{name}=...")
 
 
 def _check_fim(c: Config) -> None:
@@ -183,9 +183,6 @@ def _check_pairs(c: Config) -> None:
 
 def _check_targets(c: Config) -> None:
     samples = c.callbacks.samples
-    evaluated = c.evaluate.metrics
-    _check_metrics("callbacks.samples.metrics", samples.metrics)
-    _check_metrics("evaluate.metrics", evaluated)
     if samples.metrics and not samples.every_n_validations:
         raise UserError(
             "callbacks.samples.metrics compares what the model writes with the data, and with "
@@ -193,11 +190,14 @@ def _check_targets(c: Config) -> None:
         )
     for key, entries in {
         "callbacks.extra": c.callbacks.extra,
-        "callbacks.samples.metrics": [m for m in samples.metrics if not isinstance(m, str)],
-        "evaluate.metrics": [m for m in evaluated if not isinstance(m, str)],
+        "callbacks.samples.metrics": samples.metrics,
+        "evaluate.metrics": c.evaluate.metrics,
     }.items():
         for entry in entries:
-            check_names(key, entry, c.run.allow_target)
+            if isinstance(entry, str):
+                _check_metric(key, entry)
+            else:
+                check_names(key, entry, c.run.allow_target)
     if "." in c.data.source:
         _check_source(c.data.source, c.run.allow_target)
     if "." in c.data.rows:
@@ -215,13 +215,12 @@ def _check_source(source: str, allow_target: list[str]) -> None:
         )
 
 
-def _check_metrics(key: str, metrics: list[Any]) -> None:
+def _check_metric(key: str, name: str) -> None:
     """Raises UserError for a name that is not a text metric."""
-    for metric in metrics:
-        if metric == "bertscore" or metric == "bertscore:":
-            raise UserError(f"{key}: bertscore needs an encoder, {key}=['bertscore:roberta-large'] or a folder")
-        if isinstance(metric, str) and not metric.startswith("bertscore:"):
-            choice(*TEXT_METRICS)(key, metric)
+    if name in ("bertscore", "bertscore:"):
+        raise UserError(f"{key}: bertscore needs an encoder, {key}=['bertscore:roberta-large'] or a folder")
+    if not name.startswith("bertscore:"):
+        choice(*TEXT_METRICS)(key, name)
 
 
 def time_limit_seconds(text: str | None) -> float | None:
@@ -253,9 +252,7 @@ def _check_stream(c: Config) -> None:
         )
     if not d.streaming:
         raise UserError(f"{here} goes with data.streaming=true: set that too, or data.ring_bytes=null")
-    for name in ("ring_shard_tokens", "ring_window", "ring_val_tokens", "ring_patience"):
-        if getattr(d, name) is None:
-            raise UserError(f"data.{name} has no value: set data.{name}=...")
+    _check_given("data", d, "ring_shard_tokens", "ring_window", "ring_val_tokens", "ring_patience")
     if t.max_steps is None or t.max_epochs is not None:
         raise UserError(
             f"{here}: how many rows a stream has isn't known, so the run ends by steps: set trainer.max_steps=... and "
