@@ -229,7 +229,7 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     sections.complete(tree)
     found = sections.classes(tree)
     try:
-        schema = sections.schema_of(found)
+        schema = sections.schema_of(*found.items())
         merged = OmegaConf.merge(schema, tree)
         try:
             config = OmegaConf.to_object(merged)

@@ -9,7 +9,6 @@ A checkpoint is independent of the number of devices, so the fingerprint leaves 
 Those settings may change on resume; their previous values are read from the run's config.yaml.
 """
 
-import difflib
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from lmtrain.config import environment
 from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION
 from lmtrain.config.keys import keys_in, keys_of, unread, value_of, values
 from lmtrain.config.schema import Config
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, did_you_mean
 from lmtrain.secrets import same
 
 Fingerprint = dict[str, dict[str, Any]]
@@ -163,8 +162,5 @@ def check_names(allowed: list[str], ours: Fingerprint, config: Config) -> None:
     known = [*ours["contents"], *(key.name for key in keys_in(config))]
     for name in allowed:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=2)
-            hint = (
-                f"; did you mean {' or '.join(near)}?" if near else f": a key, or one of {', '.join(ours['contents'])}"
-            )
+            hint = did_you_mean(name, known, most=2) or f": a key, or one of {', '.join(ours['contents'])}"
             raise UserError(f"run.allow_change: {name} is not known{hint}")

@@ -13,7 +13,6 @@ Nothing is constructed before everything has passed these checks. Imports no tor
 """
 
 import contextlib
-import difflib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
-from lmtrain.errors import RunError, UserError
+from lmtrain.errors import RunError, UserError, did_you_mean
 from lmtrain.terminal import a_or_an
 
 KNOWN = ("lmtrain", "torch", "lightning", "transformers", "torchmetrics", "peft")  # allowed without run.allow_target
@@ -289,9 +288,8 @@ def check_arguments(cls: type, target: str, arguments: dict[str, Any], key: str,
     takes = f"it takes {', '.join(names)}" if names else "it takes none"
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in (name for name in arguments if name not in names):
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"{key}: {target} got an unexpected keyword argument '{name}'; {hint}{takes}")
+            hint = did_you_mean(name, names) or ";"
+            raise UserError(f"{key}: {target} got an unexpected keyword argument '{name}'{hint} {takes}")
     needed = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
