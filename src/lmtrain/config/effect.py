@@ -228,11 +228,10 @@ def for_text(overrides: Sequence[str], objective: Callable[[list[str]], str]) ->
     Args:
         objective: returns the name of the objective that a list of group overrides selects.
     """
-    if "data=mixture" not in overrides:
-        return list(overrides)
     groups = [o for o in overrides if "." not in o.partition("=")[0]]
-    instead = "data=text_mixture" if objective(groups) == "causal_lm" else "data=mixture"
-    return [instead if o == "data=mixture" else o for o in overrides]
+    if "data=mixture" in overrides and objective(groups) == "causal_lm":
+        return ["data=text_mixture" if o == "data=mixture" else o for o in overrides]
+    return list(overrides)
 
 
 def inference_note(overrides: Sequence[str], config: Config, proposed: str = "") -> list[str]:
