@@ -7,6 +7,7 @@ import argparse
 import functools
 import importlib
 import os
+import pkgutil
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -66,10 +67,25 @@ def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:
     def action(config: "Config") -> int:
         if meanwhile:
             terminal.status.say(meanwhile)
-        module, _, name = place.partition(":")
-        return int(getattr(importlib.import_module(module), name)(config))
+        return int(pkgutil.resolve_name(place)(config))
 
     return main_of(verb, action)
+
+
+def folder_door(verb: str, place: str, meaning: str, default: str | None = None) -> Callable[..., int]:
+    """Returns the `main` of a command that takes a folder and no config; `place` is as in `door`.
+
+    meaning: what the folder is, for --help.
+    default: the folder if none is named; None: one has to be named.
+    """
+
+    def main(argv: list[str] | None = None) -> int:
+        parser = argparse.ArgumentParser(prog=f"python -m lmtrain.{verb}", description=OTHERS[verb])
+        parser.add_argument("folder", type=Path, nargs="?" if default else None, default=default, help=meaning)
+        folder = parser.parse_args(argv).folder.expanduser()
+        return plain(lambda: int(pkgutil.resolve_name(place)(folder)))
+
+    return main
 
 
 def plain(action: Callable[[], int]) -> int:
@@ -316,13 +332,9 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     if verb == "generate" and args.prompt is not None:
         from lmtrain.config.override_text import as_typed
 
-        args.overrides.append(as_typed("generate.prompt", _text_of(args.prompt)))
+        prompt = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
+        args.overrides.append(as_typed("generate.prompt", prompt))
     return args
-
-
-def _text_of(prompt: str) -> str:
-    """Returns the prompt; for '-', the text on standard input."""
-    return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
 
 
 def help_text(verb: str) -> str:

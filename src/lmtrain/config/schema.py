@@ -176,7 +176,7 @@ class FsdpConfig:
 
 @dataclass(kw_only=True)
 class DeepSpeedConfig:
-    stage: Annotated[int, MACHINE]
+    stage: Annotated[int, MACHINE, between(1, 3)]
     offload_optimizer: Annotated[str | None, MACHINE]  # cpu or nvme
     offload_parameters: Annotated[str | None, MACHINE]
     nvme_path: Annotated[str, MACHINE]

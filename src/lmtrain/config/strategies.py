@@ -307,8 +307,6 @@ def adopt_file(t: TrainerConfig) -> None:
 
 def _check_options(d: DeepSpeedConfig) -> None:
     """Raises UserError for invalid or incompatible options."""
-    if d.stage not in (1, 2, 3):
-        raise UserError(f"trainer.deepspeed.stage={d.stage}: 1, 2 or 3 is needed")
     for name, place in (("offload_optimizer", d.offload_optimizer), ("offload_parameters", d.offload_parameters)):
         if place not in (None, "cpu", "nvme"):
             raise UserError(f"trainer.deepspeed.{name}={place}: null, cpu or nvme is needed")

@@ -290,9 +290,7 @@ def check_arguments(cls: type, target: str, arguments: dict[str, Any], key: str,
         for name in (name for name in arguments if name not in names):
             hint = did_you_mean(name, names) or ";"
             raise UserError(f"{key}: {target} got an unexpected keyword argument '{name}'{hint} {takes}")
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
+    needed = [p.name for p in parameters if p.default is p.empty and p.name in names]
     missing = [name for name in needed[positional:] if name not in arguments]
     if missing:
         raise UserError(f"{key}: {target} lacks the argument{'s' * (len(missing) > 1)} {', '.join(missing)}; {takes}")
