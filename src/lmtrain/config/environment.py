@@ -24,7 +24,8 @@ from omegaconf.resolvers import oc
 from lmtrain import secrets
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.interpolations import escaped
-from lmtrain.config.override_text import flat, quoted
+from lmtrain.config.keys import flat
+from lmtrain.config.override_text import quoted
 from lmtrain.terminal import visible
 
 OPEN = {"LMTRAIN_CACHE"}  # variables read by conf/ itself: any file may read them, and their values are not hidden

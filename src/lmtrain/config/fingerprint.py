@@ -16,7 +16,7 @@ from typing import Any
 
 from lmtrain.config import environment
 from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION
-from lmtrain.config.keys import keys_in, keys_of, unread, value_of, values
+from lmtrain.config.keys import flat, keys_in, keys_of, unread, value_of, values
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, did_you_mean
 from lmtrain.secrets import same
@@ -140,14 +140,12 @@ def of_earlier_version(theirs: dict[str, Any]) -> Fingerprint:
 
 def read_config(tree: Any, config: Config) -> dict[str, Any]:
     """Returns the values that a config.yaml of any version has for the keys of `config`; unknown keys are left out."""
-    found = {}
+    there, found = dict(flat(tree)), {}
     for key in keys_in(config):
-        *path, last = key.name.split(".")
-        node = tree
-        for part in path:
-            node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict) and (last in node or key.may_be_absent):
-            found[key.name] = node.get(last)
+        section, _, name = key.name.rpartition(".")
+        node = there.get(section)
+        if isinstance(node, dict) and (name in node or key.may_be_absent):
+            found[key.name] = node.get(name)
     return found
 
 

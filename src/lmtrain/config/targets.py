@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
+from lmtrain.config.keys import flat
 from lmtrain.errors import RunError, UserError, did_you_mean
 from lmtrain.terminal import a_or_an
 
@@ -42,8 +43,8 @@ def check_names(key: str, entry: Any, allow_target: Sequence[str]) -> None:
     """Raises UserError if an entry, or a mapping nested in it, names a target that is not allowed; imports nothing."""
     if not isinstance(entry, dict) or not entry.get("_target_"):
         raise UserError(f"{key}: {entry} names no _target_ (package.module.Class)")
-    for node in _nodes(entry):
-        if "_target_" not in node:
+    for _, node in flat(entry):
+        if not isinstance(node, dict) or "_target_" not in node:
             continue
         special = [str(name) for name in node if str(name).startswith("_") and name not in SPECIAL]
         if special:
@@ -253,14 +254,6 @@ def _made(value: Any, key: str) -> Any:
     positional, named = _made(value.positional, key), _made(value.named, key)
     with building(key, value.target):
         return value.cls(*value.first, *positional, **named)
-
-
-def _nodes(entry: Any) -> Iterator[dict[str, Any]]:
-    """Yields all mappings in an entry, including the entry itself."""
-    if isinstance(entry, dict):
-        yield entry
-    for value in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
-        yield from _nodes(value)
 
 
 def _is_in(name: str, packages: Sequence[str]) -> bool:
