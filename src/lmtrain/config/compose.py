@@ -8,12 +8,7 @@ from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    MissingConfigException,
-    OverrideParseException,
-)
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -101,7 +96,7 @@ def _hydra_composed(
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError, TypeError) as error:
             raise UserError(f"a config can't be read: {_one_line(error)}") from None
         # Hydra raises ValueError if a group is set to a number or null.
-        except (ConfigCompositionException, HydraException, OmegaConfBaseException, ValueError) as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
             refused = UserError(explain.refused(error, folders, overrides, again))
             without = _without_keys_of_reader(overrides, again)
             if without is None:

@@ -26,22 +26,16 @@ def check_fp8(c: Config) -> None:
     """Raises UserError for a setting that trainer.precision=fp8 doesn't support or has not been tested with."""
     if c.trainer.precision != FP8:
         return
-    key, instead = "trainer.precision=fp8", "set trainer.precision=bf16-mixed"
-    if c.trainer.strategy in _NEITHER:
-        raise UserError(
-            f"{key} does not go with trainer.strategy={c.trainer.strategy}: set trainer.strategy=fsdp or ddp, or "
-            f"{instead}"
-        )
-    if c.peft.quantization is not None:
-        raise UserError(
-            f"{key} does not go with peft.quantization={c.peft.quantization}, whose layers use their own matrix "
-            f"multiplication: {instead}, or peft=lora"
-        )
-    if hasattr(c.objective, "reference"):
-        raise UserError(
-            f"{key} does not go with objective={c.objective.name}: it learns from small differences of "
-            f"log-probabilities, which are lost in 8 bits: {instead}"
-        )
+    strategy, stored, compares = c.trainer.strategy, c.peft.quantization, hasattr(c.objective, "reference")
+    instead = "set trainer.precision=bf16-mixed"
+    clashes = {
+        f"trainer.strategy={strategy}: set trainer.strategy=fsdp or ddp, or {instead}": strategy in _NEITHER,
+        f"peft.quantization={stored}, whose layers multiply in their own way: {instead}, or peft=lora": stored,
+        f"objective={c.objective.name}, whose differences of log-probabilities get lost in it: {instead}": compares,
+    }
+    for what, clash in clashes.items():
+        if clash:
+            raise UserError(f"trainer.precision=fp8 does not go with {what}")
 
 
 def refuse_split_layers(strategy: str, why: str) -> None:
