@@ -124,6 +124,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
     """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
     ranks.limit_spinning()
     terminal.lenient()
+    trains = False
     try:
         words = sys.argv[1:] if argv is None else argv
         ranks.note_typed(words)
@@ -146,6 +147,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if any(word.startswith("pipeline=") for word in args.overrides):
             raise UserError(f"pipelines are run by `lmtrain pipeline`, and `lmtrain {verb}` is one stage: leave it out")
         read = _read_words(verb, args, words)
+        trains = verb == "train" and not args.cfg
         if args.multirun:
             return _sweep(verb, args)
         checked = _composed(verb, args, read)
@@ -157,7 +159,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
     except (MemoryError, RuntimeError, SystemError) as error:
         return _out_of_memory(error)
     except BrokenPipeError:
-        if verb == "train" and not args.cfg:
+        if trains:  # a run that could not go on is not finished
             raise
         return _reader_left()
     except KeyboardInterrupt:
