@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from lmtrain.config.batch import check_growth
+from lmtrain.config.batch import check_growth, nearest_divisor
 from lmtrain.config.constraints import choice
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.options import CausalLMConfig, WarmupStableDecayConfig
@@ -293,7 +293,7 @@ def _check_memory(c: Config) -> None:
             f"there are; set memory.top_k={m.num_chapters} or less"
         )
     if m.memory_dim % m.num_heads:
-        fits = min((d for d in range(1, m.memory_dim + 1) if m.memory_dim % d == 0), key=lambda d: abs(d - m.num_heads))  # type: ignore[operator]
+        fits = nearest_divisor(m.memory_dim, m.num_heads)
         raise UserError(
             f"memory.memory_dim={m.memory_dim} does not divide into memory.num_heads={m.num_heads}: set "
             f"memory.num_heads={fits} or memory.memory_dim={m.num_heads * max(1, round(m.memory_dim / m.num_heads))}"
