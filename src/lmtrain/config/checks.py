@@ -134,9 +134,8 @@ def _check_peft(c: Config) -> None:
     if p.method == "memory":
         return
     _check_given("peft", p, "r", "alpha", "dropout", "bias")
-    begins = ("default", "gaussian", "orthogonal", "pissa", "olora")
     if not re.fullmatch(r"pissa_niter_[1-9]\d*", str(p.init_weights)):
-        choice(*begins)("peft.init_weights", str(p.init_weights))
+        choice("default", "gaussian", "orthogonal", "pissa", "olora")("peft.init_weights", str(p.init_weights))
     moves_base = str(p.init_weights).startswith(("pissa", "olora"))
     if moves_base and (p.quantization is not None or p.use_dora):
         other = "peft.use_dora=true" if p.use_dora else f"peft.quantization={p.quantization}"

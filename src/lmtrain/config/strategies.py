@@ -124,14 +124,10 @@ def _check_quantised(c: Config) -> None:
             f"{found}: of quantised bases only those of 4 bits can be sharded over the devices. Set peft=qlora, "
             "or trainer.strategy=ddp"
         )
-    why = (
-        "splits the weight matrices of layers"
-        if strategy == "fsdp_tp"
-        else "does not support packed weights and their scales"
-    )
     shares = "trainer.strategy=fsdp" + (" with peft=qlora" if stored == "int8" else "")
     raise UserError(
-        f"{found}, which {why}: set {shares}, which shares a base of 4 bits among the devices, or trainer.strategy=ddp"
+        f"{found}, which can't split packed weights and their scales: set {shares}, which shares a base of 4 bits "
+        "among the devices, or trainer.strategy=ddp"
     )
 
 
