@@ -166,7 +166,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         errors.print_error("interrupted (Ctrl-C); completed work is kept, and the same command continues")
         return 130
     except BaseException as error:
-        if not errors.is_panic(error):
+        if type(error).__name__ != "PanicException":  # of Rust libraries; a BaseException but no Exception
             raise
         errors.print_error(f"tokenizers, safetensors or another Rust library failed on a file: {error}")
         return errors.FAILED

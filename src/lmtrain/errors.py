@@ -77,11 +77,6 @@ def first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).strip().split("\n")[0][:200]
 
 
-def is_panic(error: BaseException) -> bool:
-    """Returns whether the error is a panic of a Rust library, which is a BaseException but no Exception."""
-    return type(error).__name__ == "PanicException"
-
-
 def print_error(message: str) -> None:
     """Prints "error: message" to stderr, with "error:" in red on a terminal; control characters are made visible."""
     status.stop()

@@ -30,18 +30,22 @@ _WHEN_CHANGED = {
 }
 
 
-def explain(words: Sequence[str], config_dir: str | None, config_name: str) -> int:
-    """Prints the value, origin and meaning of the keys among `words`; other words are overrides, as for training."""
-    keys = [w for w in words if "=" not in w and not w.startswith("~")]
-    overrides = [w for w in words if w not in keys]
+def explain(argv: list[str]) -> int:
+    """Prints the value, origin and meaning of the keys among `argv`; other words are overrides, as for training."""
+    args = cli.parse("explain", argv)
+    if args.help:
+        print(__doc__)
+        return errors.FINISHED
+    keys = [w for w in args.overrides if "=" not in w and not w.startswith("~")]
+    overrides = [w for w in args.overrides if w not in keys]
     if "run_dir" in typed_keys(overrides):
         raise UserError(
             "run_dir has no effect in `lmtrain explain`, which composes a config; to explain the config of a "
             "run, use --config-dir FOLDER"
         )
-    composed, settled = config.settled(overrides, config_dir, config_name)
+    composed, settled = config.settled(overrides, args.config_dir, args.config_name)
     environment.note(composed)
-    files = composed_files(settled, config_dir, config_name)
+    files = composed_files(settled, args.config_dir, args.config_name)
     known = {key.name: key for key in keys_of(Config)}
     there = [name for name in known if OmegaConf.select(composed, name, default=_ABSENT) is not _ABSENT]
     if not keys:
@@ -101,16 +105,8 @@ def _all(composed: DictConfig, files: Sequence[ConfigFile], overrides: Sequence[
     return errors.FINISHED
 
 
-def _read_and_explain(argv: list[str]) -> int:
-    args = cli.parse("explain", argv)
-    if args.help:
-        print(__doc__)
-        return errors.FINISHED
-    return explain(args.overrides, args.config_dir, args.config_name)
-
-
 def main(argv: list[str] | None = None) -> int:
-    return cli.plain(lambda: _read_and_explain(sys.argv[1:] if argv is None else argv))
+    return cli.plain(lambda: explain(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":
