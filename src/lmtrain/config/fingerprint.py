@@ -140,7 +140,8 @@ def of_earlier_version(theirs: dict[str, Any]) -> Fingerprint:
 
 def read_config(tree: Any, config: Config) -> dict[str, Any]:
     """Returns the values that a config.yaml of any version has for the keys of `config`; unknown keys are left out."""
-    there, found = dict(flat(tree)), {}
+    there = dict(flat(tree))
+    found = {}
     for key in keys_in(config):
         section, _, name = key.name.rpartition(".")
         node = there.get(section)
