@@ -7,7 +7,6 @@ import argparse
 import functools
 import importlib
 import os
-import pkgutil
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -67,7 +66,7 @@ def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:
     def action(config: "Config") -> int:
         if meanwhile:
             terminal.status.say(meanwhile)
-        return int(pkgutil.resolve_name(place)(config))
+        return _imported(place)(config)
 
     return main_of(verb, action)
 
@@ -83,9 +82,15 @@ def folder_door(verb: str, place: str, meaning: str, default: str | None = None)
         parser = argparse.ArgumentParser(prog=f"python -m lmtrain.{verb}", description=OTHERS[verb])
         parser.add_argument("folder", type=Path, nargs="?" if default else None, default=default, help=meaning)
         folder = parser.parse_args(argv).folder.expanduser()
-        return plain(lambda: int(pkgutil.resolve_name(place)(folder)))
+        return plain(lambda: _imported(place)(folder))
 
     return main
+
+
+def _imported(place: str) -> Callable[..., int]:
+    module, _, name = place.partition(":")
+    function: Callable[..., int] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def plain(action: Callable[[], int]) -> int:
@@ -409,7 +414,7 @@ def main(argv: list[str] | None = None) -> int:
     if verb not in VERBS | OTHERS:
         errors.print_error(_no_verb(verb, rest))
         return errors.WRONG_INPUT
-    job = importlib.import_module(f"lmtrain.{verb}").main
+    job = _imported(f"lmtrain.{verb}:main")
     if verb in ("train", "evaluate") and ranks.started_by() is not None:
         ranks.leave_after(lambda: job(rest))
     return job(rest)
