@@ -4,6 +4,7 @@ Imports neither torch nor lightning, so `--help` and messages about misspelt key
 """
 
 import argparse
+import functools
 import importlib
 import os
 import shlex
@@ -53,11 +54,7 @@ FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config", "--config-dir", 
 
 def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
     """Returns the `main` of a verb that takes a config; it maps the arguments after the verb to an exit code."""
-
-    def main(argv: list[str] | None = None) -> int:
-        return run(verb, action, argv)
-
-    return main
+    return functools.partial(run, verb, action)
 
 
 def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:
@@ -69,10 +66,31 @@ def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:
     def action(config: "Config") -> int:
         if meanwhile:
             terminal.status.say(meanwhile)
-        module, _, name = place.partition(":")
-        return int(getattr(importlib.import_module(module), name)(config))
+        return _imported(place)(config)
 
     return main_of(verb, action)
+
+
+def folder_door(verb: str, place: str, meaning: str, default: str | None = None) -> Callable[..., int]:
+    """Returns the `main` of a command that takes a folder and no config; `place` is as in `door`.
+
+    meaning: what the folder is, for --help.
+    default: the folder if none is named; None: one has to be named.
+    """
+
+    def main(argv: list[str] | None = None) -> int:
+        parser = argparse.ArgumentParser(prog=f"python -m lmtrain.{verb}", description=OTHERS[verb])
+        parser.add_argument("folder", type=Path, nargs="?" if default else None, default=default, help=meaning)
+        folder = parser.parse_args(argv).folder.expanduser()
+        return plain(lambda: _imported(place)(folder))
+
+    return main
+
+
+def _imported(place: str) -> Callable[..., int]:
+    module, _, name = place.partition(":")
+    function: Callable[..., int] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def plain(action: Callable[[], int]) -> int:
@@ -111,6 +129,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
     """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
     ranks.limit_spinning()
     terminal.lenient()
+    trains = False
     try:
         words = sys.argv[1:] if argv is None else argv
         ranks.note_typed(words)
@@ -133,6 +152,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if any(word.startswith("pipeline=") for word in args.overrides):
             raise UserError(f"pipelines are run by `lmtrain pipeline`, and `lmtrain {verb}` is one stage: leave it out")
         read = _read_words(verb, args, words)
+        trains = verb == "train" and not args.cfg
         if args.multirun:
             return _sweep(verb, args)
         checked = _composed(verb, args, read)
@@ -144,14 +164,14 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
     except (MemoryError, RuntimeError, SystemError) as error:
         return _out_of_memory(error)
     except BrokenPipeError:
-        if verb == "train" and not args.cfg:
+        if trains:  # a run that could not go on is not finished
             raise
         return _reader_left()
     except KeyboardInterrupt:
         errors.print_error("interrupted (Ctrl-C); completed work is kept, and the same command continues")
         return 130
     except BaseException as error:
-        if not errors.is_panic(error):
+        if type(error).__name__ != "PanicException":  # of Rust libraries; a BaseException but no Exception
             raise
         errors.print_error(f"tokenizers, safetensors or another Rust library failed on a file: {error}")
         return errors.FAILED
@@ -171,12 +191,11 @@ def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> 
 def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Config":
     """Returns the checked config; with --cfg it is printed as soon as it is composed."""
     from lmtrain.config import compose as config
-    from lmtrain.config import effect
-    from lmtrain.first_words import config_file
+    from lmtrain.config import effect, places
 
     composed = config.compose(args.overrides, args.config_dir, args.config_name)
     if read.config is not None:
-        config_file.refuse(composed, args.overrides, read.typed, read.config)
+        places.refuse_words(composed, args.overrides, read.typed, read.config)
     if args.cfg:
         terminal.status.stop()
         print(config.to_yaml(composed), end="", flush=True)
@@ -320,13 +339,9 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     if verb == "generate" and args.prompt is not None:
         from lmtrain.config.override_text import as_typed
 
-        args.overrides.append(as_typed("generate.prompt", _text_of(args.prompt)))
+        prompt = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
+        args.overrides.append(as_typed("generate.prompt", prompt))
     return args
-
-
-def _text_of(prompt: str) -> str:
-    """Returns the prompt; for '-', the text on standard input."""
-    return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
 
 
 def help_text(verb: str) -> str:
@@ -399,7 +414,7 @@ def main(argv: list[str] | None = None) -> int:
     if verb not in VERBS | OTHERS:
         errors.print_error(_no_verb(verb, rest))
         return errors.WRONG_INPUT
-    job = importlib.import_module(f"lmtrain.{verb}").main
+    job = _imported(f"lmtrain.{verb}:main")
     if verb in ("train", "evaluate") and ranks.started_by() is not None:
         ranks.leave_after(lambda: job(rest))
     return job(rest)

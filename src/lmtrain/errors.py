@@ -1,10 +1,11 @@
 """Errors shown to users: one message that says what was found, where, and what to change."""
 
+import contextlib
 import difflib
 import errno
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from lmtrain.secrets import shown
 from lmtrain.terminal import status, visible
@@ -31,6 +32,15 @@ class RunError(Exception):
 
     exit_code = FAILED
     shared = False  # whether all ranks raise the error, so that only one of them should print it
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Prefixes the message of a UserError raised inside with `what`, the part of the user's input it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
@@ -65,11 +75,6 @@ def reason(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, at most 200 characters; its type if there is no message."""
     return (str(error) or type(error).__name__).strip().split("\n")[0][:200]
-
-
-def is_panic(error: BaseException) -> bool:
-    """Returns whether the error is a panic of a Rust library, which is a BaseException but no Exception."""
-    return type(error).__name__ == "PanicException"
 
 
 def print_error(message: str) -> None:

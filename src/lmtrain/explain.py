@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lmtrain import cli, errors
 from lmtrain.config import compose as config
@@ -30,30 +30,33 @@ _WHEN_CHANGED = {
 }
 
 
-def explain(words: Sequence[str], config_dir: str | None, config_name: str) -> int:
-    """Prints the value, origin and meaning of the keys among `words`; other words are overrides, as for training."""
-    keys = [w for w in words if "=" not in w and not w.startswith("~")]
-    overrides = [w for w in words if w not in keys]
+def explain(argv: list[str]) -> int:
+    """Prints the value, origin and meaning of the keys among `argv`; other words are overrides, as for training."""
+    args = cli.parse("explain", argv)
+    if args.help:
+        print(__doc__)
+        return errors.FINISHED
+    keys = [w for w in args.overrides if "=" not in w and not w.startswith("~")]
+    overrides = [w for w in args.overrides if w not in keys]
     if "run_dir" in typed_keys(overrides):
         raise UserError(
             "run_dir has no effect in `lmtrain explain`, which composes a config; to explain the config of a "
             "run, use --config-dir FOLDER"
         )
-    composed, settled = config.settled(overrides, config_dir, config_name)
+    composed, settled = config.settled(overrides, args.config_dir, args.config_name)
     environment.note(composed)
-    files = composed_files(settled, config_dir, config_name)
+    files = composed_files(settled, args.config_dir, args.config_name)
     known = {key.name: key for key in keys_of(Config)}
+    there = [name for name in known if OmegaConf.select(composed, name, default=_ABSENT) is not _ABSENT]
     if not keys:
-        return _all(composed, files, overrides)
+        return _all(composed, files, overrides, there)
     for key in keys:
         value = OmegaConf.select(composed, key, default=_ABSENT)
         if value is _ABSENT:
             valid = [*known, *(str(k) for k in composed)]
             raise UserError(unknown_key(key, valid) if key not in known else f"{key} has no meaning with these options")
         if OmegaConf.is_dict(value) and key not in known:
-            inside = [k for k in known if k.startswith(f"{key}.") and OmegaConf.select(composed, k, default=_ABSENT)
-                      is not _ABSENT]  # fmt: skip
-            _table(composed, files, overrides, inside)
+            _table(composed, files, overrides, [name for name in there if name.startswith(f"{key}.")])
             continue
         _one(key, composed, files, overrides)
         if key in known:
@@ -70,9 +73,9 @@ def _shown(value: object) -> str:
     return visible("null" if plain is None else str(plain).lower() if isinstance(plain, bool) else str(plain))
 
 
-def _one(key: str, composed: object, files: Sequence[ConfigFile], overrides: Sequence[str]) -> None:
+def _one(key: str, composed: DictConfig, files: Sequence[ConfigFile], overrides: Sequence[str]) -> None:
     found = origins(key, files, overrides)
-    print(f"{key}={_shown(OmegaConf.select(composed, key))}")  # type: ignore[arg-type]
+    print(f"{key}={_shown(OmegaConf.select(composed, key))}")
     if not found:
         print("  from      a rule of lmtrain's, that follows from other keys")
         return
@@ -86,33 +89,24 @@ def _one(key: str, composed: object, files: Sequence[ConfigFile], overrides: Seq
         print(f"  about     {visible(about)}")
 
 
-def _table(composed: object, files: Sequence[ConfigFile], overrides: Sequence[str], keys: Sequence[str]) -> None:
+def _table(composed: DictConfig, files: Sequence[ConfigFile], overrides: Sequence[str], keys: Sequence[str]) -> None:
     for key in keys:
         found = origins(key, files, overrides)
-        value = _shown(OmegaConf.select(composed, key))  # type: ignore[arg-type]
+        value = _shown(OmegaConf.select(composed, key))
         print(f"{key}={value}".ljust(48), f" {found[-1] if found else 'a rule'}")
 
 
-def _all(composed: object, files: Sequence[ConfigFile], overrides: Sequence[str]) -> int:
+def _all(composed: DictConfig, files: Sequence[ConfigFile], overrides: Sequence[str], keys: Sequence[str]) -> int:
     print("composed of, the later wins:")
     for part in files:
         print(f"  {part.package or '(root)':<12} {part.path}")
     print(f"  {'(all)':<12} the command line: {shown(' '.join(overrides)) or 'nothing'}\n")
-    there = [k.name for k in keys_of(Config) if OmegaConf.select(composed, k.name, default=_ABSENT) is not _ABSENT]  # type: ignore[arg-type]
-    _table(composed, files, overrides, there)
+    _table(composed, files, overrides, keys)
     return errors.FINISHED
 
 
-def _read_and_explain(argv: list[str]) -> int:
-    args = cli.parse("explain", argv)
-    if args.help:
-        print(__doc__)
-        return errors.FINISHED
-    return explain(args.overrides, args.config_dir, args.config_name)
-
-
 def main(argv: list[str] | None = None) -> int:
-    return cli.plain(lambda: _read_and_explain(sys.argv[1:] if argv is None else argv))
+    return cli.plain(lambda: explain(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

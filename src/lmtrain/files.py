@@ -19,7 +19,7 @@ from lmtrain.errors import RunError, UserError, reason
 
 def write_atomic(path: Path, text: str) -> None:
     """Writes a small file atomically: readers see either the old or the new content; raises RunError on failure."""
-    temporary = path
+    temporary: Path | None = None
     try:
         temporary = temporary_beside(path)
         temporary.unlink(missing_ok=True)
@@ -29,8 +29,9 @@ def write_atomic(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # fails too on a read-only file system
-            temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            with contextlib.suppress(OSError):  # fails too on a read-only file system
+                temporary.unlink(missing_ok=True)
         raise RunError(f"cannot write {path}: {reason(error)}; free space there or set run.dir elsewhere") from error
 
 

@@ -13,8 +13,8 @@ SKELETONS = Path(__file__).with_name("skeletons")  # <kind>.txt and <kind>_test.
 KINDS = ("objective", "model", "optimizer", "schedule", "callback", "metric")
 
 
-def write(kind: str, name: str, folder: Path) -> list[Path]:
-    """Writes <name>.py and test_<name>.py into `folder` and returns their paths.
+def write(kind: str, name: str) -> int:
+    """Writes <name>.py and test_<name>.py into the current folder and returns the exit code.
 
     Raises:
         UserError: the kind is unknown, the name is no valid module name, or a file exists already.
@@ -24,17 +24,12 @@ def write(kind: str, name: str, folder: Path) -> list[Path]:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(f"{name!r} can't name a module: use small letters, digits and _, such as my_thing")
     cls = "".join(part.capitalize() for part in name.split("_"))
-    files = [folder / f"{name}.py", folder / f"test_{name}.py"]
+    files = [Path(f"{name}.py"), Path(f"test_{name}.py")]
     for file, skeleton in zip(files, (f"{kind}.txt", f"{kind}_test.txt"), strict=True):
         if file.exists():
             raise UserError(f"{file} is there already: choose another name, or move it away")
         text = (SKELETONS / skeleton).read_text(encoding="utf-8")
         file.write_text(Template(text).substitute(name=name, cls=cls), encoding="utf-8")
-    return files
-
-
-def _write_and_say(kind: str, name: str) -> int:
-    files = write(kind, name, Path())
     print(f"{files[0]}  (its first lines say how to train with it; python -m pytest {files[1]} tests it)")
     return errors.FINISHED
 
@@ -44,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("kind", help=", ".join(KINDS))
     parser.add_argument("name", help="of the module, such as my_thing; its class is MyThing")
     args = parser.parse_args(argv)
-    return cli.plain(lambda: _write_and_say(args.kind, args.name))
+    return cli.plain(lambda: write(args.kind, args.name))
 
 
 if __name__ == "__main__":

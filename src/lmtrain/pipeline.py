@@ -22,39 +22,33 @@ The same command again skips what has finished and goes on with what has not; a 
 those that begin with what it exports. More: docs/pipeline.md"""
 
 
-def run(words: list[str], config_dir: str | None, *, show: bool = False) -> int:
-    """Runs the pipeline named in `words`, or only prints it if `show` is set; returns the exit code."""
+def run(args: argparse.Namespace) -> int:
+    """Runs the pipeline that the arguments name, or only prints it with --cfg; returns the exit code."""
+    if args.multirun:
+        raise errors.UserError(
+            "a pipeline takes one value of each key: start it once for each, under a run.name of its own, or sweep one "
+            "stage with `lmtrain train -m`"
+        )
     terminal.status.say("reading the config")
     from lmtrain.config import compose as config
+    from lmtrain.config import environment, trust
     from lmtrain.stages import definition, plan
     from lmtrain.stages import run as stages
 
-    pipeline = definition.read(definition.find(definition.pipeline_of(words), config_dir))
-    typed = definition.sort(words, pipeline)
-    made = plan.make(pipeline, typed, config_dir)
+    environment.trust(args.trust)
+    words = [*trust.of_files(args.trust), *args.overrides]
+    pipeline = definition.read(definition.find(definition.pipeline_of(words), args.config_dir))
+    made = plan.make(pipeline, definition.sort(words, pipeline), args.config_dir)
     terminal.status.stop()
-    if show:
+    if args.cfg:
         for one in made.stages:
             print(
                 f"# stage {one.name}, in {one.run}: lmtrain.train {hide(' '.join(one.words))}\n"
                 f"{config.dump(one.config)}"
             )
         return errors.FINISHED
-    flags = ["--config-dir", config_dir] if config_dir else []
+    flags = ["--config-dir", args.config_dir] if args.config_dir else []
     return stages.run(made, [*words, *flags])
-
-
-def _run(args: argparse.Namespace) -> int:
-    from lmtrain.config import environment, trust
-
-    if args.multirun:
-        raise errors.UserError(
-            "a pipeline takes one value of each key: start it once for each, under a run.name of its own, or sweep one "
-            "stage with `lmtrain train -m`"
-        )
-    environment.trust(args.trust)
-    words = [*trust.of_files(args.trust), *args.overrides]
-    return run(words, args.config_dir, show=args.cfg)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         print(HELP.format(what=cli.OTHERS["pipeline"], known=known))
         return errors.FINISHED
     try:
-        return cli.plain(lambda: _run(args))
+        return cli.plain(lambda: run(args))
     except KeyboardInterrupt:
         errors.print_error("interrupted (Ctrl-C); no stage was running, and the same command continues")
         return 130

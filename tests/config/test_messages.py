@@ -68,7 +68,7 @@ def test_a_mistyped_run_folder_asks_no_hub(tmp_path: Path, monkeypatch: pytest.M
     assert time.perf_counter() - began < 30
 
 
-@pytest.mark.parametrize("words", [["train", "--cfg"], ["explain"]])
+@pytest.mark.parametrize("words", [["train", "--cfg"], ["train", "--help"], ["explain"]])
 def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
     """A closed pipe, as in `... --cfg | head -1`, is no error."""
     command = [sys.executable, "-m", f"lmtrain.{words[0]}", *words[1:]]

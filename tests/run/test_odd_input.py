@@ -1,5 +1,6 @@
 """Odd values, environments and files work or give one message that says what to change, with no traceback."""
 
+import errno
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from inprocess import message, run, train_tiny
+from lmtrain import files
 from lmtrain.config.batch import batch_split
 from lmtrain.data.chat import jinja_rendering
 from lmtrain.data.loaders import check_descriptors
@@ -89,6 +91,17 @@ def test_a_data_file_with_a_long_name(corpus: Path, tmp_path: Path) -> None:
 def test_a_place_that_takes_no_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"cannot write .*File name too long"):
         write_atomic(tmp_path / ("a" * 300), "")
+
+
+def test_a_failed_write_keeps_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_descriptors(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    (tmp_path / "summary.json").write_text("{}")
+    monkeypatch.setattr(files, "remove_leftovers", out_of_descriptors)
+    with pytest.raises(RunError, match="Too many open files"):
+        write_atomic(tmp_path / "summary.json", "new")
+    assert (tmp_path / "summary.json").read_text() == "{}"
 
 
 def test_keys_without_effect(a_run: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 _TABLES = configparser.ConfigParser(delimiters=("->",), interpolation=None)  # raises for duplicate names
 _TABLES.read_string(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
-NEIGHBOURS, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING, VERBS = (
-    dict(_TABLES[name]) for name in ("keys", "options", "without", "hydra_flags", "lightning", "verbs")
+NEIGHBOURS, _SWITCHES, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING, VERBS = (
+    dict(_TABLES[name]) for name in ("keys", "switches", "options", "without", "hydra_flags", "lightning", "verbs")
 )
 
 # Sections of lmtrain or other projects in which a name of the table keeps its meaning: data.block_size.
@@ -68,13 +68,6 @@ _ALIKE = (  # keys whose values have the same meaning in other projects
     "trainer.devices", "trainer.num_nodes",
     "generate.prompt", "generate.max_new_tokens", "generate.temperature", "objective.beta", "run.root",
 )  # fmt: skip
-_SWITCHES = {  # boolean setting of another project -> lmtrain's override if it is true
-    "bf16": "trainer.precision=bf16-mixed", "fp16": "trainer.precision=16-mixed", "compile": "trainer.compile=true",
-    "torch_compile": "trainer.compile=true", "gradient_checkpointing": "trainer.activation_checkpointing=true",
-    "activation_checkpointing": "trainer.activation_checkpointing=true", "resume": "run.resume=auto",
-    "trust_remote_code": "model.trust_remote_code=true", "use_cpu": "trainer.accelerator=cpu",
-    "packing": "data.packing=best_fit_decreasing", "sample_packing": "data.packing=best_fit_decreasing",
-}  # fmt: skip
 
 
 def with_value(name: str, here: str, value: object) -> str:

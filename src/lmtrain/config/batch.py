@@ -57,15 +57,18 @@ def batch_split(global_batch_size: int, micro_batch_size: int, parts: int, devic
     nearest = max(1, round(global_batch_size / unit)) * unit
     fixes = [f"data.global_batch_size={nearest}"]
     if global_batch_size % parts == 0:
-        per_part = global_batch_size // parts
-        small = [d for d in range(1, math.isqrt(per_part) + 1) if per_part % d == 0]
-        divisors = [*small, *(per_part // d for d in small)]
-        fixes.insert(0, f"data.micro_batch_size={min(divisors, key=lambda d: (abs(d - micro_batch_size), d))}")
+        fixes.insert(0, f"data.micro_batch_size={nearest_divisor(global_batch_size // parts, micro_batch_size)}")
     raise UserError(
         f"data.global_batch_size={global_batch_size} does not split into {parts} "
         f"{'device(s)' if devices_per_part == 1 else f'group(s) of {devices_per_part} devices'} x "
         f"data.micro_batch_size={micro_batch_size}: set {' or '.join(fixes)}"
     )
+
+
+def nearest_divisor(number: int, to: int) -> int:
+    """Returns the divisor of a number that is nearest to `to`; of two, the smaller."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return min([*small, *(number // d for d in small)], key=lambda d: (abs(d - to), d))
 
 
 @dataclass(frozen=True)
@@ -183,8 +186,7 @@ def _check_divides(key: str, first: int, of: str, last: int) -> None:
         return
     if last == 1:
         raise UserError(f"{key}={first}: {of}=1 leaves nothing to grow; set {key}=null")
-    divisors = (n for n in range(1, last // 2 + 1) if last % n == 0)
-    nearest = min(divisors, key=lambda n: (abs(n - first), n))
+    nearest = nearest_divisor(last, min(first, last // 2))
     raise UserError(f"{key}={first} has to be smaller than {of}={last} and to divide it: set {key}={nearest}")
 
 

@@ -4,12 +4,12 @@ import dataclasses
 import re
 from typing import Any
 
-from lmtrain.config.batch import check_growth
+from lmtrain.config.batch import check_growth, nearest_divisor
 from lmtrain.config.constraints import choice
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.options import CausalLMConfig, WarmupStableDecayConfig
 from lmtrain.config.schema import BUDGETS, Config, MemoryConfig, ScheduleConfig
-from lmtrain.config.schema_data import ANSWERS, DataConfig
+from lmtrain.config.schema_data import ANSWERS
 from lmtrain.config.strategies import check_strategy, spell_out
 from lmtrain.config.targets import check_allowed, check_names
 from lmtrain.errors import UserError
@@ -133,14 +133,9 @@ def _check_peft(c: Config) -> None:
         )
     if p.method == "memory":
         return
-    needed = {"r": "at least 1 is needed", "alpha": "at least 1 is needed", "dropout": "a share is needed",
-              "bias": "none, all or lora_only is needed"}  # fmt: skip
-    for name, what in needed.items():
-        if getattr(p, name) is None:
-            raise UserError(f"peft.{name}=None: {what}")
-    begins = ("default", "gaussian", "orthogonal", "pissa", "olora")
+    _check_given("peft", p, "r", "alpha", "dropout", "bias")
     if not re.fullmatch(r"pissa_niter_[1-9]\d*", str(p.init_weights)):
-        choice(*begins)("peft.init_weights", str(p.init_weights))
+        choice("default", "gaussian", "orthogonal", "pissa", "olora")("peft.init_weights", str(p.init_weights))
     moves_base = str(p.init_weights).startswith(("pissa", "olora"))
     if moves_base and (p.quantization is not None or p.use_dora):
         other = "peft.use_dora=true" if p.use_dora else f"peft.quantization={p.quantization}"
@@ -152,19 +147,16 @@ def _check_peft(c: Config) -> None:
 
 def _check_names(c: Config) -> None:
     """Raises UserError for required keys without a value."""
-    check_pretrained_name(c.model.init, getattr(c.model, "name_or_path", None))
     if c.data.rows == "text" and not c.data.text_column:
         raise UserError(f"data.text_column={c.data.text_column}: a name or a list of names, [a,b], is needed")
     if c.data.rows != "text":
-        for name in ("train_on", "on_too_long", "on_bad_row", "packing"):
-            if getattr(c.data, name) is None:
-                raise UserError(f"data.{name} has no value: set data.{name}=...")
+        _check_given("data", c.data, "train_on", "on_too_long", "on_bad_row", "packing")
 
 
-def check_pretrained_name(init: str | None, name: str | None) -> None:
-    """Raises UserError if a pretrained model has no name. Checked first, since other keys follow from the name."""
-    if init == "pretrained" and not name:
-        raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
+def _check_given(section: str, options: Any, *names: str) -> None:
+    for name in names:
+        if getattr(options, name) is None:
+            raise UserError(f"{section}.{name} has no value: set {section}.{name}=...")
 
 
 def _check_fim(c: Config) -> None:
@@ -190,9 +182,6 @@ def _check_pairs(c: Config) -> None:
 
 def _check_targets(c: Config) -> None:
     samples = c.callbacks.samples
-    evaluated = c.evaluate.metrics
-    _check_metrics("callbacks.samples.metrics", samples.metrics)
-    _check_metrics("evaluate.metrics", evaluated)
     if samples.metrics and not samples.every_n_validations:
         raise UserError(
             "callbacks.samples.metrics compares what the model writes with the data, and with "
@@ -200,11 +189,14 @@ def _check_targets(c: Config) -> None:
         )
     for key, entries in {
         "callbacks.extra": c.callbacks.extra,
-        "callbacks.samples.metrics": [m for m in samples.metrics if not isinstance(m, str)],
-        "evaluate.metrics": [m for m in evaluated if not isinstance(m, str)],
+        "callbacks.samples.metrics": samples.metrics,
+        "evaluate.metrics": c.evaluate.metrics,
     }.items():
         for entry in entries:
-            check_names(key, entry, c.run.allow_target)
+            if isinstance(entry, str):
+                _check_metric(key, entry)
+            else:
+                check_names(key, entry, c.run.allow_target)
     if "." in c.data.source:
         _check_source(c.data.source, c.run.allow_target)
     if "." in c.data.rows:
@@ -222,13 +214,12 @@ def _check_source(source: str, allow_target: list[str]) -> None:
         )
 
 
-def _check_metrics(key: str, metrics: list[Any]) -> None:
+def _check_metric(key: str, name: str) -> None:
     """Raises UserError for a name that is not a text metric."""
-    for metric in metrics:
-        if metric == "bertscore" or metric == "bertscore:":
-            raise UserError(f"{key}: bertscore needs an encoder, {key}=['bertscore:roberta-large'] or a folder")
-        if isinstance(metric, str) and not metric.startswith("bertscore:"):
-            choice(*TEXT_METRICS)(key, metric)
+    if name in ("bertscore", "bertscore:"):
+        raise UserError(f"{key}: bertscore needs an encoder, {key}=['bertscore:roberta-large'] or a folder")
+    if not name.startswith("bertscore:"):
+        choice(*TEXT_METRICS)(key, name)
 
 
 def time_limit_seconds(text: str | None) -> float | None:
@@ -246,12 +237,6 @@ def time_limit_seconds(text: str | None) -> float | None:
     return float(86400 * int(days or 0) + seconds)
 
 
-def leave_out_ring(data: DataConfig) -> None:
-    """Nulls the ring_* keys if data is not streamed through a ring, so that checkpoints are not compared by them."""
-    if data.ring_bytes is None:
-        data.ring_shard_tokens = data.ring_window = data.ring_val_tokens = data.ring_patience = None
-
-
 def _check_stream(c: Config) -> None:
     """Raises UserError for the first setting that is incompatible with data.ring_bytes."""
     d, t = c.data, c.trainer
@@ -266,9 +251,7 @@ def _check_stream(c: Config) -> None:
         )
     if not d.streaming:
         raise UserError(f"{here} goes with data.streaming=true: set that too, or data.ring_bytes=null")
-    for name in ("ring_shard_tokens", "ring_window", "ring_val_tokens", "ring_patience"):
-        if getattr(d, name) is None:
-            raise UserError(f"data.{name} has no value: set data.{name}=...")
+    _check_given("data", d, "ring_shard_tokens", "ring_window", "ring_val_tokens", "ring_patience")
     if t.max_steps is None or t.max_epochs is not None:
         raise UserError(
             f"{here}: how many rows a stream has isn't known, so the run ends by steps: set trainer.max_steps=... and "
@@ -309,7 +292,7 @@ def _check_memory(c: Config) -> None:
             f"there are; set memory.top_k={m.num_chapters} or less"
         )
     if m.memory_dim % m.num_heads:
-        fits = min((d for d in range(1, m.memory_dim + 1) if m.memory_dim % d == 0), key=lambda d: abs(d - m.num_heads))  # type: ignore[operator]
+        fits = nearest_divisor(m.memory_dim, m.num_heads)
         raise UserError(
             f"memory.memory_dim={m.memory_dim} does not divide into memory.num_heads={m.num_heads}: set "
             f"memory.num_heads={fits} or memory.memory_dim={m.num_heads * max(1, round(m.memory_dim / m.num_heads))}"

@@ -8,26 +8,20 @@ from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    MissingConfigException,
-    OverrideParseException,
-)
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
-from lmtrain.config.checks import check_pretrained_name, check_values, leave_out_ring
+from lmtrain.config.checks import check_values
 from lmtrain.config.config_files import composed_files, folders_of, hydra_over
 from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.override_text import to_hydra, typed_keys
 from lmtrain.config.schema import Config
-from lmtrain.errors import UserError
-from lmtrain.files import read_regular
+from lmtrain.errors import UserError, naming
 
 
 def compose(
@@ -70,16 +64,13 @@ def settled(
     if config_dir is not None:
         files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
         try:
-            environment.refuse(composed, overrides, files)
             places.refuse(composed, overrides, files, config_dir)
         except OmegaConfBaseException as error:
             raise UserError(f"{_one_line(error)} (in the config)") from None
     _leave_to_replaced(composed, typed_words)
     _refuse_gone(composed, overrides)
     _complete_own_optimizer(composed)
-    _one_warmup(composed, overrides)
-    _switched_on(composed, overrides)
-    _as_much_as_typed(composed, overrides)
+    _follow(composed, typed_keys(overrides))
     if is_named and composed.data.get("seq_len") is None:
         composed.data.seq_len = min(effect.positions_of(composed.model.name_or_path) or effect.ROW, effect.ROW)
     return composed, overrides
@@ -105,7 +96,7 @@ def _hydra_composed(
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError, TypeError) as error:
             raise UserError(f"a config can't be read: {_one_line(error)}") from None
         # Hydra raises ValueError if a group is set to a number or null.
-        except (ConfigCompositionException, HydraException, OmegaConfBaseException, ValueError) as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
             refused = UserError(explain.refused(error, folders, overrides, again))
             without = _without_keys_of_reader(overrides, again)
             if without is None:
@@ -191,28 +182,20 @@ def _complete_own_optimizer(composed: DictConfig) -> None:
         composed.optimizer = OmegaConf.merge(base, {"name": "custom"}, composed.optimizer)
 
 
-def _one_warmup(composed: DictConfig, overrides: list[str]) -> None:
-    """Nulls the default of one of warmup_steps and warmup_ratio if only the other is set on the command line."""
-    steps, ratio = (f"schedule.warmup_{k}" in typed_keys(overrides) for k in ("steps", "ratio"))
-    if steps and not ratio:
-        composed.schedule.warmup_ratio = None
-    if ratio and not steps:
-        composed.schedule.warmup_steps = None
+def _follow(composed: DictConfig, typed: Mapping[str, str]) -> None:
+    """Sets keys that follow from typed ones.
 
-
-def _switched_on(composed: DictConfig, overrides: list[str]) -> None:
-    """Enables early stopping or EMA if one of its keys is set on the command line, unless `enabled` is set too."""
-    named = typed_keys(overrides)
+    The default of one of warmup_steps and warmup_ratio yields to the other. A key of early stopping or EMA enables it.
+    data.val_fraction is exact for small data as well.
+    """
+    steps, ratio = (f"schedule.warmup_{k}" in typed for k in ("steps", "ratio"))
+    if steps != ratio:
+        composed.schedule["warmup_ratio" if steps else "warmup_steps"] = None
     for section in ("early_stopping", "ema"):
         prefix = f"callbacks.{section}."
-        if f"{prefix}enabled" not in named and any(name.startswith(prefix) for name in named):
+        if f"{prefix}enabled" not in typed and any(name.startswith(prefix) for name in typed):
             composed.callbacks[section].enabled = True
-
-
-def _as_much_as_typed(composed: DictConfig, overrides: list[str]) -> None:
-    """Sets data.min_val_rows to 0 if data.val_fraction is typed, so that it is exact for small data as well."""
-    named = typed_keys(overrides)
-    if "data.val_fraction" in named and "data.min_val_rows" not in named:
+    if "data.val_fraction" in typed and "data.min_val_rows" not in typed:
         composed.data.min_val_rows = 0
 
 
@@ -236,11 +219,12 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     tree = OmegaConf.create(interpolations.escaped(plain))
     assert isinstance(tree, DictConfig)
     init, name = (OmegaConf.select(tree, f"model.{key}") for key in ("init", "name_or_path"))
-    check_pretrained_name(init, name)  # before data.seq_len, for which such a model has no default
+    if init == "pretrained" and not name:  # before data.seq_len, for which such a model has no default
+        raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
     sections.complete(tree)
     found = sections.classes(tree)
     try:
-        schema = sections.schema_of(found)
+        schema = sections.schema_of(*found.items())
         merged = OmegaConf.merge(schema, tree)
         try:
             config = OmegaConf.to_object(merged)
@@ -252,11 +236,13 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     assert isinstance(config, Config)
     vars(config)["kept"] = environment.typed(kept, dataclasses.asdict(config))
     check_values(config)
-    if config.data.rows == "text" and config.data.packing == "concat":
-        config.data.packing = None  # the default, which means concat for text
-    leave_out_ring(config.data)
+    data = config.data
+    if data.rows == "text" and data.packing == "concat":
+        data.packing = None  # the default, which means concat for text
+    if data.ring_bytes is None:  # no stream: checkpoints are not compared by its keys
+        data.ring_shard_tokens = data.ring_window = data.ring_val_tokens = data.ring_patience = None
     apply_fast_dev_run(config)
-    batch_split(config.data.global_batch_size, config.data.micro_batch_size, parts=1)
+    batch_split(data.global_batch_size, data.micro_batch_size, parts=1)
     return config
 
 
@@ -299,22 +285,11 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(to_plain(config, environment.as_written), sort_keys=False, allow_unicode=True)
 
 
-def _text_of(path: Path) -> str:
-    try:
-        return read_regular(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; is {path.parent} a run folder?") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {_one_line(error)}") from None
-
-
 def read(path: Path) -> dict[str, Any]:
     """Reads a run's config.yaml as plain values; interpolations that read the environment are kept as text."""
-    tree = undumped(_text_of(path), str(path))
-    try:
+    tree = undumped(safe_yaml.text_of(path), str(path))
+    with naming(str(path)):
         return interpolations.resolved(environment.as_text(tree))
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def undumped(text: str, where: str) -> DictConfig:
@@ -338,11 +313,9 @@ def load(path: Path, grants: trust.Grants, *, own: bool = False) -> Config:
     Raises:
         UserError: the file can't be read, is invalid, or needs more than `grants`.
     """
-    tree = undumped(_text_of(path), str(path))
+    tree = undumped(safe_yaml.text_of(path), str(path))
     if not own:
         tree = environment.without_reading(tree, path)
     trust.refuse_unasked(tree, grants, str(path))
-    try:
+    with naming(str(path)):
         return check(tree)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None

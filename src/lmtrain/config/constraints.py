@@ -120,6 +120,7 @@ def between(first: int, last: int) -> Constraint:
 not_negative = _number(lambda value: 0 <= value < math.inf, "a number from 0 up")
 above_zero = _number(lambda value: 0 < value < math.inf, "a number above 0")
 share = _number(lambda value: 0 <= value < 1, "a share from 0 up to (not including) 1")
+less_than_half = _number(lambda value: 0 <= value < 0.5, "a share below 0.5 (else most labels would be wrong)")
 up_to_one = _number(lambda value: 0 <= value <= 1, "a share from 0 to 1")
 
 
@@ -144,9 +145,6 @@ def name_or_names(key: str, value: Any) -> None:
 
 
 def two_betas(key: str, value: Any) -> None:
-    if (
-        not isinstance(value, list | tuple)
-        or len(value) != 2
-        or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in value)
-    ):
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    if not is_pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in value):
         raise UserError(f"{key}={value}: two numbers are needed, from 0 up to (not including) 1: [0.9,0.95]")

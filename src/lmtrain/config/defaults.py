@@ -42,7 +42,6 @@ EXAMPLES = {
     "tune": ("python -m lmtrain.tune data.path=book.txt", "python -m lmtrain.tune data.path=book.txt tune.apply=true"),
     "verify": ("python -m lmtrain.verify model=gpt_nano trainer.devices=2 trainer.accelerator=cpu",),
 }
-_RUN_DIR = ("export", "generate")
 
 
 def own_keys(verb: str, conf: Path) -> list[tuple[str, str]]:
@@ -52,7 +51,7 @@ def own_keys(verb: str, conf: Path) -> list[tuple[str, str]]:
         return []
     pairs = [line.partition(" # ") for line in file.read_text(encoding="utf-8").splitlines() if line[:1].isalpha()]
     rows = [(f"{verb}.{set_.replace(': ', '=', 1).strip()}", about) for set_, _, about in pairs]
-    return [("run_dir=outputs/NAME", "a run's folder"), *rows] if verb in _RUN_DIR else rows
+    return [("run_dir=outputs/NAME", "a run's folder"), *rows] if verb in ("export", "generate") else rows
 
 
 def verb_help(verb: str, conf: Path) -> str:

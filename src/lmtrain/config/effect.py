@@ -228,11 +228,10 @@ def for_text(overrides: Sequence[str], objective: Callable[[list[str]], str]) ->
     Args:
         objective: returns the name of the objective that a list of group overrides selects.
     """
-    if "data=mixture" not in overrides:
-        return list(overrides)
     groups = [o for o in overrides if "." not in o.partition("=")[0]]
-    instead = "data=text_mixture" if objective(groups) == "causal_lm" else "data=mixture"
-    return [instead if o == "data=mixture" else o for o in overrides]
+    if "data=mixture" in overrides and objective(groups) == "causal_lm":
+        return ["data=text_mixture" if o == "data=mixture" else o for o in overrides]
+    return list(overrides)
 
 
 def inference_note(overrides: Sequence[str], config: Config, proposed: str = "") -> list[str]:
@@ -248,26 +247,20 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
         notes.append(
             f"model={typed['model']} trains {weights} further, in rows of {config.data.seq_len:,} tokens (data.seq_len)"
         )
-    chosen = config.budget.chosen is None and config.trainer.max_epochs in EPOCHS.values()  # not chosen by the budget
-    if typed.get("trainer.max_epochs") is None and chosen and "data" not in typed:
-        notes.append(_ends(config))
-    if proposed or "data.path" not in typed or {"data", "data.source", "experiment"} & typed.keys():
-        return notes
-    if not config.data.path:
-        return notes
-    return [
-        *notes,
-        f"data.path={typed['data.path']} chose its reader, {config.data.source} ({config.data.format}), and is "
-        "the only data of this run; data=... chooses another reader",
-    ]
-
-
-def _ends(config: Config) -> str:
     t = config.trainer
-    return (
-        f"no length was given: the run ends after {t.max_epochs} epochs, or trainer.max_steps={t.max_steps} where that "
-        f"is earlier; trainer.max_epochs=... or trainer.max_steps=... changes it"
-    )
+    limited = config.budget.chosen is None and t.max_epochs in EPOCHS.values()  # not chosen by the budget
+    if typed.get("trainer.max_epochs") is None and limited and "data" not in typed:
+        notes.append(
+            f"no length was given: the run ends after {t.max_epochs} epochs, or trainer.max_steps={t.max_steps} where "
+            f"that is earlier; trainer.max_epochs=... or trainer.max_steps=... changes it"
+        )
+    chosen = "data.path" in typed and not {"data", "data.source", "experiment"} & typed.keys()
+    if chosen and config.data.path and not proposed:
+        notes.append(
+            f"data.path={typed['data.path']} chose its reader, {config.data.source} ({config.data.format}), and is "
+            "the only data of this run; data=... chooses another reader"
+        )
+    return notes
 
 
 def check_suffix(overrides: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ A run uses the values resolved at its start. Everything that is written, logged 
 instead, so that a config.yaml contains no secret and reads the environment again whenever a run begins.
 
 An untrusted file could send what it reads to any server. Only the command line (or Python), the files of conf/ and
-files that the user trusts (`trust`) may read the environment. Imports no torch.
+files that the user trusts (`trust`) may read the environment; places.py refuses others. Imports no torch.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from lmtrain import secrets
-from lmtrain.config.config_files import ConfigFile, file_of
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.interpolations import escaped
-from lmtrain.config.override_text import flat, leaves, quoted
-from lmtrain.errors import UserError
+from lmtrain.config.keys import flat
+from lmtrain.config.override_text import quoted
 from lmtrain.terminal import visible
 
 OPEN = {"LMTRAIN_CACHE"}  # variables read by conf/ itself: any file may read them, and their values are not hidden
@@ -175,33 +174,8 @@ def in_full(plain: Mapping[str, Any], kept: Mapping[str, Reading]) -> list[str]:
     ]
 
 
-def refuse(tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[ConfigFile]]) -> None:
-    """Raises UserError if an untrusted file reads the environment.
-
-    Args:
-        tree: the config composed of the files and the overrides.
-        composed: returns the files, in order of increasing precedence.
-    """
-    found = readings(tree)
-    typed = leaves(overrides) if found else {}
-    for key, reading in found.items():
-        if typed.get(key) == reading.text:
-            continue
-        file = file_of(key, reading.text, composed())
-        if file is None or not is_trusted(file):
-            raise UserError(_refusal(key, reading, str(file) if file is not None else "a file of --config-dir"))
-
-
-def refuse_words(tree: DictConfig, written: Sequence[str], typed: Sequence[str], file: Path) -> None:
-    """Raises UserError if overrides in an untrusted file, such as a pipeline, read the environment."""
-    if is_trusted(file):
-        return
-    for key, reading in readings(tree).items():
-        if leaves(typed).get(key) != reading.text and leaves(written).get(key) == reading.text:
-            raise UserError(_refusal(key, reading, str(file)))
-
-
-def _refusal(key: str, reading: Reading, file: str) -> str:
+def refusal(key: str, reading: Reading, file: str) -> str:
+    """Returns the message for an untrusted file that reads the environment in `key`."""
     word = reading.text if re.fullmatch(r"\$\{[\w.:]+\}", reading.text) else quoted(reading.text)
     return (
         f"{key}: {file} reads the environment there ({', '.join(reading.names)}, by {reading.text}), which a file "

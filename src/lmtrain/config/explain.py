@@ -1,6 +1,7 @@
 """Explains rejected overrides: the nearest valid key, lmtrain's name for another project's, the options of a group."""
 
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -161,12 +162,10 @@ def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str
     if hydras is not None:
         return hydras
     settings, left_out = list[str](), list[str]()
-    words = list(argv)
-    for at, word in enumerate(words):
+    for word, after in itertools.pairwise([*argv, "-"]):
         flag, equals, value = word.partition("=")
-        if flag not in flags or not word.startswith("-"):
+        if flag not in flags:
             continue
-        after = words[at + 1] if at + 1 < len(words) else "-"
         given = value if equals else None if after.startswith("-") or "=" in after else after
         key = flag.lstrip("-").replace("-", "_")
         if absent(key) is not None:

@@ -9,7 +9,6 @@ A checkpoint is independent of the number of devices, so the fingerprint leaves 
 Those settings may change on resume; their previous values are read from the run's config.yaml.
 """
 
-import difflib
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -17,9 +16,9 @@ from typing import Any
 
 from lmtrain.config import environment
 from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION
-from lmtrain.config.keys import keys_in, keys_of, unread, value_of, values
+from lmtrain.config.keys import flat, keys_in, keys_of, unread, value_of, values
 from lmtrain.config.schema import Config
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, did_you_mean
 from lmtrain.secrets import same
 
 Fingerprint = dict[str, dict[str, Any]]
@@ -141,14 +140,13 @@ def of_earlier_version(theirs: dict[str, Any]) -> Fingerprint:
 
 def read_config(tree: Any, config: Config) -> dict[str, Any]:
     """Returns the values that a config.yaml of any version has for the keys of `config`; unknown keys are left out."""
+    there = dict(flat(tree))
     found = {}
     for key in keys_in(config):
-        *path, last = key.name.split(".")
-        node = tree
-        for part in path:
-            node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict) and (last in node or key.may_be_absent):
-            found[key.name] = node.get(last)
+        section, _, name = key.name.rpartition(".")
+        node = there.get(section)
+        if isinstance(node, dict) and (name in node or key.may_be_absent):
+            found[key.name] = node.get(name)
     return found
 
 
@@ -163,8 +161,5 @@ def check_names(allowed: list[str], ours: Fingerprint, config: Config) -> None:
     known = [*ours["contents"], *(key.name for key in keys_in(config))]
     for name in allowed:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=2)
-            hint = (
-                f"; did you mean {' or '.join(near)}?" if near else f": a key, or one of {', '.join(ours['contents'])}"
-            )
+            hint = did_you_mean(name, known, most=2) or f": a key, or one of {', '.join(ours['contents'])}"
             raise UserError(f"run.allow_change: {name} is not known{hint}")

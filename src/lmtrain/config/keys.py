@@ -6,6 +6,7 @@ checkpoint, the hash key of a precomputed reference.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -85,6 +86,14 @@ def unread(name: str, config: Any) -> ReadWhere | None:
     """Returns the unmet condition under which a key would be read, or None if this config reads it."""
     rule = next((mark for mark in annotations_of(name, config) if isinstance(mark, ReadWhere)), None)
     return None if rule is None or rule.holds(config) else rule
+
+
+def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted key (list indices are numbers) and value of a container and of everything nested in it."""
+    yield key, value
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in pairs:
+        yield from flat(inner, f"{key}.{name}" if key else str(name))
 
 
 def value_of(config: Any, name: str) -> Any:

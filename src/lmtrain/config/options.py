@@ -18,13 +18,13 @@ from lmtrain.config.constraints import (
     above_zero,
     at_least,
     choice,
+    less_than_half,
     not_negative,
     share,
     two_betas,
     up_to_one,
 )
 from lmtrain.config.schema import Config, ModelConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig
-from lmtrain.errors import UserError
 
 # The names in losses.preferences.LOSSES, a module that imports torch.
 PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "hinge", "dpop", "kto_pair", "apo_zero", "apo_down", "simpo", "orpo")
@@ -54,18 +54,12 @@ class DPOConfig(ObjectiveConfig):
 
     loss: Annotated[str, TRAJECTORY, choice(*PREFERENCE_LOSSES)]
     beta: Annotated[float, TRAJECTORY, above_zero]
-    label_smoothing: Annotated[float, TRAJECTORY, share]
+    label_smoothing: Annotated[float, TRAJECTORY, less_than_half]
     gamma: Annotated[float, TRAJECTORY, not_negative, _of_loss("simpo")]
     dpop_lambda: Annotated[float, TRAJECTORY, not_negative, _of_loss("dpop")]
     sft_weight: Annotated[float, TRAJECTORY, not_negative]
     length_normalize: Annotated[bool | str, TRAJECTORY, choice("auto")]
     reference: Annotated[str, MACHINE, choice(*REFERENCES)]
-
-    def check(self, config: Config) -> None:
-        if self.label_smoothing >= 0.5:
-            raise UserError(
-                f"objective.label_smoothing={self.label_smoothing}: below 0.5, or most labels would be wrong"
-            )
 
     def why_on_every_rank(self) -> str | None:
         if self.reference == "precomputed":

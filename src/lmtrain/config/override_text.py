@@ -3,13 +3,14 @@
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from lmtrain.config.interpolations import escaped
+from lmtrain.config.keys import flat
 from lmtrain.config.sections import all_keys
 
 
@@ -103,11 +104,3 @@ def leaves(overrides: Sequence[str]) -> dict[str, Any]:
         if not override.is_delete() and not override.is_sweep_override():
             found |= flat(override.value(), override.key_or_group)
     return found
-
-
-def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted key (list indices are numbers) and value of a container and of everything nested in it."""
-    yield key, value
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, inner in pairs:
-        yield from flat(inner, f"{key}.{name}" if key else str(name))

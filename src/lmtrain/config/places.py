@@ -1,4 +1,4 @@
-"""Restrictions on where untrusted configs may write and which URLs they may open. Imports no torch.
+"""Refuses untrusted configs that say where to write, open URLs or read the environment. Imports no torch.
 
 lmtrain writes below the run folder, the cache, and paths that the user typed. An untrusted file (an experiment in
 --config-dir, a run's config.yaml, a pipeline) could otherwise make a run, an evaluation or a callback overwrite any of
@@ -6,6 +6,7 @@ the user's files. It may name local data and hub datasets, but no URL (`https://
 `zip://a::https://`), which could refer to a server inside the user's network.
 """
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config.config_files import ConfigFile, file_of
-from lmtrain.config.environment import is_trusted, resolved
+from lmtrain.config.environment import is_trusted, readings, refusal, resolved
 from lmtrain.config.override_text import leaves
 from lmtrain.errors import UserError
 
@@ -31,19 +32,19 @@ Asked = tuple[str, Any, str, Any]  # key, value, and the key it comes from with 
 def refuse(
     tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[ConfigFile]], config_dir: str
 ) -> None:
-    """Raises UserError if an untrusted file of `config_dir` sets a place to write to, or a URL of data.
+    """Raises UserError if an untrusted file of `config_dir` sets what only the user may set; see `_reserved`.
 
     Args:
         tree: the config composed of the files and the overrides.
         composed: returns the files, in order of increasing precedence.
     """
     typed = leaves(overrides)
-    for key, value, origin, written in asked(tree):
-        if typed.get(origin, ...) == written or not _elsewhere(key, value, Path(config_dir)):
+    for key, written, message in _reserved(tree, Path(config_dir)):
+        if typed.get(key, ...) == written:
             continue
-        file = file_of(origin, written, composed())
+        file = file_of(key, written, composed())
         if file is None or not is_trusted(file):
-            raise UserError(_refusal(key, value, str(file or config_dir)))
+            raise UserError(message(str(file or config_dir)))
 
 
 def refuse_words(tree: DictConfig, words: Sequence[str], typed: Sequence[str], file: Path) -> None:
@@ -51,10 +52,21 @@ def refuse_words(tree: DictConfig, words: Sequence[str], typed: Sequence[str], f
     if is_trusted(file):
         return
     ours, theirs = leaves(typed), leaves(words)
+    for key, written, message in _reserved(tree, file.parent):
+        if theirs.get(key, ...) == written and ours.get(key, ...) != written:
+            raise UserError(message(str(file)))
+
+
+def _reserved(tree: DictConfig, own: Path) -> Iterator[tuple[str, Any, Callable[[str], str]]]:
+    """Yields what only the user may set: values that read the environment, places outside `own`, and URLs of data.
+
+    Each is a key, its unresolved value, and a function that returns the message for a file that sets it.
+    """
+    for key, reading in readings(tree).items():
+        yield key, reading.text, functools.partial(refusal, key, reading)
     for key, value, origin, written in asked(tree):
-        in_file = theirs.get(origin, ...) == written and ours.get(origin, ...) != written
-        if in_file and _elsewhere(key, value, file.parent):
-            raise UserError(_refusal(key, value, str(file)))
+        if _elsewhere(key, value, own):
+            yield origin, written, functools.partial(_refusal, key, value)
 
 
 def refuse_space(words: Sequence[str], file: Path) -> None:

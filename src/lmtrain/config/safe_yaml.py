@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.errors import UserError
+from lmtrain.files import read_regular
 
 VALUES = 100_000  # maximum number of values after aliases are expanded; the largest config has a few hundred
 _DEPTH = 3  # levels of subfolders of a config folder that are searched for groups
@@ -108,6 +109,16 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.YAMLError(f"the key {key.value} is in line {lines[key.value]} and in line {line}")
                 lines[key.value] = line
         return super().construct_mapping(node, deep)
+
+
+def text_of(path: Path) -> str:
+    """Returns the text of a YAML file; raises UserError if it can't be read."""
+    try:
+        return read_regular(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; is {path.parent} a run folder?") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read: {' '.join(str(error).split())}") from None
 
 
 def parse(text: str, where: str) -> Any:

@@ -38,7 +38,6 @@ from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 FP8 = "fp8"
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", FP8)
 STRATEGIES = ("auto", "ddp", "fsdp", "fsdp_tp", "deepspeed", "ddp_find_unused_parameters_true")
-FP8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's names
 
 
 @dataclass(kw_only=True)
@@ -176,7 +175,7 @@ class FsdpConfig:
 
 @dataclass(kw_only=True)
 class DeepSpeedConfig:
-    stage: Annotated[int, MACHINE]
+    stage: Annotated[int, MACHINE, between(1, 3)]
     offload_optimizer: Annotated[str | None, MACHINE]  # cpu or nvme
     offload_parameters: Annotated[str | None, MACHINE]
     nvme_path: Annotated[str, MACHINE]
@@ -203,7 +202,7 @@ class TrainerConfig:
     fsdp: Annotated[FsdpConfig, _FSDP]
     deepspeed: Annotated[DeepSpeedConfig, _DEEPSPEED]
     precision: Annotated[str, MODEL, choice(*PRECISIONS)]  # also used to compute a reference model
-    fp8_recipe: Annotated[str, TRAJECTORY, choice(*FP8_RECIPES), _FP8]
+    fp8_recipe: Annotated[str, TRAJECTORY, choice("tensorwise", "rowwise", "rowwise_with_gw_hp"), _FP8]  # torchao's
     val_check_interval: Annotated[int | None, SHOWN, at_least(1), TRAINING]
     val_before_training: Annotated[bool, SHOWN]
     limit_val_batches: Annotated[int | None, VALIDATION, at_least(1)]

@@ -44,13 +44,9 @@ def classes(tree: DictConfig) -> dict[str, type[Any]]:
     }  # fmt: skip
 
 
-def schema_of(found: dict[str, type[Any]]) -> DictConfig:
-    """Returns the structured config with these dataclasses as sections. It is cached: merge it, don't modify it."""
-    return _schema_of(tuple(found.items()))
-
-
 @functools.lru_cache(64)
-def _schema_of(found: tuple[tuple[str, type[Any]], ...]) -> DictConfig:
+def schema_of(*found: tuple[str, type[Any]]) -> DictConfig:
+    """Returns the structured config with these dataclasses as sections. It is cached: merge it, don't modify it."""
     schema = OmegaConf.structured(Config)
     for section, options in found:
         schema[section] = OmegaConf.structured(options)
@@ -238,7 +234,7 @@ def model_class(target: str, allow_target: Sequence[str]) -> "type[PreTrainedMod
         raise UserError(f"{lacks} generate, by which samples are written: derive it from GenerationMixin too")
     if not cls._no_split_modules:
         raise UserError(f'{lacks} _no_split_modules, its block classes: _no_split_modules = ["Block"]')
-    config = config_class_of(cls)
+    config = cls.config_class
     if config is None:
         raise UserError(f"{lacks} config_class: set it to a subclass of transformers.PretrainedConfig with its options")
     missing = [name for name in CustomModelConfig.NEEDED if name not in fields_of(config)]
@@ -247,8 +243,9 @@ def model_class(target: str, allow_target: Sequence[str]) -> "type[PreTrainedMod
     return cls
 
 
-def config_class_of(cls: "type[PreTrainedModel]") -> "type[PretrainedConfig] | None":
-    return getattr(cls, "config_class", None)
+def model_config_class(target: str, allow_target: Sequence[str]) -> "type[PretrainedConfig]":
+    """Returns the config class of the model class that `target` names; raises UserError as `model_class`."""
+    return model_class(target, allow_target).config_class
 
 
 def fields_of(config: "type[PretrainedConfig]") -> set[str]:
@@ -264,8 +261,7 @@ def model_arguments(target: str, names: Sequence[str], allow_target: Sequence[st
     """
     from transformers import PretrainedConfig
 
-    config = config_class_of(model_class(target, allow_target))
-    assert config is not None
+    config = model_config_class(target, allow_target)
     general, takes = inspect.signature(PretrainedConfig).parameters, inspect.signature(config).parameters
     fields = [name for name in takes if name not in (*general, *SET_BY_LMTRAIN, "kwargs")]
     for name in names:

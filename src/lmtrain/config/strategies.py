@@ -6,7 +6,7 @@ DeepSpeed's config is built from the options in trainer.deepspeed or read from a
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,16 @@ def check_fp8(c: Config) -> None:
     """Raises UserError for a setting that trainer.precision=fp8 doesn't support or has not been tested with."""
     if c.trainer.precision != FP8:
         return
-    key, instead = "trainer.precision=fp8", "set trainer.precision=bf16-mixed"
-    if c.trainer.strategy in _NEITHER:
-        raise UserError(
-            f"{key} does not go with trainer.strategy={c.trainer.strategy}: set trainer.strategy=fsdp or ddp, or "
-            f"{instead}"
-        )
-    if c.peft.quantization is not None:
-        raise UserError(
-            f"{key} does not go with peft.quantization={c.peft.quantization}, whose layers use their own matrix "
-            f"multiplication: {instead}, or peft=lora"
-        )
-    if hasattr(c.objective, "reference"):
-        raise UserError(
-            f"{key} does not go with objective={c.objective.name}: it learns from small differences of "
-            f"log-probabilities, which are lost in 8 bits: {instead}"
-        )
+    strategy, stored, compares = c.trainer.strategy, c.peft.quantization, hasattr(c.objective, "reference")
+    instead = "set trainer.precision=bf16-mixed"
+    clashes = {
+        f"trainer.strategy={strategy}: set trainer.strategy=fsdp or ddp, or {instead}": strategy in _NEITHER,
+        f"peft.quantization={stored}, whose layers multiply in their own way: {instead}, or peft=lora": stored,
+        f"objective={c.objective.name}, whose differences of log-probabilities get lost in it: {instead}": compares,
+    }
+    for what, clash in clashes.items():
+        if clash:
+            raise UserError(f"trainer.precision=fp8 does not go with {what}")
 
 
 def refuse_split_layers(strategy: str, why: str) -> None:
@@ -130,14 +124,10 @@ def _check_quantised(c: Config) -> None:
             f"{found}: of quantised bases only those of 4 bits can be sharded over the devices. Set peft=qlora, "
             "or trainer.strategy=ddp"
         )
-    why = (
-        "splits the weight matrices of layers"
-        if strategy == "fsdp_tp"
-        else "does not support packed weights and their scales"
-    )
     shares = "trainer.strategy=fsdp" + (" with peft=qlora" if stored == "int8" else "")
     raise UserError(
-        f"{found}, which {why}: set {shares}, which shares a base of 4 bits among the devices, or trainer.strategy=ddp"
+        f"{found}, which can't split packed weights and their scales: set {shares}, which shares a base of 4 bits "
+        "among the devices, or trainer.strategy=ddp"
     )
 
 
@@ -166,40 +156,34 @@ def _check_tensor_parallel(c: Config) -> None:
         raise UserError(f"{key} does not split a mixture of experts (model.num_experts): set trainer.strategy=fsdp")
     if c.peft.use_dora:
         raise UserError(f"peft.use_dora=true does not go with {key}: set it to false, or trainer.strategy=fsdp")
-    for name in ("num_attention_heads", "num_key_value_heads"):
+    _check_heads(c, "trainer.fsdp.tensor_parallel_size", size, ("num_attention_heads", "num_key_value_heads"))
+
+
+def _check_heads(c: Config, key: str, size: int, names: Sequence[str]) -> None:
+    """Raises UserError if heads can't be divided among the devices of a group."""
+    for name in names:
         heads = getattr(c.model, name, None)
         if heads is not None and heads % size:
             raise UserError(
-                f"trainer.fsdp.tensor_parallel_size={size} does not divide model.{name}={heads}: each device of a "
-                f"group computes whole heads. Change one of the two, or set trainer.strategy=fsdp"
+                f"{key}={size} does not divide model.{name}={heads}: each device of a group computes attention of "
+                f"whole heads. Change one of the two"
             )
 
 
 def _check_context_parallel(c: Config) -> None:
     """Raises UserError if the config alone rules out context parallelism; models/context.py checks the model."""
     size, key = c.trainer.fsdp.context_parallel_size, "trainer.fsdp.context_parallel_size"
-    if c.objective.name not in ("causal_lm", "sft"):
-        raise UserError(
-            f"{key}={size} does not go with objective={c.objective.name}, which compares whole rows: set {key}=1 (of "
-            f"the objectives causal_lm and sft share rows)"
-        )
-    if getattr(c.objective, "neftune_alpha", None):
-        raise UserError(
-            f"{key}={size} does not go with objective.neftune_alpha, whose noise follows the length of whole examples: "
-            f"set one of them to null or 1"
-        )
-    if c.memory.num_chapters is not None or getattr(c.model, "num_experts", None) is not None:
-        found = "memory.num_chapters" if c.memory.num_chapters is not None else "model.num_experts"
-        raise UserError(
-            f"{key}={size} does not go with {found}: the load balance of routers is computed over whole rows, but "
-            f"each device has only a slice of a row. Set {key}=1"
-        )
-    heads = getattr(c.model, "num_attention_heads", None)
-    if heads is not None and heads % size:
-        raise UserError(
-            f"{key}={size} does not divide model.num_attention_heads={heads}, which the devices of a group divide "
-            "among themselves in attention: change one of the two"
-        )
+    name, routed = c.objective.name, "for which the load balance of routers is computed over whole rows"
+    of_whole_rows = {
+        f"objective={name}, which compares whole rows (causal_lm and sft do not)": name not in ("causal_lm", "sft"),
+        "objective.neftune_alpha, whose noise depends on row length": getattr(c.objective, "neftune_alpha", None),
+        f"memory.num_chapters, {routed}": c.memory.num_chapters is not None,
+        f"model.num_experts, {routed}": getattr(c.model, "num_experts", None) is not None,
+    }
+    for found, is_set in of_whole_rows.items():
+        if is_set:
+            raise UserError(f"{key}={size} does not go with {found}: each device has a slice of a row. Set {key}=1")
+    _check_heads(c, key, size, ("num_attention_heads",))
     if c.model.attention in ("sdpa", "transformers"):
         raise UserError(f"{key}={size} does not go with model.attention={c.model.attention}: set model.attention=auto")
     lengths = {"data.seq_len": c.data.seq_len, "data.curriculum.start_length": c.data.curriculum.start_length}
@@ -313,8 +297,6 @@ def adopt_file(t: TrainerConfig) -> None:
 
 def _check_options(d: DeepSpeedConfig) -> None:
     """Raises UserError for invalid or incompatible options."""
-    if d.stage not in (1, 2, 3):
-        raise UserError(f"trainer.deepspeed.stage={d.stage}: 1, 2 or 3 is needed")
     for name, place in (("offload_optimizer", d.offload_optimizer), ("offload_parameters", d.offload_parameters)):
         if place not in (None, "cpu", "nvme"):
             raise UserError(f"trainer.deepspeed.{name}={place}: null, cpu or nvme is needed")

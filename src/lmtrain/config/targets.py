@@ -13,7 +13,6 @@ Nothing is constructed before everything has passed these checks. Imports no tor
 """
 
 import contextlib
-import difflib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -24,7 +23,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
-from lmtrain.errors import RunError, UserError
+from lmtrain.config.keys import flat
+from lmtrain.errors import RunError, UserError, did_you_mean
 from lmtrain.terminal import a_or_an
 
 KNOWN = ("lmtrain", "torch", "lightning", "transformers", "torchmetrics", "peft")  # allowed without run.allow_target
@@ -43,8 +43,8 @@ def check_names(key: str, entry: Any, allow_target: Sequence[str]) -> None:
     """Raises UserError if an entry, or a mapping nested in it, names a target that is not allowed; imports nothing."""
     if not isinstance(entry, dict) or not entry.get("_target_"):
         raise UserError(f"{key}: {entry} names no _target_ (package.module.Class)")
-    for node in _nodes(entry):
-        if "_target_" not in node:
+    for _, node in flat(entry):
+        if not isinstance(node, dict) or "_target_" not in node:
             continue
         special = [str(name) for name in node if str(name).startswith("_") and name not in SPECIAL]
         if special:
@@ -256,14 +256,6 @@ def _made(value: Any, key: str) -> Any:
         return value.cls(*value.first, *positional, **named)
 
 
-def _nodes(entry: Any) -> Iterator[dict[str, Any]]:
-    """Yields all mappings in an entry, including the entry itself."""
-    if isinstance(entry, dict):
-        yield entry
-    for value in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
-        yield from _nodes(value)
-
-
 def _is_in(name: str, packages: Sequence[str]) -> bool:
     return any(name.startswith(f"{package}.") for package in packages)
 
@@ -289,12 +281,9 @@ def check_arguments(cls: type, target: str, arguments: dict[str, Any], key: str,
     takes = f"it takes {', '.join(names)}" if names else "it takes none"
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in (name for name in arguments if name not in names):
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"{key}: {target} got an unexpected keyword argument '{name}'; {hint}{takes}")
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
+            hint = did_you_mean(name, names) or ";"
+            raise UserError(f"{key}: {target} got an unexpected keyword argument '{name}'{hint} {takes}")
+    needed = [p.name for p in parameters if p.default is p.empty and p.name in names]
     missing = [name for name in needed[positional:] if name not in arguments]
     if missing:
         raise UserError(f"{key}: {target} lacks the argument{'s' * (len(missing) > 1)} {', '.join(missing)}; {takes}")

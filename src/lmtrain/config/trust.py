@@ -17,13 +17,8 @@ from lmtrain.config.keys import value_of
 from lmtrain.config.override_text import bare_or_quoted, written
 from lmtrain.errors import UserError
 
-# Each of these keys, with the value that grants nothing.
-CLOSED: dict[str, Any] = {
-    "run.allow_target": [],
-    "model.trust_remote_code": False,
-    "tokenizer.trust_remote_code": False,
-    "evaluate.task_folder": None,  # its tasks refer to functions in Python files
-}
+# The last one is here because tasks refer to functions in Python files.
+CLOSED = ("run.allow_target", "model.trust_remote_code", "tokenizer.trust_remote_code", "evaluate.task_folder")
 Grants = Mapping[str, Any]  # what the user has granted: keys of CLOSED, with their values
 
 

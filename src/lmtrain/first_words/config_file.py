@@ -10,14 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
-from lmtrain.config import environment, places, safe_yaml, trust
+from lmtrain.config import environment, safe_yaml, trust
 from lmtrain.config.aliases import absent, used_here, with_value
 from lmtrain.config.override_text import quoted, written
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
-from lmtrain.files import read_regular
 
 _WHOLE = ("objective", "model", "data", "optimizer", "trainer", "run")  # sections that a run's config.yaml has
 _THEIRS = {  # keys that only one other program has, and its name
@@ -30,11 +27,7 @@ _THEIRS = {  # keys that only one other program has, and its name
 
 def parsed(path: Path) -> dict[str, Any]:
     """Returns the keys of the file; raises UserError if it can't be read or has none."""
-    try:
-        text = read_regular(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}") from None
-    tree = safe_yaml.parse(text, str(path))
+    tree = safe_yaml.parse(safe_yaml.text_of(path), str(path))
     if not isinstance(tree, dict) or not tree:
         raise UserError(f"{path} holds no keys: a config has lines such as `model: gpt_small`")
     return tree
@@ -67,12 +60,6 @@ def as_words(tree: Mapping[str, Any], path: Path, groups: Sequence[str], typed: 
     if not environment.is_trusted(path):
         trust.refuse_words(words, typed, str(path))
     return sorted(words, key=lambda word: word.partition("=")[0] not in groups)
-
-
-def refuse(composed: DictConfig, words: Sequence[str], typed: Sequence[str], path: Path) -> None:
-    """Raises UserError if an untrusted file reads the environment, or names an address or an outside place to write."""
-    environment.refuse_words(composed, words, typed, path)
-    places.refuse_words(composed, words, typed, path)
 
 
 def _of_defaults(entries: Any, groups: Sequence[str], path: Path) -> Iterator[str]:

@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 def diagnose(folder: Path) -> int:
     """Prints each finding as it is made, with advice on how to install missing parts; returns the exit code."""
     console, missing = terminal.console(), 0
-    for finding in findings(folder):
+    for finding in findings(folder.absolute()):
         missing += finding.needed and not finding.good
         sign, style = ("ok", "green") if finding.good else ("missing", "red") if finding.needed else ("-", "dim")
         line = Table.grid(padding=(0, 1))

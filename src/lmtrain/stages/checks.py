@@ -6,8 +6,7 @@ from typing import Any
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.errors import UserError
-from lmtrain.stages import definition
+from lmtrain.errors import UserError, naming
 from lmtrain.stages.definition import REFERENCE, key_of
 from lmtrain.stages.plan import PipelinePlan, PlannedEvaluation, PlannedStage
 
@@ -18,10 +17,10 @@ def check(plan: PipelinePlan, begun: set[str]) -> None:
     Records row counts and file digests in each stage. Rows of stages and evaluations in `begun` are not read again.
     """
     for one in plan.stages:
-        with definition.naming(f"stage {one.name}"):
+        with naming(f"stage {one.name}"):
             _check_stage(plan, one, one.name in begun)
     for name, scored in {e.evaluation.name: e for e in plan.evaluations}.items():
-        with definition.naming(f"evaluation {name}"):
+        with naming(f"evaluation {name}"):
             _check_evaluation(scored, begun)
 
 

@@ -16,8 +16,7 @@ folder. A stage depends on the stages that it references this way and on those u
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -29,7 +28,6 @@ from lmtrain.config.defaults import conf_dir
 from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, did_you_mean
-from lmtrain.files import read_regular
 
 REFERENCE = re.compile(r"\$\{stage\.([^.}]*)\.?([^}]*)\}")
 FOLDERS = ("export", "export_merged", "run")  # the folders of a stage that can be referenced
@@ -66,15 +64,6 @@ class Pipeline:
     file: Path
 
 
-@contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Prefixes the message of a UserError raised inside with `what`, the part of the pipeline it is about."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{what}: {error}") from None
-
-
 def find(name: str, config_dir: str | None) -> Path:
     """Returns the file of a pipeline: of lmtrain, of --config-dir, or a path. Raises UserError if none exists."""
     folders = [*([Path(config_dir)] if config_dir else []), conf_dir()]
@@ -95,10 +84,7 @@ def read(path: Path) -> Pipeline:
     Raises:
         UserError: the file can't be read, or a stage needs an unknown stage or, directly or indirectly, itself.
     """
-    try:
-        tree = safe_yaml.parse(read_regular(path), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {' '.join(str(error).split())}") from None
+    tree = safe_yaml.parse(safe_yaml.text_of(path), str(path))
     _check_keys(tree, ("stages", "evaluations"), str(path))
     stages = {name: _stage(name, node) for name, node in _named(tree, "stages", str(path)).items()}
     if not stages:

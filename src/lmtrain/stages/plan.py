@@ -15,7 +15,7 @@ from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.keys import keys_in, value_of
 from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.config.schema import Config
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, naming
 from lmtrain.stages import definition as command
 from lmtrain.stages.definition import REFERENCE, Evaluation, Pipeline, Stage, Typed, needs_of
 from lmtrain.sweeps.plan import refuse_without_effect
@@ -172,9 +172,8 @@ class _Composer:
         untyped = [word for word in in_file if word not in told]
         # lmtrain.evaluate composes its overrides in the same way.
         composed = [*(["model.max_position_embeddings=1000000"] if verb == "evaluate" else []), *words]
-        with command.naming(f"{kind} {one.name}"):
+        with naming(f"{kind} {one.name}"):
             tree = rules.compose(composed, self.config_dir)
-            environment.refuse_words(tree, untyped, told, self.file)
             places.refuse_words(tree, untyped, told, self.file)
             config = rules.check(tree)
             refuse_without_effect(verb, [*in_file, *own], [config], self.default(composed))
