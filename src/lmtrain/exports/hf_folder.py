@@ -22,7 +22,7 @@ from lmtrain.files import fsync, read_regular, temporary_beside
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.denoising import mark_folder, mask_token
 from lmtrain.models.flops import parameter_counts
-from lmtrain.models.folder import is_exported
+from lmtrain.models.folder import change_config, is_exported
 from lmtrain.models.scalar_head import auto_class, has_scalar_head, padding_of
 from lmtrain.secrets import shown_in
 
@@ -142,7 +142,7 @@ def write_model(model: PreTrainedModel, folder: Path, dtype: str) -> None:
             model.save_pretrained(folder, state_dict=drop_tied(model, stored))
     finally:
         model.generation_config = own
-    set_dtype(folder, dtype)
+    change_config(folder, dtype=dtype)  # in which from_pretrained loads the weights by default
     if mask_token(model) is not None:
         mark_folder(folder)
 
@@ -202,16 +202,6 @@ def drop_tied(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[st
         return state
     tied = getattr(model, "_tied_weights_keys", None) or {}
     return {name: tensor for name, tensor in state.items() if name not in tied}
-
-
-def set_dtype(folder: Path, dtype: str) -> None:
-    """Sets the dtype in config.json to that of the stored weights, in which from_pretrained loads them by default."""
-    import json
-
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["dtype"] = dtype
-    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def logits(model: PreTrainedModel, example: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """The README.md of an export: a model card with hub metadata, from the run's config and its validation scores."""
 
-import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from lmtrain.files import read_jsonl, read_regular
 from lmtrain.models.denoising import is_denoising
+from lmtrain.models.folder import read_config
 from lmtrain.run_folder.folder import gives_rewards, loading_class
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import visible
@@ -138,8 +138,7 @@ def _data_name(config: dict[str, Any]) -> Any:
 
 def brings_code(folder: Path) -> bool:
     """Returns whether a model folder contains its own modeling code, which transformers runs only if trusted."""
-    path = folder / "config.json"
-    return path.exists() and "auto_map" in json.loads(path.read_text(encoding="utf-8"))
+    return "auto_map" in read_config(folder)
 
 
 def reader(folder: Path) -> str:
