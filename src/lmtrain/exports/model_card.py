@@ -52,7 +52,7 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
     elif gives_rewards(folder):
         task, use = "text-classification", _use_rewards(folder, chat)
     else:
-        task, use = "text-generation", _use(folder, chat, brings_code(folder))
+        task, use = "text-generation", _use(folder, chat)
     metadata = _metadata(config, name, scores, adapter, task).to_yaml(line_break="\n")
     parts = [
         f"---\n{metadata}\n---",
@@ -150,8 +150,19 @@ def reader(folder: Path) -> str:
     return f"{'peft.' * (package == 'peft')}{cls}.from_pretrained{trust}"
 
 
-def _use(folder: Path, chat: bool, own_code: bool) -> str:
+def _python(folder: Path, lines: str, *, model_options: str = "", tokenizer_options: str = "") -> str:
+    """Returns a block of Python code that loads the model and the tokenizer of the folder and then runs `lines`."""
     package, cls = loading_class(folder)
+    between = "\nfrom transformers import " if package == "peft" else ", "
+    return (
+        f"```python\nfrom {package} import {cls}{between}AutoTokenizer\n\n"
+        f'folder = "."  # this folder, or its name on the hub\n'
+        f"model = {cls}.from_pretrained(folder{model_options})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{tokenizer_options})\n{lines}\n```"
+    )
+
+
+def _use(folder: Path, chat: bool) -> str:
     asked = (
         'messages = [{"role": "user", "content": "..."}]\n'
         "inputs = tokenizer.apply_chat_template(\n"
@@ -159,39 +170,27 @@ def _use(folder: Path, chat: bool, own_code: bool) -> str:
         if chat
         else 'inputs = tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")'
     )
-    own = f"from {package} import {cls}\nfrom transformers import AutoTokenizer"
-    imports = own if package == "peft" else f"from transformers import {cls}, AutoTokenizer"
-    trust = ", trust_remote_code=True" if own_code else ""  # lets transformers run the code in this folder
     given = 'input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]'
-    return (
-        f"```python\n{imports}\n\n"
-        f'folder = "."  # this folder, or its name on the hub\n'
-        f"model = {cls}.from_pretrained(folder{trust})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})\n{asked}\n"
-        f"output = model.generate({given}, max_new_tokens=100)\n"
-        "print(tokenizer.decode(output[0], skip_special_tokens=True))\n```"
+    lines = (
+        f"{asked}\noutput = model.generate({given}, max_new_tokens=100)\n"
+        "print(tokenizer.decode(output[0], skip_special_tokens=True))"
     )
+    trust = ", trust_remote_code=True" if brings_code(folder) else ""  # lets transformers run the code in this folder
+    return _python(folder, lines, model_options=trust, tokenizer_options=trust)
 
 
 def _use_rewards(folder: Path, chat: bool) -> str:
-    package, cls = loading_class(folder)
-    own = f"from {package} import {cls}\nfrom transformers import AutoTokenizer"
-    imports = own if package == "peft" else f"from transformers import {cls}, AutoTokenizer"
-    labels = ", num_labels=1" if package == "peft" else ""
     given = (
         'messages = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]\n'
-        'inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)\n'
+        'inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)'
         if chat
-        else 'inputs = tokenizer("a prompt and its answer", return_tensors="pt")\n'
+        else 'inputs = tokenizer("a prompt and its answer", return_tensors="pt")'
     )
+    lines = f'{given}\nprint(model(input_ids=inputs["input_ids"]).logits[0, 0].item())'
+    labels = ", num_labels=1" if loading_class(folder)[0] == "peft" else ""
     return (
         "This model gives an answer a reward: one number, the higher the better; only differences between answers to "
-        "the same prompt mean something.\n\n"
-        f"```python\n{imports}\n\n"
-        f'folder = "."  # this folder, or its name on the hub\n'
-        f"model = {cls}.from_pretrained(folder{labels})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained(folder)\n{given}"
-        'print(model(input_ids=inputs["input_ids"]).logits[0, 0].item())\n```'
+        f"the same prompt mean something.\n\n{_python(folder, lines, model_options=labels)}"
     )
 
 
