@@ -35,10 +35,10 @@ def export(config: Config) -> int:
     chats = rules.load(run.config, grants).data.rows != "text"
     generator = torch.Generator().manual_seed(config.seed)
     example = torch.randint(len(tokenizer), (1, 32), generator=generator)
-    check_memory(model, config.export.merge)
-    if config.export.merge and adapter_of(model) is None:
-        raise UserError(f"export.merge=true has no effect here: {run.path} trained no adapter, so leave it out")
     merge = config.export.merge
+    check_memory(model, merge)
+    if merge and adapter_of(model) is None:
+        raise UserError(f"export.merge=true has no effect here: {run.path} trained no adapter, so leave it out")
     folder = export_model(
         model,
         tokenizer,

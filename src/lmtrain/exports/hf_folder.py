@@ -20,6 +20,7 @@ from lmtrain.errors import RunError, UserError, did_you_mean, disk_full, reason
 from lmtrain.exports import model_card
 from lmtrain.files import fsync, read_regular, temporary_beside
 from lmtrain.models.attention import generation_mode
+from lmtrain.models.blocks import evaluating
 from lmtrain.models.denoising import mark_folder, mask_token
 from lmtrain.models.flops import parameter_counts
 from lmtrain.models.folder import change_config, is_exported
@@ -131,15 +132,15 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def write_model(model: PreTrainedModel, folder: Path, dtype: str) -> None:
-    stored = {k: v.detach().to("cpu", getattr(torch, dtype)) for k, v in model.state_dict().items()}
+    state = {k: v.detach().to("cpu", getattr(torch, dtype)) for k, v in drop_tied(model, model.state_dict()).items()}
     own = getattr(model, "generation_config", None)  # a model with a scalar head has none
     model.generation_config = GenerationConfig()  # export_model writes it
     try:
         settings = memory_of(model)
         if settings is not None:
-            memory_export.write(model, settings, drop_tied(model, stored), folder)
+            memory_export.write(model, settings, state, folder)
         else:
-            model.save_pretrained(folder, state_dict=drop_tied(model, stored))
+            model.save_pretrained(folder, state_dict=state)
     finally:
         model.generation_config = own
     change_config(folder, dtype=dtype)  # in which from_pretrained loads the weights by default
@@ -170,13 +171,13 @@ def generation_config(
     return config
 
 
-_NEUTRAL = {"temperature": (1,), "top_p": (1,), "min_p": (0,), "top_k": (0, 50)}  # 50: transformers' former default
+# Values that change nothing; 50 is transformers' former default.
+_NEUTRAL = {"temperature": (None, 1), "top_p": (None, 1), "min_p": (None, 0), "top_k": (None, 0, 50)}
 
 
 def _say_that_it_samples(config: GenerationConfig) -> None:
     """Sets do_sample if it is unset but a sampling field is set; without it transformers would decode greedily."""
-    given = {name: getattr(config, name, None) for name in _NEUTRAL}
-    if config.do_sample is None and any(v is not None and v not in _NEUTRAL[n] for n, v in given.items()):
+    if config.do_sample is None and any(getattr(config, n, None) not in values for n, values in _NEUTRAL.items()):
         config.do_sample = True
 
 
@@ -206,12 +207,8 @@ def drop_tied(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[st
 
 def logits(model: PreTrainedModel, example: torch.Tensor) -> torch.Tensor:
     """Computes the model's logits in evaluation mode; fp32 [B, T, V] on the CPU."""
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), generation_mode(model):
-        found = model(example.to(model.device)).logits.float().cpu()
-    model.train(was_training)
-    return found
+    with torch.no_grad(), evaluating(model), generation_mode(model):
+        return model(example.to(model.device)).logits.float().cpu()
 
 
 def allowed_difference(model: PreTrainedModel, dtype: str, merge: bool) -> float:
