@@ -74,10 +74,9 @@ def write(model: PreTrainedModel, settings: MemorySettings, state: dict[str, tor
     """Writes weights, config.json and modeling_memory.py.
 
     Args:
-        model: a transformers model with a memory and no other adapter.
+        model: a transformers model with a memory and no other adapter, which passed `check_exportable`.
         state: the weights to store, tied ones once.
     """
-    check_exportable(model)
     model.save_pretrained(folder, state_dict=state)
     classes = {"AutoConfig": "MemoryConfig", "AutoModelForCausalLM": "MemoryForCausalLM"}
     change_config(
