@@ -36,9 +36,8 @@ def build_strategy(t: TrainerConfig) -> str | Strategy:
 
         return TensorParallelStrategy(t.fsdp, t.precision, processes, t.accelerator)
     if t.strategy == "deepspeed":
-        from lmtrain.strategies.deepspeed import DeepSpeedStrategy, refuse_on_cpu
+        from lmtrain.strategies.deepspeed import DeepSpeedStrategy
 
-        refuse_on_cpu(t.accelerator)
         return DeepSpeedStrategy(t)
     return t.strategy
 

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.strategy import Strategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lmtrain.adapters.trainable import trainable_names
+from lmtrain.adapters.trainable import without_frozen
 from lmtrain.checkpoints import sharded as sharded_checkpoint
 from lmtrain.checkpoints import store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
@@ -105,24 +105,23 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
         each rank's sharded ones if all ranks write together."""
         module = self.lightning_module
         assert module is not None
-        names = trainable_names(module)
-        state = {k: v for k, v in module.state_dict(keep_vars=True).items() if names is None or k in names}
-        if writes_together(self.options, module):
-            return state
-        return layout.gather(state, keep=self.is_global_zero)
+        return self._gathered(without_frozen(module, module.state_dict(keep_vars=True)))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
+        return self._gathered(optimizer.state_dict())
+
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state if self._writes_together() else layout.gather(state, keep=self.is_global_zero)
+
+    def _writes_together(self) -> bool:
         assert self.lightning_module is not None
-        if writes_together(self.options, self.lightning_module):
-            return optimizer.state_dict()
-        return layout.gather(optimizer.state_dict(), keep=self.is_global_zero)
+        return writes_together(self.options, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         io = self.checkpoint_io
-        assert self.lightning_module is not None
-        if writes_together(self.options, self.lightning_module) and isinstance(io, FolderCheckpointIO):
+        if self._writes_together() and isinstance(io, FolderCheckpointIO):
             io.save_together(lambda take: sharded_checkpoint.prepare(checkpoint, Path(filepath), take))
         else:
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)

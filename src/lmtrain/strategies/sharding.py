@@ -67,28 +67,24 @@ def shard(
     dim = mesh.ndim - 1
     # With tensor parallelism, ranks need full layers, which are then split, and not only their own rows.
     source = source_of(model, (mesh.get_local_rank(dim), mesh.size(dim)) if root_mesh is None else None)
+    freed: dict[str, Any] = {"offload_policy": offload, "reshard_after_forward": options.reshard_after_forward}
+    kept = {**freed, "reshard_after_forward": False}
     for block in blocks:
         spread(block.modules(), device, source)
         split(block)
-        fully_shard(
-            block,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=options.reshard_after_forward,
-        )
+        fully_shard(block, mesh=mesh, mp_policy=policy, **freed)
     spread(outside(model, blocks), device, source)
-    everywhere: dict[str, Any] = {"mesh": root_mesh or mesh, "offload_policy": offload}
+    everywhere = root_mesh or mesh
     apart = untied_layers(model.model)
     if apart is not None:
         embeddings, head = apart
-        fully_shard(embeddings, mp_policy=plain, reshard_after_forward=options.reshard_after_forward, **everywhere)
+        fully_shard(embeddings, mesh=everywhere, mp_policy=plain, **freed)
         embeddings.set_unshard_in_backward(False)  # backward does not read them
         # Needed last in forward and first in backward, so it stays gathered in between, like the root's own parameters.
-        fully_shard(head, mp_policy=policy, reshard_after_forward=False, **everywhere)
+        fully_shard(head, mesh=everywhere, mp_policy=policy, **kept)
         setattr(head, AROUND, lambda compute, hidden: compute(hidden))
         register_fsdp_forward_method(head, AROUND)
-    fully_shard(model, mp_policy=plain, reshard_after_forward=False, **everywhere)
+    fully_shard(model, mesh=everywhere, mp_policy=plain, **kept)
     for method in ("log_probs", "divergence", "scores"):
         register_fsdp_forward_method(model, method)
 
