@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTraine
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lmtrain.config.checks import check_pretrained_name
 from lmtrain.config.options import CustomModelConfig, LoadedModelConfig, ScratchModelConfig
 from lmtrain.config.schema import ModelConfig
 from lmtrain.config.sections import config_class_of, fields_of, model_class
@@ -129,8 +129,7 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
             f"model.family={family} is not a causal language model of transformers{hint} (gpt2, llama, ...)"
         )
     _check_shape(cfg)
-    config_class = CONFIG_MAPPING[family]
-    known = config_class()
+    known = CONFIG_MAPPING[family]()
     for key in SHAPE_KEYS:
         value = getattr(cfg, key)
         if value is not None:
@@ -144,7 +143,7 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
         first = max(0, len(pattern) - cfg.num_hidden_layers)  # a single layer takes the last entry, which attends
         given["layer_types"] = [pattern[(first + i) % len(pattern)] for i in range(cfg.num_hidden_layers)]
     try:
-        return filled(cfg, given, config_class, lambda key: field_name(known, key))
+        return filled(cfg, given, known)
     except UserError:
         raise
     except Exception as error:  # transformers' configs validate themselves, with various exceptions
@@ -217,8 +216,8 @@ def _check_shape(cfg: ScratchModelConfig) -> None:
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise UserError(f"model.{key}={value}: at least 1 is needed")
     if cfg.hidden_act is not None and cfg.hidden_act not in ACT2FN:
-        near = difflib.get_close_matches(cfg.hidden_act, list(ACT2FN), n=3)
-        raise UserError(f"model.hidden_act={cfg.hidden_act} is not known; did you mean {' or '.join(near) or 'gelu'}?")
+        hint = did_you_mean(cfg.hidden_act, ACT2FN, most=3) or "; did you mean gelu?"
+        raise UserError(f"model.hidden_act={cfg.hidden_act} is not known{hint}")
     width, heads, groups = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads
     if width and heads and cfg.head_dim is None and width % heads:
         divisors = [d for d in range(1, width + 1) if width % d == 0]
@@ -238,14 +237,13 @@ def _check_shape(cfg: ScratchModelConfig) -> None:
 
 
 def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
-    if not cfg.name_or_path:
-        raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
+    check_pretrained_name(cfg.init, cfg.name_or_path)
     if cfg.max_position_embeddings is not None:
         raise UserError(
             f"model.{MAX_POSITIONS}={cfg.max_position_embeddings}: {cfg.name_or_path} has its own; make it null"
         )
-    folder = Path(cfg.name_or_path)
-    config = base_config(folder) if is_exported(folder) else _from_hub(AutoConfig.from_pretrained, cfg)
+    here = Path(str(cfg.name_or_path))
+    config = base_config(here) if is_exported(here) else _from_hub(AutoConfig.from_pretrained, cfg)
     overrides = _dropout_fields(cfg, config) | _extra_fields(cfg, config)
     if cfg.router_aux_loss_coef is not None:
         overrides["router_aux_loss_coef"] = cfg.router_aux_loss_coef

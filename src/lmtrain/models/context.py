@@ -94,13 +94,13 @@ def joined(parts: Tensor, dim: int) -> Tensor:
 def check(model: PreTrainedModel, size: int) -> None:
     """Raises UserError if `size` devices can't share the model's rows; reads no weights."""
     config: Any = model.config.get_text_config()
-    family, instead = config.model_type, f"set {KEY}=1"
+    family = config.model_type
     reason = getattr(model, "unpacked_because", None)
     if reason is not None:
         chosen = "model.attention=auto, or " if reason.startswith("model.attention=") else ""
         raise UserError(
             f"{KEY}={size}: it needs a model that mixes the tokens of a row only in attention and by lmtrain's "
-            f"code, which {family} doesn't ({reason}): {instead if not chosen else f'set {chosen}{instead[4:]}'}"
+            f"code, which {family} doesn't ({reason}): set {chosen}{KEY}=1"
         )
     if config.num_attention_heads % size:
         fits = [d for d in range(2, size) if config.num_attention_heads % d == 0]
@@ -112,10 +112,10 @@ def check(model: PreTrainedModel, size: int) -> None:
     if any(word in rope for rope in ropes for word in _LENGTH_DEPENDENT):
         raise UserError(
             f"{KEY}={size}: {family}'s rotary embedding depends on the length of the whole row (dynamic or "
-            f"longrope), but each device has only a slice of it: {instead}"
+            f"longrope), but each device has only a slice of it: set {KEY}=1"
         )
     if getattr(config, "num_experts_per_tok", None):
         raise UserError(
             f"{KEY}={size}: the balance of {family}'s experts is computed from the tokens of whole rows, but each "
-            f"device has only a slice of a row: {instead}"
+            f"device has only a slice of a row: set {KEY}=1"
         )
