@@ -1,10 +1,11 @@
 """Errors shown to users: one message that says what was found, where, and what to change."""
 
+import contextlib
 import difflib
 import errno
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from lmtrain.secrets import shown
 from lmtrain.terminal import status, visible
@@ -65,6 +66,15 @@ def reason(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, at most 200 characters; its type if there is no message."""
     return (str(error) or type(error).__name__).strip().split("\n")[0][:200]
+
+
+@contextlib.contextmanager
+def needing(package: str, key: str) -> Iterator[None]:
+    """Raises UserError if an import within the context fails; `key` is the setting that needs the optional package."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f'{key} needs {package} ({error}): pip install "lmtrain[{package}]"') from None
 
 
 def is_panic(error: BaseException) -> bool:

@@ -79,18 +79,16 @@ def _metadata(config: dict[str, Any], name: str, scores: dict[str, Any], adapter
         EvalResult(task, data, data, key.removeprefix("val/"), value) for key, value in scores.items()
         if key != "step"
     ]  # fmt: skip
-    found: dict[str, Any] = {
-        "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": task,
-        "tags": ["lmtrain", str(_at(config, "objective.name"))],
-        "base_model": base,
-        "datasets": [dataset] if dataset else None,
-        "model_name": name if results else None,
-        "eval_results": results or None,
-    }
-    if base is not None:
-        found["base_model_relation"] = "adapter" if adapter else "finetune"
-    return ModelCardData(**found)
+    return ModelCardData(
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag=task,
+        tags=["lmtrain", str(_at(config, "objective.name"))],
+        base_model=base,
+        base_model_relation=base and ("adapter" if adapter else "finetune"),
+        datasets=[dataset] if dataset else None,
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
 
 
 def _hub_name(name: Any) -> str | None:

@@ -69,16 +69,15 @@ class Context:
         times = math.lcm(key.shape[1], self.size) // key.shape[1]
         if times > 1:
             key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
-        query, key, value = (joined(self._exchange(parted(x, 1, self.size)), 2) for x in (query, key, value))
-        return query, key, value
+        return self._exchange(query), self._exchange(key), self._exchange(value)
 
     def tokens_for_heads(self, out: Tensor) -> Tensor:
         """Exchanges attention's output for whole rows, [B, T, H / size, D], for the slice's, [B, T / size, H, D]."""
-        return joined(self._exchange(parted(out, 1, self.size)), 2)
+        return self._exchange(out)
 
-    def _exchange(self, parts: Tensor) -> Tensor:
-        """Sends part i of [size, ...] to rank i; part i of the result comes from rank i."""
-        return all_to_all_single_autograd(parts, None, None, self.group)
+    def _exchange(self, x: Tensor) -> Tensor:
+        """Sends part i of dimension 1 to rank i, and concatenates the ranks' parts in dimension 2."""
+        return joined(all_to_all_single_autograd(parted(x, 1, self.size), None, None, self.group), 2)
 
 
 def parted(x: Tensor, dim: int, size: int) -> Tensor:

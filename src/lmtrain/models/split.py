@@ -250,6 +250,8 @@ def _split_layer(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares
     transposed = isinstance(layer, Conv1D)
     if style in ROWS:
         _distribute(layer, "weight", mesh, Shard(0 if transposed else 1))
+        if tokens is not None:
+            _distribute(layer, "bias", mesh, Replicate())
     elif style == PACKED:
         # FSDP shards the first dimension, and can't shard one that is split by blocks already: it is replicated then.
         _distribute(layer, "weight", mesh, _StridedShard(1, split_factor=BLOCKS) if transposed else Replicate())
@@ -257,8 +259,6 @@ def _split_layer(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares
     else:
         _distribute(layer, "weight", mesh, Shard(1 if transposed else 0))
         _distribute(layer, "bias", mesh, Shard(0))
-    if tokens is not None and style in ROWS:
-        _distribute(layer, "bias", mesh, Replicate())
     compute: Callable[..., Tensor] = by_rows if style in ROWS else by_columns
     layer.forward = partial(compute, layer, style, mesh, tokens)
 

@@ -23,7 +23,7 @@ from lmtrain.config.schema import TrainerConfig
 from lmtrain.config.strategies import engine_config
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.dtensor import full_shape
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, needing
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.strategies.lightning_private import process_group_backend, say_moved
 from lmtrain.strategies.placement import Placement
@@ -45,12 +45,8 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
                 "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards the "
                 "same"
             )
-        try:
+        with needing("deepspeed", "trainer.strategy=deepspeed"):
             import deepspeed  # noqa: F401
-        except ImportError as error:
-            raise UserError(
-                f'trainer.strategy=deepspeed needs deepspeed ({error}): pip install "lmtrain[deepspeed]"'
-            ) from None
         super().__init__()
         # DeepSpeed calls collectives by their deprecated names at every step.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
