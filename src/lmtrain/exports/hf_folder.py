@@ -15,6 +15,7 @@ from lmtrain.adapters import memory_export
 from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.quantized import is_quantized, make_trainable_on_cpu
 from lmtrain.adapters.trainable import adapter_of
+from lmtrain.config.schema import ExportConfig
 from lmtrain.data.tokenizers import save as save_tokenizer
 from lmtrain.errors import RunError, UserError, did_you_mean, disk_full, reason
 from lmtrain.exports import model_card
@@ -25,6 +26,7 @@ from lmtrain.models.denoising import mark_folder, mask_token
 from lmtrain.models.flops import parameter_counts
 from lmtrain.models.folder import change_config, is_exported
 from lmtrain.models.scalar_head import auto_class, has_scalar_head, padding_of
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import shown_in
 
 # Largest allowed difference between reloaded and live logits: rounding of the stored dtype, amplified by the layers.
@@ -34,47 +36,46 @@ TOLERANCE = {"float32": 1e-5, "merged": 1e-4, "bfloat16": 0.1, "float16": 0.02, 
 
 
 def export_model(
+    run: RunDir,
     model: PreTrainedModel,
     tokenizer: Any,
-    folder: Path,
+    cfg: ExportConfig,
     *,
-    dtype: str,
-    run_config: Path,
+    merge: bool,
     example: torch.Tensor,
-    merge: bool = False,
-    eos_token_ids: Sequence[int] | None = None,
-    generation: dict[str, Any] | None = None,
+    eos_token_ids: Sequence[int] | None,
     step: int,
 ) -> Path:
-    """Writes `folder`, complete or not at all, after reloading it and comparing its logits with the live model's.
+    """Writes the run's export, complete or not at all, after reloading it and comparing its logits with the model's.
 
     Args:
-        example: int64 [B, T] token ids on which the logits are compared.
         merge: whether to merge the adapter into its base, which modifies `model`; else the adapter alone is written.
+        example: int64 [B, T] token ids on which the logits are compared.
         eos_token_ids: ids at which generation stops, in addition to the model's own.
-        generation: fields that override the model's own generation_config.json (export.generation).
         step: the step of the weights, for the model card.
 
     Raises:
-        UserError: transformers' GenerationConfig rejects `generation`, or the model has a memory and should be merged
-            or can't be exported.
+        UserError: transformers' GenerationConfig rejects export.generation, or the model has a memory and should be
+            merged or can't be exported.
         RunError: the disk is full, or the reloaded model's logits differ from the live model's.
     """
     check_memory(model, merge)
-    settings = generation_config(model, tokenizer, eos_token_ids, generation)
+    settings = generation_config(model, tokenizer, eos_token_ids, cfg.generation)
+    folder = run.export_merged if merge else run.export
     temporary = temporary_beside(folder)
-    live, tolerance = logits(model, example), allowed_difference(model, dtype, merge or memory_of(model) is not None)
+    whole = merge or memory_of(model) is not None
+    live, tolerance = logits(model, example), allowed_difference(model, cfg.dtype, whole)
     try:
-        write_weights(model, temporary, dtype, merge)
+        write_weights(model, temporary, cfg.dtype, merge)
         if has_scalar_head(model) and tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # matches config.json; batched scoring needs padding
         save_tokenizer(tokenizer, temporary)
         # save_pretrained rejects settings of some published models, such as a temperature with greedy decoding.
         if not has_scalar_head(model):
             settings.to_json_file(temporary / "generation_config.json", keys_to_pop=["compile_config"])
-        write_config(run_config, temporary / "lmtrain_config.yaml")
+        write_config(run.config, temporary / "lmtrain_config.yaml")
         size, chat = parameter_counts(model)[0], bool(tokenizer.chat_template)
-        model_card.write(temporary, run_config, chat=chat, parameters=size, step=step)
+        model_card.write(temporary, run.config, chat=chat, parameters=size, step=step)
         compare(live, tolerance, model, temporary, example)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(temporary, folder)
