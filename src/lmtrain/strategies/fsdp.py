@@ -22,7 +22,8 @@ from lmtrain.adapters.trainable import without_frozen
 from lmtrain.checkpoints import sharded as sharded_checkpoint
 from lmtrain.checkpoints import store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
-from lmtrain.config.schema import FsdpConfig
+from lmtrain.config.schema import FsdpConfig, TrainerConfig
+from lmtrain.config.strategies import context_parallel, outside_fp8, tensor_parallel
 from lmtrain.distributed import dtensor as layout
 from lmtrain.distributed import process_group as world
 from lmtrain.models import split
@@ -30,7 +31,6 @@ from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.context import Context
 from lmtrain.models.split import TokenShares
 from lmtrain.strategies import sharding
-from lmtrain.strategies.lightning_private import set_group_sizes
 from lmtrain.strategies.placement import HoldsModel, Placement
 
 # Bytes of trained weights. With AdamW's moments, rank 0 alone would gather, hold and write three times as many.
@@ -53,16 +53,16 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
 
     replaces_parameters = True
 
-    def __init__(self, options: FsdpConfig, precision: str, processes: int, accelerator: str) -> None:
-        offloads = options.cpu_offload and accelerator == "cuda"
+    def __init__(self, t: TrainerConfig) -> None:
+        offloads = t.fsdp.cpu_offload and t.accelerator == "cuda"
         super().__init__(
-            data_parallel_size=processes,
-            tensor_parallel_size=1,
+            data_parallel_size=int(t.devices) * t.num_nodes // tensor_parallel(t),
+            tensor_parallel_size=tensor_parallel(t),
             save_distributed_checkpoint=False,
             process_group_backend="cpu:gloo,cuda:nccl" if offloads else None,
         )
-        self.options, self.precision = options, precision
-        self.context_parallel_size = options.context_parallel_size
+        self.options, self.precision = t.fsdp, outside_fp8(t.precision)
+        self.tensor_parallel_size, self.context_parallel_size = tensor_parallel(t), context_parallel(t)
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -154,10 +154,8 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
 class TensorParallelStrategy(FSDPStrategy):
     """FSDP plus tensor parallelism: rank r is in group r // tensor_parallel_size, and each group reads its own rows."""
 
-    def __init__(self, options: FsdpConfig, precision: str, processes: int, accelerator: str) -> None:
-        super().__init__(options, precision, processes, accelerator)
-        self.tensor_parallel_size, self.context_parallel_size = options.tensor_parallel_size, 1
-        set_group_sizes(self, self.tensor_parallel_size, processes // self.tensor_parallel_size)
+    def __init__(self, t: TrainerConfig) -> None:
+        super().__init__(t)
         # This logger warns for each parameter of a checkpoint that gathering it takes two collectives.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
