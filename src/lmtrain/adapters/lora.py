@@ -9,7 +9,6 @@ LoRA: Hu et al. 2021, arXiv:2106.09685; rsLoRA: arXiv:2312.03732; DoRA: arXiv:24
 
 import copy
 import difflib
-import hashlib
 import re
 import warnings
 from collections.abc import Sequence
@@ -79,11 +78,6 @@ def attach(
     return adapter
 
 
-def task_of(model: PreTrainedModel) -> str:
-    """Returns peft's task type for the model; for one with a scalar head, peft trains and saves a copy of the head."""
-    return SCALAR if has_scalar_head(model) else "CAUSAL_LM"
-
-
 def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> PeftModel:
     targets, also_trained = cfg.target_modules, list(cfg.modules_to_save or [])
     _check_names_match(model, "peft.target_modules", targets)
@@ -96,7 +90,8 @@ def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> 
         tables = tables[:1]
     rows = {name: list(new_tokens) for name in tables if not _matches(name, also_trained)}
     config = LoraConfig(
-        task_type=task_of(model),
+        # Of a model with a scalar head, peft trains and saves a copy of the head.
+        task_type=SCALAR if has_scalar_head(model) else "CAUSAL_LM",
         r=cfg.r,
         lora_alpha=cfg.alpha,
         lora_dropout=cfg.dropout,
@@ -274,12 +269,6 @@ def load_adapter(folder: Path, **options: Any) -> PreTrainedModel:
     if gives_rewards(folder):
         return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).get_base_model()
     return AutoPeftModelForCausalLM.from_pretrained(folder, **options).get_base_model()
-
-
-def file_identity(name: str) -> str:
-    """Returns 16 hex digits of the SHA-256 of an adapter's weights in a folder, or `name` for one on the hub."""
-    file = Path(name).expanduser() / "adapter_model.safetensors"
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else name
 
 
 @torch.no_grad()

@@ -141,6 +141,12 @@ def base_identity(model: PreTrainedModel, name_or_path: str, whole: Facts | None
     return digest.hexdigest()[:16]
 
 
+def adapter_identity(name: str) -> str:
+    """Returns 16 hex digits of the SHA-256 of an adapter's weights in a folder, or `name` for one on the hub."""
+    file = Path(name).expanduser() / "adapter_model.safetensors"
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else name
+
+
 @torch.no_grad()
 def restore_start(model: PreTrainedModel, start: dict[str, Tensor]) -> None:
     """Changes the base to the one from which `start` was subtracted, if this run's `Adapter.start` differs.

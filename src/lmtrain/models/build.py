@@ -115,16 +115,16 @@ def _config(
         return _scratch_config(cfg, given)
     assert isinstance(cfg, CustomModelConfig)
     config = _custom_config(cfg, given, allow_target)
-    if cfg.dropout and not _dropout_fields(cfg, config):
+    if cfg.dropout and not any(hasattr(config, name) for name in DROPOUTS):
         raise UserError(f"model.dropout={cfg.dropout}: {type(config).__qualname__} has no field dropout")
-    config.update(_dropout_fields(cfg, config) | _extra_fields(cfg, config))
+    config.update(_free_fields(cfg, config))
     return config
 
 
 def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> PretrainedConfig:
-    family = cfg.family
-    if family is None or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        hint = did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, most=3)
+    family = str(cfg.family)
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        hint = did_you_mean(family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, most=3)
         raise UserError(
             f"model.family={family} is not a causal language model of transformers{hint} (gpt2, llama, ...)"
         )
@@ -137,7 +137,7 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
             if name is None:
                 raise UserError(f"model.{key}={value}: the family {family} has no such setting; make it null")
             given[name] = {"rope_type": "default", "rope_theta": value} if key == "rope_theta" else value
-    given |= _dropout_fields(cfg, known) | _extra_fields(cfg, known)
+    given |= _free_fields(cfg, known)
     pattern = given.get("layer_types")
     if isinstance(pattern, list) and pattern and cfg.num_hidden_layers:
         first = max(0, len(pattern) - cfg.num_hidden_layers)  # a single layer takes the last entry, which attends
@@ -198,16 +198,13 @@ def _custom_model(cfg: CustomModelConfig, config: PretrainedConfig, allow_target
     )
 
 
-def _dropout_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, float]:
-    return {name: cfg.dropout for name in DROPOUTS if hasattr(config, name)}
-
-
-def _extra_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, Any]:
+def _free_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, Any]:
+    """Returns values for those fields of `config` that are dropouts, and for those that model.extra names."""
     for name in cfg.extra:
         if name.startswith("_") or not hasattr(config, name):  # a private one may name a kernel to download
             hint = did_you_mean(name, config.to_dict())
             raise UserError(f"model.extra.{name}: {type(config).__name__} of transformers has no such field{hint}")
-    return dict(cfg.extra)
+    return {name: cfg.dropout for name in DROPOUTS if hasattr(config, name)} | cfg.extra
 
 
 def _check_shape(cfg: ScratchModelConfig) -> None:
@@ -244,11 +241,9 @@ def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
         )
     here = Path(str(cfg.name_or_path))
     config = base_config(here) if is_exported(here) else _from_hub(AutoConfig.from_pretrained, cfg)
-    overrides = _dropout_fields(cfg, config) | _extra_fields(cfg, config)
+    config.update(_free_fields(cfg, config))
     if cfg.router_aux_loss_coef is not None:
-        overrides["router_aux_loss_coef"] = cfg.router_aux_loss_coef
-    for name, value in overrides.items():
-        setattr(config, name, value)
+        config.router_aux_loss_coef = cfg.router_aux_loss_coef
     return config
 
 

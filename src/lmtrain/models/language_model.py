@@ -412,11 +412,8 @@ def _checked_chunk(value: int | str) -> int | str:
 def _logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
     """Returns (factor, soft cap) of the logits, which some families' configs define."""
     config = model.config.get_text_config()
-    scale = 1.0
-    if getattr(config, "logits_scaling", None):  # Granite
-        scale /= config.logits_scaling
-    if getattr(config, "logit_scale", None):  # Cohere
-        scale *= config.logit_scale
+    # Cohere multiplies them, Granite divides them.
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     # The names in Gemma 2 and later, RecurrentGemma and xLSTM.
     caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return scale, next((getattr(config, name) for name in caps if getattr(config, name, None)), None)

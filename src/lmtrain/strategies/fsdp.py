@@ -113,6 +113,7 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
         return self._gathered(optimizer.state_dict())
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns full tensors on rank 0 and {} elsewhere, or `state` unchanged if all ranks write together."""
         return state if self._writes_together() else layout.gather(state, keep=self.is_global_zero)
 
     def _writes_together(self) -> bool:
