@@ -304,9 +304,9 @@ def _dequantized_twin(model: PreTrainedModel) -> PreTrainedModel:
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         quantised = type(parameter).__name__ in ("Params4bit", "Int8Params")  # a bitsandbytes layer's weight
-        layer = layers[name.rpartition(".")[0]]
-        value = quantized.dequantized(layer) if quantised else parameter.detach().cpu().float()
-        state[re.sub(r"\.(base_layer|original_module|token_adapter)", "", name)] = value
+        plain = re.sub(r"\.(base_layer|original_module|token_adapter)", "", name)
+        owner = name.rpartition(".")[0]
+        state[plain] = quantized.dequantized(layers[owner]) if quantised else parameter.detach().cpu().float()
     own = twin.state_dict()
     twin.load_state_dict({name: state[name] for name in own if name in state}, strict=False)
     if hasattr(model, "generation_config"):  # models with a scalar head have none
