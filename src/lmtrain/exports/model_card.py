@@ -46,7 +46,7 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
     """
     adapter = (folder / "adapter_config.json").exists()
     config = shown_in(yaml.safe_load(read_regular(run_config)))
-    name, scores = run_config.parent.name, _scores(run_config.parent / "metrics.jsonl", step)
+    name, (validated, scores) = run_config.parent.name, _scores(run_config.parent / "metrics.jsonl", step)
     if is_denoising(folder):
         task, use = "fill-mask", _use_denoising()
     elif gives_rewards(folder):
@@ -65,20 +65,17 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
         "`lmtrain_config.yaml` beside this file holds every key: it is enough to train the model again.",
     ]
     if scores:
-        parts += [f"## Validation at step {scores['step']:,}", _table(list(scores.items())[1:])]
+        parts += [f"## Validation at step {validated:,}", _table(list(scores.items()))]
     parts += ["## Before you share it", _BEFORE_SHARING]
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _metadata(config: dict[str, Any], name: str, scores: dict[str, Any], adapter: bool, task: str) -> ModelCardData:
+def _metadata(config: dict[str, Any], name: str, scores: dict[str, float], adapter: bool, task: str) -> ModelCardData:
     base, dataset = _hub_name(_at(config, "model.name_or_path")), None
     if _at(config, "data.source") == "hub" and not _at(config, "data.path"):
         dataset = _hub_name(_at(config, "data.name"))
     data = dataset or "own"
-    results = [
-        EvalResult(task, data, data, key.removeprefix("val/"), value) for key, value in scores.items()
-        if key != "step"
-    ]  # fmt: skip
+    results = [EvalResult(task, data, data, key.removeprefix("val/"), value) for key, value in scores.items()]
     return ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag=task,
@@ -102,13 +99,13 @@ def _hub_name(name: Any) -> str | None:
     return name
 
 
-def _scores(metrics: Path, step: int | None) -> dict[str, Any]:
-    """Returns step and val/ metrics of the validation at `step` (None: the last one); empty if there is none."""
-    found: dict[str, Any] = {}
+def _scores(metrics: Path, step: int | None) -> tuple[int, dict[str, float]]:
+    """Returns the step and the val/ metrics of the validation at `step` (None: the last one), or (0, {})."""
+    found: tuple[int, dict[str, float]] = 0, {}
     for row in read_jsonl(metrics):
         numbers = {k: v for k, v in row.items() if k.startswith("val/") and isinstance(v, int | float)}
         if numbers and (step is None or row["step"] == step):
-            found = {"step": row["step"], **numbers}
+            found = row["step"], numbers
     return found
 
 
