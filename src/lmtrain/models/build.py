@@ -272,12 +272,10 @@ def _grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
 
 
 def _from_hub(function: Any, cfg: LoadedModelConfig, **options: Any) -> Any:
-    name, unreachable = str(cfg.name_or_path), ""
-    if not Path(name).is_dir() and not name.startswith((".", "/", "~")):
-        try:  # a single request first, since transformers would retry an unreachable hub for half a minute
-            hub.commit_of("model", name, cfg.revision)
-        except hub.Unreachable as error:
-            unreachable = str(error)
+    name = str(cfg.name_or_path)
+    is_path = Path(name).is_dir() or name.startswith((".", "/", "~"))
+    # A single request first, since transformers would retry an unreachable hub for half a minute.
+    unreachable = None if is_path else hub.why_unreachable(name, cfg.revision)
     options |= {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     try:
         return function(name, local_files_only=bool(unreachable), **options)
