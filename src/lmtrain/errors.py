@@ -77,6 +77,15 @@ def first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).strip().split("\n")[0][:200]
 
 
+@contextlib.contextmanager
+def needing(package: str, key: str) -> Iterator[None]:
+    """Raises UserError if an import within the context fails; `key` is the setting that needs the optional package."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f'{key} needs {package} ({error}): pip install "lmtrain[{package}]"') from None
+
+
 def print_error(message: str) -> None:
     """Prints "error: message" to stderr, with "error:" in red on a terminal; control characters are made visible."""
     status.stop()

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers_models import tiny
 from lmtrain.models import weight_files
-from lmtrain.strategies.sharding import FileRows
 
 
 def saved(folder: Path, family: str) -> Path:
@@ -40,7 +39,7 @@ def test_rows_of_files_are_the_weights(family: str, dtype: torch.dtype, tied: bo
     embeddings, head = (m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings()))
     assert (embeddings is head) is tied
 
-    files = weight_files.WeightFiles(getattr(model, weight_files.LEFT), model)
+    files = weight_files.WeightFiles(getattr(model, weight_files.LEFT), model, None)
     for name, expected in whole.named_parameters():
         assert files.take(parameters[name]) == name
         assert files.take(parameters[name]) is None  # it has dropped its reference, so that the tensor can be freed
@@ -48,7 +47,8 @@ def test_rows_of_files_are_the_weights(family: str, dtype: torch.dtype, tied: bo
             parts = []
             for number in range(count):
                 into = torch.full_like(expected, torch.nan, dtype=torch.float32)
-                rows = FileRows(files, (number, count)).rows(len(into))
+                files.part = (number, count)
+                rows = files.rows(len(into))
                 files.read(name, into, rows)
                 assert into[rows].isfinite().all()
                 assert into.isnan().sum() == into.numel() - into[rows].numel()

@@ -16,7 +16,7 @@ import pytest
 import torch
 import wandb
 from lightning.pytorch.plugins.precision import HalfPrecision
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from packaging.specifiers import SpecifierSet
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch import Tensor, nn
@@ -143,15 +143,6 @@ def test_between_batches(tmp_path: Path) -> None:
     for before, after, training in fit(tmp_path, look, limit_val_batches=1):
         assert before.items() <= after.items()
         assert training
-
-
-def test_set_group_sizes() -> None:
-    strategy = ModelParallelStrategy()
-    lightning_private.set_group_sizes(strategy, tensor_parallel=2, data_parallel=3)
-    assert (strategy._tensor_parallel_size, strategy._data_parallel_size) == (2, 3)
-    assert {"_tensor_parallel_size", "_data_parallel_size"} <= set(
-        re.findall(r"self\.(_\w+_parallel_size)", source("strategies/model_parallel.py").partition("def setup_env")[2])
-    ), "the device mesh is still made of them"
 
 
 def test_process_group_backend() -> None:

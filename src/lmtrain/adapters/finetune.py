@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lmtrain.adapters import memory_adapter, quantized
-from lmtrain.adapters.trainable import base_identity, base_parameters, trainable_names
+from lmtrain.adapters.trainable import adapter_identity, base_identity, base_parameters, trainable_names
 from lmtrain.config.checks import trains_base
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config
@@ -85,12 +85,7 @@ def starting_weights(config: Config, model: PreTrainedModel) -> dict[str, Any]:
     """
     if not isinstance(config.model, LoadedModelConfig):
         return {"model.name_or_path": None, "peft.adapter": None}
-    frozen = trainable_names(model) is not None
-    adapter = None
-    if config.peft.adapter:
-        from lmtrain.adapters import lora as adapters
-
-        adapter = adapters.file_identity(config.peft.adapter)
+    adapter = adapter_identity(config.peft.adapter) if config.peft.adapter else None
     name = config.model.name_or_path or ""
-    whole = Facts(config.data.cache_dir) if frozen else None
+    whole = Facts(config.data.cache_dir) if trainable_names(model) is not None else None
     return {"model.name_or_path": base_identity(model, name, whole), "peft.adapter": adapter}

@@ -9,7 +9,6 @@ LoRA: Hu et al. 2021, arXiv:2106.09685; rsLoRA: arXiv:2312.03732; DoRA: arXiv:24
 
 import copy
 import difflib
-import hashlib
 import re
 import warnings
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from lmtrain.adapters.memory import attach_memory
 from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of
 from lmtrain.config.schema import PeftConfig
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, first_line
 from lmtrain.models.scalar_head import auto_class, has_scalar_head
 
 # Initializations that subtract the initial A and B from the base weight, which becomes W - s B A.
@@ -47,8 +46,8 @@ SCALAR = "SEQ_CLS"  # peft's task type of a model with a scalar head
 
 def attach(
     model: PreTrainedModel, cfg: PeftConfig, base: str, revision: str | None, new_tokens: Sequence[int], seed: int
-) -> Adapter | None:
-    """Freezes the model and attaches the adapter of `cfg` to it; does nothing for peft.method=none.
+) -> Adapter:
+    """Freezes the model and attaches the LoRA adapter of `cfg` to it.
 
     The adapter's weights are fp32 and depend on `seed` alone; the state of the global random generator is preserved.
 
@@ -59,8 +58,6 @@ def attach(
     Raises:
         UserError: targets match no module, an existing adapter doesn't fit, or LoRA is on one side of tied embeddings.
     """
-    if cfg.method == "none":
-        return None
     with torch.random.fork_rng([]), warnings.catch_warnings():
         torch.manual_seed(seed)
         warnings.simplefilter("ignore", UserWarning)  # the reported conditions are checked here, or intended
@@ -81,11 +78,6 @@ def attach(
     return adapter
 
 
-def task_of(model: PreTrainedModel) -> str:
-    """Returns peft's task type for the model; for one with a scalar head, peft trains and saves a copy of the head."""
-    return SCALAR if has_scalar_head(model) else "CAUSAL_LM"
-
-
 def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> PeftModel:
     targets, also_trained = cfg.target_modules, list(cfg.modules_to_save or [])
     _check_names_match(model, "peft.target_modules", targets)
@@ -98,7 +90,8 @@ def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> 
         tables = tables[:1]
     rows = {name: list(new_tokens) for name in tables if not _matches(name, also_trained)}
     config = LoraConfig(
-        task_type=task_of(model),
+        # Of a model with a scalar head, peft trains and saves a copy of the head.
+        task_type=SCALAR if has_scalar_head(model) else "CAUSAL_LM",
         r=cfg.r,
         lora_alpha=cfg.alpha,
         lora_dropout=cfg.dropout,
@@ -137,7 +130,7 @@ def _continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int
         raise
     except Exception as error:  # the hub's, safetensors' and pickle's errors share no base class
         raise UserError(
-            f"peft.adapter={name} can't be loaded onto this model ({_first_line(error)}): give the folder with its "
+            f"peft.adapter={name} can't be loaded onto this model ({first_line(error)}): give the folder with its "
             f"adapter_config.json or its hub name, and the base it was trained on as model.name_or_path"
         ) from error
     expected = set(get_peft_model_state_dict(peft, save_embedding_layers=False))
@@ -165,10 +158,11 @@ def adapter_token_ids(name: str) -> list[int]:
 
 def _check_names_match(model: PreTrainedModel, key: str, names: Any) -> None:
     """Raises UserError if a name matches no module; peft accepts a list of which only some names match."""
-    modules = [name for name, _ in model.named_modules() if name]
     if names == "all-linear":
         return
+    modules, hint = [name for name, _ in model.named_modules() if name], ""
     if isinstance(names, str):
+        hint = ": a pattern must match the whole name; an entry of a list such as [q_proj,v_proj] only its end"
         try:
             missing = [] if any(re.fullmatch(names, m) for m in modules) else [names]
         except re.error as error:
@@ -179,11 +173,6 @@ def _check_names_match(model: PreTrainedModel, key: str, names: Any) -> None:
         return
     last = sorted({m.rpartition(".")[2] for m in modules if not m.rpartition(".")[2].isdigit()})
     near = difflib.get_close_matches(missing[0].rpartition(".")[2], last, n=3) or last
-    hint = (
-        ": a pattern must match the whole name; an entry of a list such as [q_proj,v_proj] only its end"
-        if isinstance(names, str)
-        else ""
-    )
     raise UserError(f"{key}: {missing[0]!r} matches no module of the model{hint} (there are {', '.join(near)})")
 
 
@@ -251,11 +240,10 @@ def exported(adapter: Adapter, dtype: torch.dtype) -> tuple[dict[str, Tensor], L
     weights = get_peft_model_state_dict(adapter.peft, save_embedding_layers=False)
     config.inference_mode = True
     if adapter.start:
-        prefix = "base_model.model."
         for name, first in adapter.start.items():
-            key = prefix + name.replace(f".{NAME}.", ".")
-            is_b = ".lora_B." in name
+            key = f"base_model.model.{name.replace(f'.{NAME}.', '.')}"
             first = first.to(weights[key])
+            is_b = ".lora_B." in name
             weights[key] = torch.cat([weights[key], -first if is_b else first], dim=1 if is_b else 0)
         scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
         config.r, config.lora_alpha, config.use_rslora = 2 * config.r, scaling * 2 * config.r, False
@@ -281,16 +269,6 @@ def load_adapter(folder: Path, **options: Any) -> PreTrainedModel:
     if gives_rewards(folder):
         return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).get_base_model()
     return AutoPeftModelForCausalLM.from_pretrained(folder, **options).get_base_model()
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def file_identity(name: str) -> str:
-    """Returns 16 hex digits of the SHA-256 of an adapter's weights in a folder, or `name` for one on the hub."""
-    file = Path(name).expanduser() / "adapter_model.safetensors"
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else name
 
 
 @torch.no_grad()
@@ -325,18 +303,12 @@ def _dequantized_twin(model: PreTrainedModel) -> PreTrainedModel:
     layers = dict(model.named_modules())
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner, _, kind = name.rpartition(".")
-        plain = name
-        for wrapper in (".base_layer", ".original_module", ".token_adapter"):
-            plain = plain.replace(wrapper, "")
-        quantised = kind == "weight" and _is_bitsandbytes(layers[owner])
+        quantised = type(parameter).__name__ in ("Params4bit", "Int8Params")  # a bitsandbytes layer's weight
+        plain = re.sub(r"\.(base_layer|original_module|token_adapter)", "", name)
+        owner = name.rpartition(".")[0]
         state[plain] = quantized.dequantized(layers[owner]) if quantised else parameter.detach().cpu().float()
     own = twin.state_dict()
     twin.load_state_dict({name: state[name] for name in own if name in state}, strict=False)
     if hasattr(model, "generation_config"):  # models with a scalar head have none
         twin.generation_config = model.generation_config
     return twin
-
-
-def _is_bitsandbytes(module: nn.Module) -> bool:
-    return type(module.weight).__name__ in ("Params4bit", "Int8Params")

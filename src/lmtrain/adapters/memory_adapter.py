@@ -151,10 +151,6 @@ def memory_of(model: nn.Module) -> MemorySettings | None:
     return blocks[0].settings if blocks else None
 
 
-def reads_memory(model: nn.Module) -> bool:
-    return bool(memory_blocks(model))
-
-
 def has_been_trained(model: nn.Module) -> bool:
     """Returns whether any output gate differs from its initial value, zero."""
     return any(bool(block.gate.any()) for block in memory_blocks(model))

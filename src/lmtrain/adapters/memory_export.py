@@ -6,7 +6,6 @@ running code from the folder.
 
 import dataclasses
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lmtrain.adapters import memory
 from lmtrain.adapters.memory import MemorySettings, attach_memory
 from lmtrain.errors import UserError
-from lmtrain.models.folder import PREFIX, written_config
+from lmtrain.models.folder import PREFIX, change_config, written_config
 
 MODELING = "modeling_memory"
 
@@ -75,23 +74,18 @@ def write(model: PreTrainedModel, settings: MemorySettings, state: dict[str, tor
     """Writes weights, config.json and modeling_memory.py.
 
     Args:
-        model: a transformers model with a memory and no other adapter.
+        model: a transformers model with a memory and no other adapter, which passed `check_exportable`.
         state: the weights to store, tied ones once.
     """
-    check_exportable(model)
     model.save_pretrained(folder, state_dict=state)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {
-        "model_type": PREFIX + model.config.model_type,
-        "architectures": ["MemoryForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"{MODELING}.MemoryConfig",
-            "AutoModelForCausalLM": f"{MODELING}.MemoryForCausalLM",
-        },
-        "memory": dataclasses.asdict(settings),
-    }
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    classes = {"AutoConfig": "MemoryConfig", "AutoModelForCausalLM": "MemoryForCausalLM"}
+    change_config(
+        folder,
+        model_type=PREFIX + model.config.model_type,
+        architectures=["MemoryForCausalLM"],
+        auto_map={auto: f"{MODELING}.{name}" for auto, name in classes.items()},
+        memory=dataclasses.asdict(settings),
+    )
     (folder / f"{MODELING}.py").write_text(modeling_file(model.config), encoding="utf-8")
 
 

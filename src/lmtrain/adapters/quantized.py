@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lmtrain.config.schema import PeftConfig
 from lmtrain.config.strategies import SHARING
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, needing
 
 
 def loading_options(cfg: PeftConfig, precision: str, accelerator: str, *, to_host: bool = False) -> dict[str, Any]:
@@ -119,12 +119,8 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 def _require_bitsandbytes(quantization: str) -> None:
-    try:
+    with needing("bitsandbytes", f"peft.quantization={quantization}"):
         import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f'peft.quantization={quantization} needs bitsandbytes ({error}): pip install "lmtrain[bitsandbytes]"'
-        ) from None
 
 
 def make_trainable_on_cpu(model: nn.Module) -> None:

@@ -101,27 +101,21 @@ def check_weights(module: nn.Module, saved: Mapping[str, Any]) -> None:
     Their shapes must match as well.
     """
     names = trainable_names(module)
-    if names is None or names == saved.keys():
-        return _check_shapes(module, saved)
-    parts = [
-        f"{word} {sorted(these)[0]} ({len(these)} in all)"
-        for word, these in (("lacks", names - saved.keys()), ("holds", saved.keys() - names))
-        if these
-    ]
-    raise UserError(
-        f"the checkpoint's trained parameters are not this run's: it {' and '.join(parts)}. Use the peft.* settings "
-        f"it was written with (config.yaml of its run)"
-    )
-
-
-def _check_shapes(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Raises UserError for the first parameter whose tensor in the checkpoint is missing or has another shape."""
-    whole = trainable_names(module) is None
+    if names is not None and names != saved.keys():
+        parts = [
+            f"{word} {sorted(these)[0]} ({len(these)} in all)"
+            for word, these in (("lacks", names - saved.keys()), ("holds", saved.keys() - names))
+            if these
+        ]
+        raise UserError(
+            f"the checkpoint's trained parameters are not this run's: it {' and '.join(parts)}. Use the peft.* "
+            f"settings it was written with (config.yaml of its run)"
+        )
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name not in saved:
-            if whole:
-                raise UserError(f"the checkpoint lacks the parameter {name}: it is of another model, or damaged")
+        if names is not None and name not in names:
             continue
+        if name not in saved:
+            raise UserError(f"the checkpoint lacks the parameter {name}: it is of another model, or damaged")
         shape = list(saved[name].shape) if isinstance(saved[name], Tensor) else type(saved[name]).__name__
         expected = list(full_shape(parameter))
         if shape != expected:
@@ -145,6 +139,12 @@ def base_identity(model: PreTrainedModel, name_or_path: str, whole: Facts | None
     for file in files:
         digest.update(some_of(file) if whole is None else bytes.fromhex(whole.digest_of(file)))
     return digest.hexdigest()[:16]
+
+
+def adapter_identity(name: str) -> str:
+    """Returns 16 hex digits of the SHA-256 of an adapter's weights in a folder, or `name` for one on the hub."""
+    file = Path(name).expanduser() / "adapter_model.safetensors"
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else name
 
 
 @torch.no_grad()

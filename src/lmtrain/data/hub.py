@@ -52,6 +52,19 @@ def commit_of(kind: Literal["dataset", "tokenizer", "model"], name: str, revisio
     return str(info.sha)
 
 
+def why_unreachable(model: str, revision: str | None) -> str | None:
+    """Returns why the hub doesn't answer, in which case a cached copy may do, or None if it has the model.
+
+    Raises:
+        UserError: see `commit_of`.
+    """
+    try:
+        commit_of("model", model, revision)
+    except Unreachable as error:
+        return str(error)
+    return None
+
+
 def explain_unreachable(kind: str, name: str, reason: str) -> str:
     """Returns the error message for a name that can't be fetched and isn't cached."""
     instead = {

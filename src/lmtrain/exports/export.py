@@ -35,21 +35,13 @@ def export(config: Config) -> int:
     chats = rules.load(run.config, grants).data.rows != "text"
     generator = torch.Generator().manual_seed(config.seed)
     example = torch.randint(len(tokenizer), (1, 32), generator=generator)
-    check_memory(model, config.export.merge)
-    if config.export.merge and adapter_of(model) is None:
-        raise UserError(f"export.merge=true has no effect here: {run.path} trained no adapter, so leave it out")
     merge = config.export.merge
+    check_memory(model, merge)
+    if merge and adapter_of(model) is None:
+        raise UserError(f"export.merge=true has no effect here: {run.path} trained no adapter, so leave it out")
+    ends, step = end_ids(tokenizer, own_template(tokenizer)) if chats else None, store.step_of(checkpoint)
     folder = export_model(
-        model,
-        tokenizer,
-        run.export_merged if merge else run.export,
-        dtype=config.export.dtype,
-        run_config=run.config,
-        example=example,
-        merge=merge,
-        eos_token_ids=end_ids(tokenizer, own_template(tokenizer)) if chats else None,
-        generation=config.export.generation,
-        step=store.step_of(checkpoint),
+        run, model, tokenizer, config.export, merge=merge, example=example, eos_token_ids=ends, step=step
     )
     terminal.status.stop()
     print(terminal.visible(f"{folder}  (from {checkpoint.name}; {model_card.reader(folder)} reads it)"))

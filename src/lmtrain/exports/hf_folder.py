@@ -15,15 +15,18 @@ from lmtrain.adapters import memory_export
 from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.quantized import is_quantized, make_trainable_on_cpu
 from lmtrain.adapters.trainable import adapter_of
+from lmtrain.config.schema import ExportConfig
 from lmtrain.data.tokenizers import save as save_tokenizer
 from lmtrain.errors import RunError, UserError, did_you_mean, disk_full, reason
 from lmtrain.exports import model_card
 from lmtrain.files import fsync, read_regular, temporary_beside
 from lmtrain.models.attention import generation_mode
+from lmtrain.models.blocks import evaluating
 from lmtrain.models.denoising import mark_folder, mask_token
 from lmtrain.models.flops import parameter_counts
-from lmtrain.models.folder import is_exported
+from lmtrain.models.folder import change_config, is_exported
 from lmtrain.models.scalar_head import auto_class, has_scalar_head, padding_of
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import shown_in
 
 # Largest allowed difference between reloaded and live logits: rounding of the stored dtype, amplified by the layers.
@@ -33,47 +36,46 @@ TOLERANCE = {"float32": 1e-5, "merged": 1e-4, "bfloat16": 0.1, "float16": 0.02, 
 
 
 def export_model(
+    run: RunDir,
     model: PreTrainedModel,
     tokenizer: Any,
-    folder: Path,
+    cfg: ExportConfig,
     *,
-    dtype: str,
-    run_config: Path,
+    merge: bool,
     example: torch.Tensor,
-    merge: bool = False,
-    eos_token_ids: Sequence[int] | None = None,
-    generation: dict[str, Any] | None = None,
+    eos_token_ids: Sequence[int] | None,
     step: int,
 ) -> Path:
-    """Writes `folder`, complete or not at all, after reloading it and comparing its logits with the live model's.
+    """Writes the run's export, complete or not at all, after reloading it and comparing its logits with the model's.
 
     Args:
-        example: int64 [B, T] token ids on which the logits are compared.
         merge: whether to merge the adapter into its base, which modifies `model`; else the adapter alone is written.
+        example: int64 [B, T] token ids on which the logits are compared.
         eos_token_ids: ids at which generation stops, in addition to the model's own.
-        generation: fields that override the model's own generation_config.json (export.generation).
         step: the step of the weights, for the model card.
 
     Raises:
-        UserError: transformers' GenerationConfig rejects `generation`, or the model has a memory and should be merged
-            or can't be exported.
+        UserError: transformers' GenerationConfig rejects export.generation, or the model has a memory and should be
+            merged or can't be exported.
         RunError: the disk is full, or the reloaded model's logits differ from the live model's.
     """
     check_memory(model, merge)
-    settings = generation_config(model, tokenizer, eos_token_ids, generation)
+    settings = generation_config(model, tokenizer, eos_token_ids, cfg.generation)
+    folder = run.export_merged if merge else run.export
     temporary = temporary_beside(folder)
-    live, tolerance = logits(model, example), allowed_difference(model, dtype, merge or memory_of(model) is not None)
+    whole = merge or memory_of(model) is not None
+    live, tolerance = logits(model, example), allowed_difference(model, cfg.dtype, whole)
     try:
-        write_weights(model, temporary, dtype, merge)
+        write_weights(model, temporary, cfg.dtype, merge)
         if has_scalar_head(model) and tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # matches config.json; batched scoring needs padding
         save_tokenizer(tokenizer, temporary)
         # save_pretrained rejects settings of some published models, such as a temperature with greedy decoding.
         if not has_scalar_head(model):
             settings.to_json_file(temporary / "generation_config.json", keys_to_pop=["compile_config"])
-        write_config(run_config, temporary / "lmtrain_config.yaml")
+        write_config(run.config, temporary / "lmtrain_config.yaml")
         size, chat = parameter_counts(model)[0], bool(tokenizer.chat_template)
-        model_card.write(temporary, run_config, chat=chat, parameters=size, step=step)
+        model_card.write(temporary, run.config, chat=chat, parameters=size, step=step)
         compare(live, tolerance, model, temporary, example)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(temporary, folder)
@@ -131,18 +133,18 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def write_model(model: PreTrainedModel, folder: Path, dtype: str) -> None:
-    stored = {k: v.detach().to("cpu", getattr(torch, dtype)) for k, v in model.state_dict().items()}
+    state = {k: v.detach().to("cpu", getattr(torch, dtype)) for k, v in drop_tied(model, model.state_dict()).items()}
     own = getattr(model, "generation_config", None)  # a model with a scalar head has none
     model.generation_config = GenerationConfig()  # export_model writes it
     try:
         settings = memory_of(model)
         if settings is not None:
-            memory_export.write(model, settings, drop_tied(model, stored), folder)
+            memory_export.write(model, settings, state, folder)
         else:
-            model.save_pretrained(folder, state_dict=drop_tied(model, stored))
+            model.save_pretrained(folder, state_dict=state)
     finally:
         model.generation_config = own
-    set_dtype(folder, dtype)
+    change_config(folder, dtype=dtype)  # in which from_pretrained loads the weights by default
     if mask_token(model) is not None:
         mark_folder(folder)
 
@@ -170,13 +172,13 @@ def generation_config(
     return config
 
 
-_NEUTRAL = {"temperature": (1,), "top_p": (1,), "min_p": (0,), "top_k": (0, 50)}  # 50: transformers' former default
+# Values that change nothing; 50 is transformers' former default.
+_NEUTRAL = {"temperature": (None, 1), "top_p": (None, 1), "min_p": (None, 0), "top_k": (None, 0, 50)}
 
 
 def _say_that_it_samples(config: GenerationConfig) -> None:
     """Sets do_sample if it is unset but a sampling field is set; without it transformers would decode greedily."""
-    given = {name: getattr(config, name, None) for name in _NEUTRAL}
-    if config.do_sample is None and any(v is not None and v not in _NEUTRAL[n] for n, v in given.items()):
+    if config.do_sample is None and any(getattr(config, n, None) not in values for n, values in _NEUTRAL.items()):
         config.do_sample = True
 
 
@@ -204,24 +206,10 @@ def drop_tied(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[st
     return {name: tensor for name, tensor in state.items() if name not in tied}
 
 
-def set_dtype(folder: Path, dtype: str) -> None:
-    """Sets the dtype in config.json to that of the stored weights, in which from_pretrained loads them by default."""
-    import json
-
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["dtype"] = dtype
-    path.write_text(json.dumps(config, indent=2) + "\n")
-
-
 def logits(model: PreTrainedModel, example: torch.Tensor) -> torch.Tensor:
     """Computes the model's logits in evaluation mode; fp32 [B, T, V] on the CPU."""
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), generation_mode(model):
-        found = model(example.to(model.device)).logits.float().cpu()
-    model.train(was_training)
-    return found
+    with torch.no_grad(), evaluating(model), generation_mode(model):
+        return model(example.to(model.device)).logits.float().cpu()
 
 
 def allowed_difference(model: PreTrainedModel, dtype: str, merge: bool) -> float:

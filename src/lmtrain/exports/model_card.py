@@ -1,6 +1,5 @@
 """The README.md of an export: a model card with hub metadata, from the run's config and its validation scores."""
 
-import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from lmtrain.files import read_jsonl, read_regular
 from lmtrain.models.denoising import is_denoising
+from lmtrain.models.folder import read_config
 from lmtrain.run_folder.folder import gives_rewards, loading_class
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import visible
@@ -46,13 +46,13 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
     """
     adapter = (folder / "adapter_config.json").exists()
     config = shown_in(yaml.safe_load(read_regular(run_config)))
-    name, scores = run_config.parent.name, _scores(run_config.parent / "metrics.jsonl", step)
+    name, (validated, scores) = run_config.parent.name, _scores(run_config.parent / "metrics.jsonl", step)
     if is_denoising(folder):
         task, use = "fill-mask", _use_denoising()
     elif gives_rewards(folder):
         task, use = "text-classification", _use_rewards(folder, chat)
     else:
-        task, use = "text-generation", _use(folder, chat, brings_code(folder))
+        task, use = "text-generation", _use(folder, chat)
     metadata = _metadata(config, name, scores, adapter, task).to_yaml(line_break="\n")
     parts = [
         f"---\n{metadata}\n---",
@@ -65,32 +65,27 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
         "`lmtrain_config.yaml` beside this file holds every key: it is enough to train the model again.",
     ]
     if scores:
-        parts += [f"## Validation at step {scores['step']:,}", _table(list(scores.items())[1:])]
+        parts += [f"## Validation at step {validated:,}", _table(list(scores.items()))]
     parts += ["## Before you share it", _BEFORE_SHARING]
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _metadata(config: dict[str, Any], name: str, scores: dict[str, Any], adapter: bool, task: str) -> ModelCardData:
+def _metadata(config: dict[str, Any], name: str, scores: dict[str, float], adapter: bool, task: str) -> ModelCardData:
     base, dataset = _hub_name(_at(config, "model.name_or_path")), None
     if _at(config, "data.source") == "hub" and not _at(config, "data.path"):
         dataset = _hub_name(_at(config, "data.name"))
     data = dataset or "own"
-    results = [
-        EvalResult(task, data, data, key.removeprefix("val/"), value) for key, value in scores.items()
-        if key != "step"
-    ]  # fmt: skip
-    found: dict[str, Any] = {
-        "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": task,
-        "tags": ["lmtrain", str(_at(config, "objective.name"))],
-        "base_model": base,
-        "datasets": [dataset] if dataset else None,
-        "model_name": name if results else None,
-        "eval_results": results or None,
-    }
-    if base is not None:
-        found["base_model_relation"] = "adapter" if adapter else "finetune"
-    return ModelCardData(**found)
+    results = [EvalResult(task, data, data, key.removeprefix("val/"), value) for key, value in scores.items()]
+    return ModelCardData(
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag=task,
+        tags=["lmtrain", str(_at(config, "objective.name"))],
+        base_model=base,
+        base_model_relation=base and ("adapter" if adapter else "finetune"),
+        datasets=[dataset] if dataset else None,
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
 
 
 def _hub_name(name: Any) -> str | None:
@@ -104,13 +99,13 @@ def _hub_name(name: Any) -> str | None:
     return name
 
 
-def _scores(metrics: Path, step: int | None) -> dict[str, Any]:
-    """Returns step and val/ metrics of the validation at `step` (None: the last one); empty if there is none."""
-    found: dict[str, Any] = {}
+def _scores(metrics: Path, step: int | None) -> tuple[int, dict[str, float]]:
+    """Returns the step and the val/ metrics of the validation at `step` (None: the last one), or (0, {})."""
+    found: tuple[int, dict[str, float]] = 0, {}
     for row in read_jsonl(metrics):
         numbers = {k: v for k, v in row.items() if k.startswith("val/") and isinstance(v, int | float)}
         if numbers and (step is None or row["step"] == step):
-            found = {"step": row["step"], **numbers}
+            found = row["step"], numbers
     return found
 
 
@@ -138,8 +133,7 @@ def _data_name(config: dict[str, Any]) -> Any:
 
 def brings_code(folder: Path) -> bool:
     """Returns whether a model folder contains its own modeling code, which transformers runs only if trusted."""
-    path = folder / "config.json"
-    return path.exists() and "auto_map" in json.loads(path.read_text(encoding="utf-8"))
+    return "auto_map" in read_config(folder)
 
 
 def reader(folder: Path) -> str:
@@ -151,8 +145,19 @@ def reader(folder: Path) -> str:
     return f"{'peft.' * (package == 'peft')}{cls}.from_pretrained{trust}"
 
 
-def _use(folder: Path, chat: bool, own_code: bool) -> str:
+def _python(folder: Path, lines: str, *, model_options: str = "", tokenizer_options: str = "") -> str:
+    """Returns a block of Python code that loads the model and the tokenizer of the folder and then runs `lines`."""
     package, cls = loading_class(folder)
+    between = "\nfrom transformers import " if package == "peft" else ", "
+    return (
+        f"```python\nfrom {package} import {cls}{between}AutoTokenizer\n\n"
+        f'folder = "."  # this folder, or its name on the hub\n'
+        f"model = {cls}.from_pretrained(folder{model_options})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{tokenizer_options})\n{lines}\n```"
+    )
+
+
+def _use(folder: Path, chat: bool) -> str:
     asked = (
         'messages = [{"role": "user", "content": "..."}]\n'
         "inputs = tokenizer.apply_chat_template(\n"
@@ -160,39 +165,27 @@ def _use(folder: Path, chat: bool, own_code: bool) -> str:
         if chat
         else 'inputs = tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")'
     )
-    own = f"from {package} import {cls}\nfrom transformers import AutoTokenizer"
-    imports = own if package == "peft" else f"from transformers import {cls}, AutoTokenizer"
-    trust = ", trust_remote_code=True" if own_code else ""  # lets transformers run the code in this folder
     given = 'input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]'
-    return (
-        f"```python\n{imports}\n\n"
-        f'folder = "."  # this folder, or its name on the hub\n'
-        f"model = {cls}.from_pretrained(folder{trust})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})\n{asked}\n"
-        f"output = model.generate({given}, max_new_tokens=100)\n"
-        "print(tokenizer.decode(output[0], skip_special_tokens=True))\n```"
+    lines = (
+        f"{asked}\noutput = model.generate({given}, max_new_tokens=100)\n"
+        "print(tokenizer.decode(output[0], skip_special_tokens=True))"
     )
+    trust = ", trust_remote_code=True" if brings_code(folder) else ""  # lets transformers run the code in this folder
+    return _python(folder, lines, model_options=trust, tokenizer_options=trust)
 
 
 def _use_rewards(folder: Path, chat: bool) -> str:
-    package, cls = loading_class(folder)
-    own = f"from {package} import {cls}\nfrom transformers import AutoTokenizer"
-    imports = own if package == "peft" else f"from transformers import {cls}, AutoTokenizer"
-    labels = ", num_labels=1" if package == "peft" else ""
     given = (
         'messages = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]\n'
-        'inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)\n'
+        'inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)'
         if chat
-        else 'inputs = tokenizer("a prompt and its answer", return_tensors="pt")\n'
+        else 'inputs = tokenizer("a prompt and its answer", return_tensors="pt")'
     )
+    lines = f'{given}\nprint(model(input_ids=inputs["input_ids"]).logits[0, 0].item())'
+    labels = ", num_labels=1" if loading_class(folder)[0] == "peft" else ""
     return (
         "This model gives an answer a reward: one number, the higher the better; only differences between answers to "
-        "the same prompt mean something.\n\n"
-        f"```python\n{imports}\n\n"
-        f'folder = "."  # this folder, or its name on the hub\n'
-        f"model = {cls}.from_pretrained(folder{labels})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained(folder)\n{given}"
-        'print(model(input_ids=inputs["input_ids"]).logits[0, 0].item())\n```'
+        f"the same prompt mean something.\n\n{_python(folder, lines, model_options=labels)}"
     )
 
 

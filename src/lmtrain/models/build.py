@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTraine
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lmtrain.config.checks import check_pretrained_name
 from lmtrain.config.options import CustomModelConfig, LoadedModelConfig, ScratchModelConfig
 from lmtrain.config.schema import ModelConfig
 from lmtrain.config.sections import fields_of, model_class, model_config_class
@@ -118,22 +118,21 @@ def _config(
         return _scratch_config(cfg, given)
     assert isinstance(cfg, CustomModelConfig)
     config = _custom_config(cfg, given, allow_target)
-    if cfg.dropout and not _dropout_fields(cfg, config):
+    if cfg.dropout and not any(hasattr(config, name) for name in DROPOUTS):
         raise UserError(f"model.dropout={cfg.dropout}: {type(config).__qualname__} has no field dropout")
-    config.update(_dropout_fields(cfg, config) | _extra_fields(cfg, config))
+    config.update(_free_fields(cfg, config))
     return config
 
 
 def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> PretrainedConfig:
-    family = cfg.family
-    if family is None or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        hint = did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, most=3)
+    family = str(cfg.family)
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        hint = did_you_mean(family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, most=3)
         raise UserError(
             f"model.family={family} is not a causal language model of transformers{hint} (gpt2, llama, ...)"
         )
     _check_shape(cfg)
-    config_class = CONFIG_MAPPING[family]
-    known = config_class()
+    known = CONFIG_MAPPING[family]()
     for key in SHAPE_KEYS:
         value = getattr(cfg, key)
         if value is not None:
@@ -141,13 +140,13 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
             if name is None:
                 raise UserError(f"model.{key}={value}: the family {family} has no such setting; make it null")
             given[name] = {"rope_type": "default", "rope_theta": value} if key == "rope_theta" else value
-    given |= _dropout_fields(cfg, known) | _extra_fields(cfg, known)
+    given |= _free_fields(cfg, known)
     pattern = given.get("layer_types")
     if isinstance(pattern, list) and pattern and cfg.num_hidden_layers:
         first = max(0, len(pattern) - cfg.num_hidden_layers)  # a single layer takes the last entry, which attends
         given["layer_types"] = [pattern[(first + i) % len(pattern)] for i in range(cfg.num_hidden_layers)]
     try:
-        return filled(cfg, given, config_class, lambda key: field_name(known, key))
+        return filled(cfg, given, known)
     except UserError:
         raise
     except Exception as error:  # transformers' configs validate themselves, with various exceptions
@@ -201,16 +200,13 @@ def _custom_model(cfg: CustomModelConfig, config: PretrainedConfig, allow_target
     )
 
 
-def _dropout_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, float]:
-    return {name: cfg.dropout for name in DROPOUTS if hasattr(config, name)}
-
-
-def _extra_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, Any]:
+def _free_fields(cfg: ModelConfig, config: PretrainedConfig) -> dict[str, Any]:
+    """Returns values for those fields of `config` that are dropouts, and for those that model.extra names."""
     for name in cfg.extra:
         if name.startswith("_") or not hasattr(config, name):  # a private one may name a kernel to download
             hint = did_you_mean(name, config.to_dict())
             raise UserError(f"model.extra.{name}: {type(config).__name__} of transformers has no such field{hint}")
-    return dict(cfg.extra)
+    return {name: cfg.dropout for name in DROPOUTS if hasattr(config, name)} | cfg.extra
 
 
 def _check_shape(cfg: ScratchModelConfig) -> None:
@@ -219,8 +215,8 @@ def _check_shape(cfg: ScratchModelConfig) -> None:
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise UserError(f"model.{key}={value}: at least 1 is needed")
     if cfg.hidden_act is not None and cfg.hidden_act not in ACT2FN:
-        near = difflib.get_close_matches(cfg.hidden_act, list(ACT2FN), n=3)
-        raise UserError(f"model.hidden_act={cfg.hidden_act} is not known; did you mean {' or '.join(near) or 'gelu'}?")
+        hint = did_you_mean(cfg.hidden_act, ACT2FN, most=3) or "; did you mean gelu?"
+        raise UserError(f"model.hidden_act={cfg.hidden_act} is not known{hint}")
     width, heads, groups = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads
     if width and heads and cfg.head_dim is None and width % heads:
         divisors = [d for d in range(1, width + 1) if width % d == 0]
@@ -240,19 +236,16 @@ def _check_shape(cfg: ScratchModelConfig) -> None:
 
 
 def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
-    if not cfg.name_or_path:
-        raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
+    check_pretrained_name(cfg.init, cfg.name_or_path)
     if cfg.max_position_embeddings is not None:
         raise UserError(
             f"model.{MAX_POSITIONS}={cfg.max_position_embeddings}: {cfg.name_or_path} has its own; make it null"
         )
-    folder = Path(cfg.name_or_path)
-    config = base_config(folder) if is_exported(folder) else _from_hub(AutoConfig.from_pretrained, cfg)
-    overrides = _dropout_fields(cfg, config) | _extra_fields(cfg, config)
+    here = Path(str(cfg.name_or_path))
+    config = base_config(here) if is_exported(here) else _from_hub(AutoConfig.from_pretrained, cfg)
+    config.update(_free_fields(cfg, config))
     if cfg.router_aux_loss_coef is not None:
-        overrides["router_aux_loss_coef"] = cfg.router_aux_loss_coef
-    for name, value in overrides.items():
-        setattr(config, name, value)
+        config.router_aux_loss_coef = cfg.router_aux_loss_coef
     return config
 
 
@@ -281,12 +274,10 @@ def _grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
 
 
 def _from_hub(function: Any, cfg: LoadedModelConfig, **options: Any) -> Any:
-    name, unreachable = str(cfg.name_or_path), ""
-    if not Path(name).is_dir() and not name.startswith((".", "/", "~")):
-        try:  # a single request first, since transformers would retry an unreachable hub for half a minute
-            hub.commit_of("model", name, cfg.revision)
-        except hub.Unreachable as error:
-            unreachable = str(error)
+    name = str(cfg.name_or_path)
+    is_path = Path(name).is_dir() or name.startswith((".", "/", "~"))
+    # A single request first, since transformers would retry an unreachable hub for half a minute.
+    unreachable = None if is_path else hub.why_unreachable(name, cfg.revision)
     options |= {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     try:
         return function(name, local_files_only=bool(unreachable), **options)

@@ -69,16 +69,15 @@ class Context:
         times = math.lcm(key.shape[1], self.size) // key.shape[1]
         if times > 1:
             key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
-        query, key, value = (joined(self._exchange(parted(x, 1, self.size)), 2) for x in (query, key, value))
-        return query, key, value
+        return self._exchange(query), self._exchange(key), self._exchange(value)
 
     def tokens_for_heads(self, out: Tensor) -> Tensor:
         """Exchanges attention's output for whole rows, [B, T, H / size, D], for the slice's, [B, T / size, H, D]."""
-        return joined(self._exchange(parted(out, 1, self.size)), 2)
+        return self._exchange(out)
 
-    def _exchange(self, parts: Tensor) -> Tensor:
-        """Sends part i of [size, ...] to rank i; part i of the result comes from rank i."""
-        return all_to_all_single_autograd(parts, None, None, self.group)
+    def _exchange(self, x: Tensor) -> Tensor:
+        """Sends part i of dimension 1 to rank i, and concatenates the ranks' parts in dimension 2."""
+        return joined(all_to_all_single_autograd(parted(x, 1, self.size), None, None, self.group), 2)
 
 
 def parted(x: Tensor, dim: int, size: int) -> Tensor:
@@ -94,13 +93,13 @@ def joined(parts: Tensor, dim: int) -> Tensor:
 def check(model: PreTrainedModel, size: int) -> None:
     """Raises UserError if `size` devices can't share the model's rows; reads no weights."""
     config: Any = model.config.get_text_config()
-    family, instead = config.model_type, f"set {KEY}=1"
+    family = config.model_type
     reason = getattr(model, "unpacked_because", None)
     if reason is not None:
         chosen = "model.attention=auto, or " if reason.startswith("model.attention=") else ""
         raise UserError(
             f"{KEY}={size}: it needs a model that mixes the tokens of a row only in attention and by lmtrain's "
-            f"code, which {family} doesn't ({reason}): {instead if not chosen else f'set {chosen}{instead[4:]}'}"
+            f"code, which {family} doesn't ({reason}): set {chosen}{KEY}=1"
         )
     if config.num_attention_heads % size:
         fits = [d for d in range(2, size) if config.num_attention_heads % d == 0]
@@ -112,10 +111,10 @@ def check(model: PreTrainedModel, size: int) -> None:
     if any(word in rope for rope in ropes for word in _LENGTH_DEPENDENT):
         raise UserError(
             f"{KEY}={size}: {family}'s rotary embedding depends on the length of the whole row (dynamic or "
-            f"longrope), but each device has only a slice of it: {instead}"
+            f"longrope), but each device has only a slice of it: set {KEY}=1"
         )
     if getattr(config, "num_experts_per_tok", None):
         raise UserError(
             f"{KEY}={size}: the balance of {family}'s experts is computed from the tokens of whole rows, but each "
-            f"device has only a slice of a row: {instead}"
+            f"device has only a slice of a row: set {KEY}=1"
         )

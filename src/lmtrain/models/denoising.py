@@ -4,13 +4,13 @@
 masked token, as in the config of LLaDA (arXiv:2502.09992).
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from lmtrain.errors import UserError
+from lmtrain.models.folder import change_config, read_config
 
 
 def mask_token(model: PreTrainedModel) -> int | None:
@@ -37,15 +37,11 @@ def refuse_denoising(model: PreTrainedModel, doing: str) -> None:
 
 def mark_folder(folder: Path) -> None:
     """Renames the architectures in config.json to `...ForDenoising`, so that left-to-right generators reject them."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    names = [name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for name in config["architectures"]]
-    config["architectures"] = [f"{name}ForDenoising" for name in names]
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    names = [name.removesuffix("ForCausalLM") for name in read_config(folder)["architectures"]]
+    change_config(folder, architectures=[f"{name.removesuffix('LMHeadModel')}ForDenoising" for name in names])
 
 
 def is_denoising(folder: Path) -> bool:
     """Returns whether a model folder holds a model that predicts masked tokens."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    config = read_config(folder)
     return config.get("is_causal") is False and config.get("mask_token_id") is not None

@@ -81,12 +81,13 @@ def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
     return per_parameter * multiplied + 12.0 * _attention_width(model) * seq_len
 
 
-def _heads(config: Any) -> tuple[int, int]:
-    """Returns (number of attention heads, head width), or (0, 0) if there are none; their product may differ from D."""
+def _attention_widths(config: Any) -> tuple[int, int]:
+    """Returns the widths of all heads of (queries, keys), (0, 0) if there are none; the first may differ from D."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads == 0:
         return 0, 0
-    return heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
 
 
 def _layers(model: PreTrainedModel) -> list[Any]:
@@ -108,8 +109,7 @@ def _attention_width(model: PreTrainedModel) -> int:
                 and kind != "linear_attention") for kind in kinds]  # fmt: skip
     if len(compares) != len(layers):
         compares = [True] * len(layers)
-    widths = [heads * width for heads, width in map(_heads, layers)]
-    return sum(width for width, counted in zip(widths, compares, strict=True) if counted)
+    return sum(_attention_widths(layer)[0] for layer, counted in zip(layers, compares, strict=True) if counted)
 
 
 def _idle_expert_parameters(model: nn.Module) -> int:
@@ -242,11 +242,8 @@ def _packed_bytes(parameter: nn.Parameter) -> int:
 
 def _state_bytes(model: nn.Module, optimizer: str) -> float:
     per_parameter = STATE_BYTES.get(optimizer, 8.0)
-    size = 0.0
-    for p in model.parameters():
-        if p.requires_grad:
-            as_adamw = optimizer == "muon" and p.ndim != 2
-            size += p.numel() * (8.0 if as_adamw else per_parameter)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    size = sum(p.numel() * (8.0 if optimizer == "muon" and p.ndim != 2 else per_parameter) for p in trained)
     if optimizer == "muon":  # embeddings are matrices, but AdamW updates them
         size += 4.0 * sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
     return size
@@ -269,8 +266,7 @@ def _activation_bytes(model: PreTrainedModel, config: Config, weight_bytes: int,
 
 def _product_bytes(shape: Any, product: int, parts: int) -> int:
     """Returns bytes per token and layer for results of matrix products and attention (selective checkpointing)."""
-    hidden, (heads, head_dim) = shape.hidden_size, _heads(shape)
-    queries, keys = heads * head_dim, (getattr(shape, "num_key_value_heads", None) or heads) * head_dim
+    hidden, (queries, keys) = shape.hidden_size, _attention_widths(shape)
     inner, gates = _inner_width(shape), 2 if hasattr(shape, "rms_norm_eps") else 1
     chosen = getattr(shape, "num_experts_per_tok", None) if getattr(shape, "moe_intermediate_size", None) else None
     if chosen:
@@ -296,8 +292,7 @@ def _memory_bytes(model: nn.Module, config: Config, tokens: int, product: int) -
 
 def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool, parts: int) -> int:
     """Returns bytes per token and layer kept for the backward; `parts` devices split heads and inner width."""
-    hidden, (heads, head_dim) = shape.hidden_size, _heads(shape)
-    queries, keys = heads * head_dim, (getattr(shape, "num_key_value_heads", None) or heads) * head_dim
+    hidden, (queries, keys) = shape.hidden_size, _attention_widths(shape)
     attention = product * (2 * queries + 2 * keys) // parts  # q, k, v and the output
     if not hasattr(shape, "rms_norm_eps"):  # GPT-2: LayerNorm keeps its input; one projection computes q, k, v
         inner = 2 * product * _inner_width(shape) // parts

@@ -14,10 +14,22 @@ PREFIX = "memory_"  # precedes the base's model_type
 ADDED = ("model_type", "architectures", "auto_map", "memory")  # fields that the base's config lacks or has otherwise
 
 
+def read_config(folder: Path) -> Any:
+    """Returns the content of a model folder's config.json, {} if there is none."""
+    path = folder.expanduser() / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    """Sets fields of a model folder's config.json."""
+    text = json.dumps(read_config(folder) | fields, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
 def is_exported(folder: Path) -> bool:
     """Returns whether a folder is the export of a model with a memory."""
     try:
-        config = json.loads((folder.expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = read_config(folder)
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and str(config.get("model_type")).startswith(PREFIX) and "memory" in config
@@ -29,7 +41,7 @@ def written_config(folder: Path) -> tuple[str, dict[str, Any]]:
     Raises:
         UserError: the base is not one of transformers' causal language models.
     """
-    written = json.loads((folder.expanduser() / "config.json").read_text(encoding="utf-8"))
+    written = read_config(folder)
     base = str(written["model_type"]).removeprefix(PREFIX)
     if base not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(f"{folder}: a memory of {base}, which is not a causal language model of transformers here")

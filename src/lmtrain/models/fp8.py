@@ -69,8 +69,8 @@ def why_not(t: TrainerConfig) -> str | None:
 
 
 def check(t: TrainerConfig) -> None:
-    """Raises UserError if trainer.precision=fp8 is set and this machine doesn't support it."""
-    obstacle = why_not(t) if t.precision == FP8 else None
+    """Raises UserError if this machine doesn't support trainer.precision=fp8."""
+    obstacle = why_not(t)
     if obstacle is not None:
         raise UserError(f"trainer.precision=fp8: {obstacle}")
 

@@ -19,7 +19,7 @@ from lmtrain.losses.cross_entropy import IGNORE_INDEX, CrossEntropy, chunked_cro
 from lmtrain.losses.distillation import OutputHead, chunked_divergence
 from lmtrain.losses.log_probs import chunked_log_probs
 from lmtrain.models.attention import SLIDES, autocast_dtype
-from lmtrain.models.blocks import at_head, decoder_blocks, let_grow
+from lmtrain.models.blocks import at_head, decoder_blocks, evaluating, let_grow
 from lmtrain.models.context import Context
 from lmtrain.models.documents import Documents, Prefixes, choose_method
 from lmtrain.models.routers import Logits, RouterLosses, Routers
@@ -130,11 +130,8 @@ class LanguageModel(nn.Module):
         if learned is not None and len(learned):
             hidden, labels = hidden[learned], labels[learned]
         loss = at_head(self.model, partial(self._cross_entropy, labels=labels), hidden)
-        loss_sum = loss.loss_sum
-        aux: dict[str, Tensor] = {}
-        if router_logits:
-            router_loss, aux = self.router_losses(router_logits)
-            loss_sum = loss_sum + router_loss * loss.n_tokens
+        router_loss, aux = self.router_losses(router_logits)
+        loss_sum = loss.loss_sum if router_loss is None else loss.loss_sum + router_loss * loss.n_tokens
         return LanguageModelOutput(loss_sum, loss.nll_sum, loss.n_tokens, aux)
 
     def _cross_entropy(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> CrossEntropy:
@@ -198,7 +195,7 @@ class LanguageModel(nn.Module):
             )
 
         tokens = at_head(self.model, of_head, hidden.flatten(0, 1).index_select(0, before))
-        return LogProbs(tokens, *(self.router_losses(router_logits) if router_logits else (None, {})))
+        return LogProbs(tokens, *self.router_losses(router_logits))
 
     def divergence(
         self,
@@ -258,7 +255,7 @@ class LanguageModel(nn.Module):
         hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens, prefixes)
         weight: Tensor = getattr(self.model, HEAD).weight  # [1, D]; with an adapter, its trained copy
         found = (hidden.flatten(0, 1).index_select(0, at).float() * weight.float()).sum(-1)
-        return LogProbs(found, *(self.router_losses(router_logits) if router_logits else (None, {})))
+        return LogProbs(found, *self.router_losses(router_logits))
 
     def hidden_states(
         self,
@@ -342,15 +339,14 @@ class LanguageModel(nn.Module):
         if device.type == "meta":
             return
         ids = torch.arange(8, device=device).remainder(self.model.config.get_text_config().vocab_size)[None]
-        training = self.model.training
-        self.model.eval()
         try:
-            theirs = self.model(input_ids=ids, use_cache=False).logits
-            if self.has_scalar_head:
-                ours = self.scores(ids, None, None, None, at=torch.tensor([ids.numel() - 1], device=device)).tokens
-                theirs = theirs.flatten()
-            else:
-                ours = self.model.get_output_embeddings()(self.hidden_states(ids)[0]) * self.logit_scale
+            with evaluating(self.model):
+                theirs = self.model(input_ids=ids, use_cache=False).logits
+                if self.has_scalar_head:
+                    ours = self.scores(ids, None, None, None, at=torch.tensor([ids.numel() - 1], device=device)).tokens
+                    theirs = theirs.flatten()
+                else:
+                    ours = self.model.get_output_embeddings()(self.hidden_states(ids)[0]) * self.logit_scale
         except Exception as error:  # a family's code may raise anything
             reason = str(error).partition("\n")[0][:120]
             raise UserError(
@@ -359,13 +355,11 @@ class LanguageModel(nn.Module):
             ) from error
         if self.logit_softcap is not None and not self.has_scalar_head:
             ours = self.logit_softcap * torch.tanh(ours / self.logit_softcap)
-        self.model.train(training)
         difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
         if not difference <= 1e-3 * largest:
             raise UserError(
                 f"{type(self.model).__name__} computes its logits in a way that lmtrain doesn't support "
-                f"(lmtrain's differ by {difference:.3g}, the largest is {largest:.3g}): this family can't be "
-                "trained"
+                f"(lmtrain's differ by {difference:.3g}, the largest is {largest:.3g}): this family can't be trained"
             )
 
 
@@ -418,11 +412,8 @@ def _checked_chunk(value: int | str) -> int | str:
 def _logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
     """Returns (factor, soft cap) of the logits, which some families' configs define."""
     config = model.config.get_text_config()
-    scale = 1.0
-    if getattr(config, "logits_scaling", None):  # Granite
-        scale /= config.logits_scaling
-    if getattr(config, "logit_scale", None):  # Cohere
-        scale *= config.logit_scale
+    # Cohere multiplies them, Granite divides them.
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     # The names in Gemma 2 and later, RecurrentGemma and xLSTM.
     caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return scale, next((getattr(config, name) for name in caps if getattr(config, name, None)), None)

@@ -6,7 +6,6 @@ given, such as an inner width of 8,192 or 32 heads, whatever the hidden size.
 
 import contextlib
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,28 +58,23 @@ def promised(cfg: ScratchModelConfig) -> dict[str, int]:
     return found
 
 
-def filled(
-    cfg: ScratchModelConfig,
-    given: dict[str, Any],
-    make: Callable[..., PretrainedConfig],
-    name_of: Callable[[str], str | None],
-) -> PretrainedConfig:
+def filled(cfg: ScratchModelConfig, given: dict[str, Any], known: PretrainedConfig) -> PretrainedConfig:
     """Builds the family's config from `given`, and sets the values that null stands for if its defaults differ.
 
     Args:
-        make: builds the config from keyword arguments.
-        name_of: returns the family's name for a key, or None if it has no such field.
+        given: arguments of the config's class.
+        known: the family's config with all its defaults, which has the family's names of the keys.
 
     Raises:
         UserError: the family ignores such a value; the message names the value it uses instead.
     """
-    config = make(**given)
-    wanted = {key: (name_of(key), value) for key, value in promised(cfg).items()}
+    config = type(known)(**given)
+    wanted = {key: (field_name(known, key), value) for key, value in promised(cfg).items()}
     missing = {name: value for name, value in wanted.values() if name is not None and _differs(config, name, value)}
     if hasattr(config, "qk_rope_head_dim"):
         missing.pop("head_dim", None)  # latent attention has several head widths
     if missing:
-        config = make(**(given | missing))
+        config = type(known)(**(given | missing))
     for key, (name, value) in wanted.items():
         if name is not None and _differs(config, name, value):
             raise UserError(
@@ -88,7 +82,7 @@ def filled(
                 f"{getattr(config, name)} of its own: set model.{key}={getattr(config, name)}, or choose another family"
             )
     if cfg.intermediate_size is None:
-        _check_width(cfg, config, name_of("intermediate_size"))
+        _check_width(cfg, config, field_name(known, "intermediate_size"))
     return config
 
 

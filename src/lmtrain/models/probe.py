@@ -89,11 +89,10 @@ def _try(copy: PreTrainedModel) -> Support:
     ids = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     copy.set_attn_implementation("eager")
     rows = _states(copy, ids)
-    reason: str | None
     first, second = _states(copy, ids[:1, :FIRST]), _states(copy, ids[:1, FIRST:])
     if not _close(rows[:1, :FIRST], first):
-        reason = "tokens see those that come after them"
-        return Support(causal=reason, attention=reason, documents=reason)
+        sees = "tokens see those that come after them"
+        return Support(causal=sees, attention=sees, documents=sees)
     reason = _own_only(copy)
     if reason is not None:
         return Support(attention=reason, documents=reason)
@@ -111,11 +110,9 @@ def _own_only(copy: PreTrainedModel) -> str | None:
     if not copy._supports_attention_backend:
         return "transformers supports only the model's own attention for it"
     config = copy.config.get_text_config()
-    return (
-        "it uses sparse attention: it chooses itself which keys a token attends to"
-        if any(getattr(config, name, None) for name in SPARSE)
-        else None
-    )
+    if any(getattr(config, name, None) for name in SPARSE):
+        return "it uses sparse attention: it chooses itself which keys a token attends to"
+    return None
 
 
 def packed_documents(ids: Tensor) -> dict[str, Any]:

@@ -129,9 +129,10 @@ class RouterLosses:
         """Returns the names of the reported metrics, which are means."""
         return [f"{self.shown[kind]}/{name}" for kind in self.kinds for name in ("load_balance", *REPORTED)]
 
-    def __call__(self, found: Logits) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns (the term to add to the mean loss, the reported means); load_balance is reported as 1 for even load.
+    def __call__(self, found: Logits) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Returns (the term to add to the mean loss, the reported means), or (None, {}) if no router has logits.
 
+        load_balance is reported as 1 for even load.
         The caller multiplies both by the units of the micro-batch, and divides their sums by the units of the step.
         """
         parts, aux = list[Tensor](), dict[str, Tensor]()
@@ -149,7 +150,7 @@ class RouterLosses:
             layers = len(logits) if self.over_layers == "sum" else 1
             aux[f"{self.shown[kind]}/load_balance"] = share * terms.load_balance.detach() / (layers * top_k)
             aux |= {f"{self.shown[kind]}/{name}": share * getattr(terms, name).detach() for name in REPORTED}
-        return sum(parts[1:], parts[0]), aux
+        return sum(parts[1:], parts[0]) if parts else None, aux
 
     def _of_step(self, kind: str, each: Sequence[Totals]) -> tuple[Sequence[Totals], Tensor | float]:
         """Returns (the totals with which each router's terms are computed, the factor to multiply those terms by).

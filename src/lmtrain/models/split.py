@@ -132,11 +132,8 @@ def check(model: PreTrainedModel, size: int) -> dict[nn.Module, str]:
     config = model.config.get_text_config()
     family, key = config.model_type, f"trainer.strategy=fsdp_tp with tensor_parallel_size={size}"
     plan = _plan(model)
-    layers: dict[str, str] = {}
-    for name, _ in model.base_model.named_modules():
-        style = plan.get(re.sub(r"\.\d+(?=\.)", ".*", name))
-        if style is not None:
-            layers[f"{model.base_model_prefix}.{name}"] = style
+    styles = {name: plan.get(re.sub(r"\.\d+(?=\.)", ".*", name)) for name, _ in model.base_model.named_modules()}
+    layers = {f"{model.base_model_prefix}.{name}": style for name, style in styles.items() if style is not None}
     local = {name for name, style in layers.items() if style in ("colwise", PACKED)}
     if not layers:
         raise UserError(f"trainer.strategy=fsdp_tp: there is no plan to split the family {family}. {INSTEAD}")
@@ -144,9 +141,9 @@ def check(model: PreTrainedModel, size: int) -> dict[nn.Module, str]:
         for parameter, _ in model.get_submodule(name).named_parameters(prefix=name):
             if not any(parameter.startswith(f"{layer}.") for layer in layers):
                 raise UserError(f"trainer.strategy=fsdp_tp: it is not known how to split {parameter}. {INSTEAD}")
-    heads = {k: getattr(config, k, None) for k in ("num_attention_heads", "num_key_value_heads")}
     if any(name.rpartition(".")[2] in ("c_attn", "q_proj", "query_key_value") for name in local):
-        for what, count in heads.items():
+        for what in ("num_attention_heads", "num_key_value_heads"):
+            count = getattr(config, what, None)
             if count is not None and count % size:
                 raise UserError(f"{key}: {family}'s {what}={count} is not a multiple of it. {divisors(count)}")
         if attention_dropout(config) > 0:
@@ -253,6 +250,8 @@ def _split_layer(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares
     transposed = isinstance(layer, Conv1D)
     if style in ROWS:
         _distribute(layer, "weight", mesh, Shard(0 if transposed else 1))
+        if tokens is not None:
+            _distribute(layer, "bias", mesh, Replicate())
     elif style == PACKED:
         # FSDP shards the first dimension, and can't shard one that is split by blocks already: it is replicated then.
         _distribute(layer, "weight", mesh, _StridedShard(1, split_factor=BLOCKS) if transposed else Replicate())
@@ -260,8 +259,6 @@ def _split_layer(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares
     else:
         _distribute(layer, "weight", mesh, Shard(1 if transposed else 0))
         _distribute(layer, "bias", mesh, Shard(0))
-    if tokens is not None and style in ROWS:
-        _distribute(layer, "bias", mesh, Replicate())
     compute: Callable[..., Tensor] = by_rows if style in ROWS else by_columns
     layer.forward = partial(compute, layer, style, mesh, tokens)
 

@@ -90,12 +90,19 @@ class WeightFiles:
     Args:
         left: {name: file}, as found by the first rank.
         model: this rank's model.
+        part: (index, number of parts) of the rows that this rank reads; None: the first rank reads all.
     """
 
-    def __init__(self, left: Mapping[str, str], model: nn.Module) -> None:
+    def __init__(self, left: Mapping[str, str], model: nn.Module, part: tuple[int, int] | None) -> None:
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if name in left}
-        self._files = left
+        self._files, self.part = left, part
         self._readers: dict[str, Any] = {}
+
+    def rows(self, count: int) -> slice:
+        """Returns this rank's slice of `count` rows, cut as torch.chunk and therefore FSDP2 does."""
+        number, parts = self.part or (0, 1)
+        each = -(-count // parts)
+        return slice(min(number * each, count), min((number + 1) * each, count))
 
     def take(self, tensor: Tensor) -> str | None:
         """Returns the name of a parameter that is in a file, else None, and drops the reference that keeps it alive."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lmtrain.adapters.memory_adapter import has_been_trained, reads_memory
+from lmtrain.adapters.memory_adapter import has_been_trained, memory_of
 from lmtrain.adapters.trainable import adapter_of, base_parameters, trainable_names
 from lmtrain.data.store.cache import build_once, compute_in_parts, compute_share, load_numbers, parts_of
 from lmtrain.data.store.progress import RowProgress
@@ -67,10 +67,10 @@ def choose(wanted: str, model: nn.Module, why_online: str) -> Choice:
 def _why_not_adapter_off(model: nn.Module) -> str | None:
     """Returns why the model with its adapter disabled differs from the model as it is now, or None if it does not."""
     adapter = adapter_of(model)
-    if reads_memory(model) and has_been_trained(model):
+    if has_been_trained(model):
         return "the memory has been trained before"
     base_is_frozen = not any(p.requires_grad for p in base_parameters(model))
-    if adapter is None and reads_memory(model) and base_is_frozen:
+    if adapter is None and memory_of(model) is not None and base_is_frozen:
         return None
     if adapter is None:
         return "no adapter is trained (peft=none)"

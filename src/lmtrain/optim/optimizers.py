@@ -12,7 +12,7 @@ from torch import nn
 from lmtrain.config.options import AdafactorConfig, AdamW8bitConfig, AdamWConfig, LionConfig, MuonConfig
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.config.targets import build_target, find_class
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, needing
 from lmtrain.optim.adafactor import Adafactor
 from lmtrain.optim.groups import check_pattern, parameter_groups
 from lmtrain.optim.lion import Lion
@@ -64,12 +64,8 @@ def _adamw_arguments(cfg: AdamWConfig) -> dict[str, Any]:
 
 def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
     """Builds AdamW with both moments in 8 bits, quantised in blocks of 256 (Dettmers et al. 2022, arXiv:2110.02861)."""
-    try:
+    with needing("bitsandbytes", "optimizer=adamw_8bit"):
         from bitsandbytes.optim import AdamW8bit, GlobalOptimManager
-    except ImportError as error:
-        raise UserError(
-            f'optimizer=adamw_8bit needs bitsandbytes ({error}): pip install "lmtrain[bitsandbytes]"'
-        ) from None
     optimizer = AdamW8bit(groups, betas=_betas(cfg), eps=cfg.eps)
     # Exceptions are stored by position in a manager that all optimizers of the process share, so this one gets its own.
     manager = optimizer.mng = GlobalOptimManager.__new__(GlobalOptimManager)

@@ -74,7 +74,9 @@ def asked(prompt: Any) -> list[dict[str, Any]]:
 
 def load(name: str, key: str) -> tuple[PreTrainedModel, Any]:
     """Loads a frozen model with a scalar head, and its tokenizer, without running code that comes with it."""
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": not _is_there(name)}
+    # If the hub doesn't answer, a cached copy may do.
+    offline = not Path(name).is_dir() and hub.why_unreachable(name, None) is not None
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": offline}
     try:
         model = _load(name, options)
         tokenizer = tokenizers.usable(AutoTokenizer.from_pretrained(name, **options))
@@ -91,14 +93,6 @@ def load(name: str, key: str) -> tuple[PreTrainedModel, Any]:
         )
     set_padding(model, tokenizer)
     return model.eval().requires_grad_(False), tokenizer
-
-
-def _is_there(name: str) -> bool:
-    """Returns whether a model is a folder or on the hub; if not, or if the hub is unreachable, a cached copy may do."""
-    try:
-        return Path(name).is_dir() or bool(hub.commit_of("model", name, None))
-    except hub.Unreachable:
-        return False
 
 
 def _load(name: str, options: dict[str, Any]) -> PreTrainedModel | None:

@@ -148,23 +148,13 @@ def export(run: Run) -> list[Path]:
     else:
         for feature in features_on(run.config):
             feature.restore_model(model)
-    folders = [(run.dir.export, False)]
-    if cfg.merge and adapter_of(model) is not None:
-        folders.append((run.dir.export_merged, True))  # last, because merging changes the model
+    can_merge = cfg.merge and adapter_of(model) is not None
+    ends, step = run.corpus.end_ids, run.trainer.global_step
     return [
         export_model(
-            model,
-            run.corpus.tokenizer,
-            folder,
-            dtype=cfg.dtype,
-            run_config=run.dir.config,
-            example=example,
-            merge=merge,
-            eos_token_ids=run.corpus.end_ids,
-            generation=cfg.generation,
-            step=run.trainer.global_step,
+            run.dir, model, run.corpus.tokenizer, cfg, merge=merge, example=example, eos_token_ids=ends, step=step
         )
-        for folder, merge in folders
+        for merge in ([False, True] if can_merge else [False])  # last, because merging changes the model
     ]
 
 

@@ -180,11 +180,7 @@ def _on_hub(name: str, path: Path) -> bool:
             f"; did you mean {path.parent / near[0]}?" if near else "; python -m lmtrain.runs lists the runs there are"
         )
         raise UserError(f"{name}: no such folder{hint}")
-    try:
-        hub.commit_of("model", name, None)
-    except hub.Unreachable:
-        return False
-    return True
+    return hub.why_unreachable(name, None) is None
 
 
 def load_asked(config: Config) -> tuple[PreTrainedModel, Any]:

@@ -24,21 +24,15 @@ def build_strategy(t: TrainerConfig) -> str | Strategy:
     Raises:
         UserError: deepspeed is chosen but not installed, without CUDA, or with options it can't use.
     """
-    processes = int(t.devices) * t.num_nodes
-    if (t.strategy == "auto" or t.strategy.startswith("ddp")) and processes > 1:
+    if (t.strategy == "auto" or t.strategy.startswith("ddp")) and int(t.devices) * t.num_nodes > 1:
         return DDPStrategy(find_unused_parameters=t.strategy.endswith("_true"))
-    if t.strategy == "fsdp":
-        from lmtrain.strategies.fsdp import FSDPStrategy
+    if t.strategy in ("fsdp", "fsdp_tp"):
+        from lmtrain.strategies.fsdp import FSDPStrategy, TensorParallelStrategy
 
-        return FSDPStrategy(t.fsdp, outside_fp8(t.precision), processes, t.accelerator)
-    if t.strategy == "fsdp_tp":
-        from lmtrain.strategies.fsdp import TensorParallelStrategy
-
-        return TensorParallelStrategy(t.fsdp, t.precision, processes, t.accelerator)
+        return FSDPStrategy(t) if t.strategy == "fsdp" else TensorParallelStrategy(t)
     if t.strategy == "deepspeed":
-        from lmtrain.strategies.deepspeed import DeepSpeedStrategy, refuse_on_cpu
+        from lmtrain.strategies.deepspeed import DeepSpeedStrategy
 
-        refuse_on_cpu(t.accelerator)
         return DeepSpeedStrategy(t)
     return t.strategy
 

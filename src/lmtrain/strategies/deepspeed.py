@@ -17,13 +17,13 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lmtrain.adapters.trainable import trainable_names
+from lmtrain.adapters.trainable import without_frozen
 from lmtrain.checkpoints import store
 from lmtrain.config.schema import TrainerConfig
 from lmtrain.config.strategies import engine_config
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.dtensor import full_shape
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, needing
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.strategies.lightning_private import process_group_backend, say_moved
 from lmtrain.strategies.placement import Placement
@@ -40,12 +40,13 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
     engine: Any
 
     def __init__(self, t: TrainerConfig) -> None:
-        try:
-            import deepspeed  # noqa: F401
-        except ImportError as error:
+        if t.accelerator == "cpu" and ON_CPU not in os.environ:
             raise UserError(
-                f'trainer.strategy=deepspeed needs deepspeed ({error}): pip install "lmtrain[deepspeed]"'
-            ) from None
+                "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards the "
+                "same"
+            )
+        with needing("deepspeed", "trainer.strategy=deepspeed"):
+            import deepspeed  # noqa: F401
         super().__init__()
         # DeepSpeed calls collectives by their deprecated names at every step.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
@@ -87,17 +88,16 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         module: Any = self.lightning_module
         (optimizer,) = self.optimizers
         # Kept, because ZeRO replaces the optimizer's parameters by flat partitions.
-        self.groups = [list(group["params"]) for group in optimizer.param_groups]
-        self.keys = [[key for key in group if key != "params"] for group in optimizer.param_groups]
+        self.trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self.groups = optimizer.state_dict()["param_groups"]
         if self.stage == 3:
             for parameter in module.model.model.get_output_embeddings().parameters():
                 # The loss reads it outside the module that owns it.
                 deepspeed.zero.register_external_parameter(module.model, parameter)
-        trained = [p for group in self.groups for p in group]
         self.engine, *_ = deepspeed.initialize(
             model=module.model,
             optimizer=optimizer,
-            model_parameters=trained,
+            model_parameters=self.trained,
             config=self.config,
             dist_init_required=False,
         )
@@ -148,12 +148,9 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
 
         module = self.lightning_module
         assert module is not None
-        names = trainable_names(module)
         whole: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            if names is not None and name not in names:
-                continue
+        for name, tensor in without_frozen(module, module.state_dict(keep_vars=True)).items():
             if id(tensor) not in seen:
                 full = safe_get_full_fp32_param(tensor) if isinstance(tensor, nn.Parameter) else tensor
                 seen[id(tensor)] = full.detach().to("cpu", copy=True) if self.is_global_zero else tensor
@@ -169,15 +166,14 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         flat: dict[str, Any] = next(iter(optimizer.state.values()), {})
         self._link_states()
         state: dict[int, dict[str, Any]] = {}
-        for index, parameter in enumerate(p for group in self.groups for p in group):
+        for index, parameter in enumerate(self.trained):
             full = {k: safe_get_full_optimizer_state(parameter, k) for k, v in flat.items() if k != "step"}
             if self.is_global_zero and flat:
                 state[index] = {k: v.detach().to("cpu", copy=True).view(full_shape(parameter)) for k, v in full.items()}
                 state[index] |= {"step": flat["step"].detach().cpu().clone()} if "step" in flat else {}
-        starts = [sum(map(len, self.groups[:i])) for i in range(len(self.groups))]
         groups = [
-            {key: group[key] for key in keys} | {"params": list(range(start, start + len(params)))}
-            for group, keys, start, params in zip(optimizer.param_groups, self.keys, starts, self.groups, strict=True)
+            {key: kept["params"] if key == "params" else group[key] for key in kept}
+            for group, kept in zip(optimizer.param_groups, self.groups, strict=True)
         ]
         return {"state": state, "param_groups": groups} if self.is_global_zero else {}
 
@@ -216,7 +212,7 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
             if swapped:
                 zero._optimizer_states_and_gradient_swap_out(i)
         self._link_states()
-        for index, parameter in enumerate(p for group in self.groups for p in group):
+        for index, parameter in enumerate(self.trained):
             for key, value in saved["state"][index].items():
                 if key != "step":
                     safe_set_full_optimizer_state(parameter, value.to(self.root_device, copy=True), key)
@@ -227,13 +223,6 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         if self.stage < 3:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def refuse_on_cpu(accelerator: str) -> None:
-    if accelerator == "cpu" and ON_CPU not in os.environ:
-        raise UserError(
-            "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards the same"
-        )
 
 
 def _check_known(config: dict[str, Any], file: str | None) -> None:

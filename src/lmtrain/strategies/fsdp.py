@@ -18,11 +18,12 @@ from lightning.pytorch.strategies.strategy import Strategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lmtrain.adapters.trainable import trainable_names
+from lmtrain.adapters.trainable import without_frozen
 from lmtrain.checkpoints import sharded as sharded_checkpoint
 from lmtrain.checkpoints import store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
-from lmtrain.config.schema import FsdpConfig
+from lmtrain.config.schema import FsdpConfig, TrainerConfig
+from lmtrain.config.strategies import context_parallel, outside_fp8, tensor_parallel
 from lmtrain.distributed import dtensor as layout
 from lmtrain.distributed import process_group as world
 from lmtrain.models import split
@@ -30,7 +31,6 @@ from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.context import Context
 from lmtrain.models.split import TokenShares
 from lmtrain.strategies import sharding
-from lmtrain.strategies.lightning_private import set_group_sizes
 from lmtrain.strategies.placement import HoldsModel, Placement
 
 # Bytes of trained weights. With AdamW's moments, rank 0 alone would gather, hold and write three times as many.
@@ -53,16 +53,16 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
 
     replaces_parameters = True
 
-    def __init__(self, options: FsdpConfig, precision: str, processes: int, accelerator: str) -> None:
-        offloads = options.cpu_offload and accelerator == "cuda"
+    def __init__(self, t: TrainerConfig) -> None:
+        offloads = t.fsdp.cpu_offload and t.accelerator == "cuda"
         super().__init__(
-            data_parallel_size=processes,
-            tensor_parallel_size=1,
+            data_parallel_size=int(t.devices) * t.num_nodes // tensor_parallel(t),
+            tensor_parallel_size=tensor_parallel(t),
             save_distributed_checkpoint=False,
             process_group_backend="cpu:gloo,cuda:nccl" if offloads else None,
         )
-        self.options, self.precision = options, precision
-        self.context_parallel_size = options.context_parallel_size
+        self.options, self.precision = t.fsdp, outside_fp8(t.precision)
+        self.tensor_parallel_size, self.context_parallel_size = tensor_parallel(t), context_parallel(t)
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -105,24 +105,24 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
         each rank's sharded ones if all ranks write together."""
         module = self.lightning_module
         assert module is not None
-        names = trainable_names(module)
-        state = {k: v for k, v in module.state_dict(keep_vars=True).items() if names is None or k in names}
-        if writes_together(self.options, module):
-            return state
-        return layout.gather(state, keep=self.is_global_zero)
+        return self._gathered(without_frozen(module, module.state_dict(keep_vars=True)))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
+        return self._gathered(optimizer.state_dict())
+
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns full tensors on rank 0 and {} elsewhere, or `state` unchanged if all ranks write together."""
+        return state if self._writes_together() else layout.gather(state, keep=self.is_global_zero)
+
+    def _writes_together(self) -> bool:
         assert self.lightning_module is not None
-        if writes_together(self.options, self.lightning_module):
-            return optimizer.state_dict()
-        return layout.gather(optimizer.state_dict(), keep=self.is_global_zero)
+        return writes_together(self.options, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         io = self.checkpoint_io
-        assert self.lightning_module is not None
-        if writes_together(self.options, self.lightning_module) and isinstance(io, FolderCheckpointIO):
+        if self._writes_together() and isinstance(io, FolderCheckpointIO):
             io.save_together(lambda take: sharded_checkpoint.prepare(checkpoint, Path(filepath), take))
         else:
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
@@ -155,10 +155,8 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
 class TensorParallelStrategy(FSDPStrategy):
     """FSDP plus tensor parallelism: rank r is in group r // tensor_parallel_size, and each group reads its own rows."""
 
-    def __init__(self, options: FsdpConfig, precision: str, processes: int, accelerator: str) -> None:
-        super().__init__(options, precision, processes, accelerator)
-        self.tensor_parallel_size, self.context_parallel_size = options.tensor_parallel_size, 1
-        set_group_sizes(self, self.tensor_parallel_size, processes // self.tensor_parallel_size)
+    def __init__(self, t: TrainerConfig) -> None:
+        super().__init__(t)
         # This logger warns for each parameter of a checkpoint that gathering it takes two collectives.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 

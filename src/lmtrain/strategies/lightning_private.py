@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.plugins.precision import HalfPrecision
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 
 
 def leave_signals_alone(trainer: pl.Trainer) -> None:
@@ -48,11 +48,6 @@ def between_batches(trainer: pl.Trainer) -> Iterator[None]:
     yield
     trainer.training = True
     trainer._logger_connector._first_loop_iter = first_iteration
-
-
-def set_group_sizes(strategy: ModelParallelStrategy, tensor_parallel: int, data_parallel: int) -> None:
-    """Sets both group sizes, which a subclass can't pass to the constructor; they are read when the mesh is made."""
-    strategy._tensor_parallel_size, strategy._data_parallel_size = tensor_parallel, data_parallel
 
 
 def process_group_backend(strategy: DDPStrategy) -> str:

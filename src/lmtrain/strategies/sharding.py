@@ -5,7 +5,7 @@ Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020 (ZeRO stage 3), arXi
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,28 +67,24 @@ def shard(
     dim = mesh.ndim - 1
     # With tensor parallelism, ranks need full layers, which are then split, and not only their own rows.
     source = source_of(model, (mesh.get_local_rank(dim), mesh.size(dim)) if root_mesh is None else None)
+    freed: dict[str, Any] = {"offload_policy": offload, "reshard_after_forward": options.reshard_after_forward}
+    kept = {**freed, "reshard_after_forward": False}
     for block in blocks:
         spread(block.modules(), device, source)
         split(block)
-        fully_shard(
-            block,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=options.reshard_after_forward,
-        )
+        fully_shard(block, mesh=mesh, mp_policy=policy, **freed)
     spread(outside(model, blocks), device, source)
-    everywhere: dict[str, Any] = {"mesh": root_mesh or mesh, "offload_policy": offload}
+    everywhere = root_mesh or mesh
     apart = untied_layers(model.model)
     if apart is not None:
         embeddings, head = apart
-        fully_shard(embeddings, mp_policy=plain, reshard_after_forward=options.reshard_after_forward, **everywhere)
+        fully_shard(embeddings, mesh=everywhere, mp_policy=plain, **freed)
         embeddings.set_unshard_in_backward(False)  # backward does not read them
         # Needed last in forward and first in backward, so it stays gathered in between, like the root's own parameters.
-        fully_shard(head, mp_policy=policy, reshard_after_forward=False, **everywhere)
+        fully_shard(head, mesh=everywhere, mp_policy=policy, **kept)
         setattr(head, AROUND, lambda compute, hidden: compute(hidden))
         register_fsdp_forward_method(head, AROUND)
-    fully_shard(model, mp_policy=plain, reshard_after_forward=False, **everywhere)
+    fully_shard(model, mesh=everywhere, mp_policy=plain, **kept)
     for method in ("log_probs", "divergence", "scores"):
         register_fsdp_forward_method(model, method)
 
@@ -205,20 +201,7 @@ def outside(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for module in model.modules() if id(module) not in inside]
 
 
-class FileRows(NamedTuple):
-    """The files that hold a model's weights, and the part of the rows that this rank reads."""
-
-    files: WeightFiles
-    part: tuple[int, int] | None  # (index, number of parts) of this rank's rows; None: the first rank reads all
-
-    def rows(self, count: int) -> slice:
-        """Returns this rank's slice of `count` rows, cut as torch.chunk and therefore FSDP2 does."""
-        number, parts = self.part or (0, 1)
-        each = -(-count // parts)
-        return slice(min(number * each, count), min((number + 1) * each, count))
-
-
-def source_of(model: LanguageModel, part: tuple[int, int] | None) -> FileRows | None:
+def source_of(model: LanguageModel, part: tuple[int, int] | None) -> WeightFiles | None:
     """Returns how ranks get the weights that the first rank may have left in files, or None if it has not.
 
     If any rank does not find the same files as the first rank, the first rank reads and broadcasts the weights.
@@ -227,11 +210,11 @@ def source_of(model: LanguageModel, part: tuple[int, int] | None) -> FileRows | 
     if left is None:
         return None
     found = world.gathered(identities(left))
-    return FileRows(WeightFiles(left, model.model), part if all(each == found[0] for each in found) else None)
+    return WeightFiles(left, model.model, part if all(each == found[0] for each in found) else None)
 
 
 @torch.no_grad()
-def spread(modules: Iterable[nn.Module], device: torch.device, source: FileRows | None = None) -> None:
+def spread(modules: Iterable[nn.Module], device: torch.device, source: WeightFiles | None = None) -> None:
     """Copies the first rank's parameters and buffers of `modules` (not of their submodules) to every rank's `device`.
 
     Tensors remain the same objects, so tied ones stay tied. Every rank must call it with the same modules.
@@ -247,14 +230,15 @@ def spread(modules: Iterable[nn.Module], device: torch.device, source: FileRows 
                 done.add(id(tensor))
 
 
-def _receive(tensor: Tensor, device: torch.device, source: FileRows | None) -> None:
+def _receive(tensor: Tensor, device: torch.device, source: WeightFiles | None) -> None:
     is_meta = tensor.device.type == "meta"
     here = torch.empty_like(tensor, device=device) if is_meta else tensor.detach().to(device)
-    here = here.contiguous()
-    name = None if source is None else source.files.take(tensor)
-    if source is not None and name is not None and (source.part is not None or world.rank() == 0):
-        source.files.read(name, here, source.rows(len(here)))
-    has_own = source is not None and name is not None and source.part is not None
+    here, has_own = here.contiguous(), False
+    name = None if source is None else source.take(tensor)
+    if source is not None and name is not None:
+        has_own = source.part is not None
+        if has_own or world.rank() == 0:
+            source.read(name, here, source.rows(len(here)))
     if here.numel() and not has_own:
         dist.broadcast(here.view(-1).view(torch.uint8), src=0)  # as bytes: gloo and NCCL each lack some dtypes
     if isinstance(tensor, nn.Parameter):
