@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 _JOINERS = "\u200c\u200d"  # join letters of some scripts, and emoji
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories: control, format (bidi), surrogates, line separators
@@ -161,7 +162,7 @@ def console(**options: Any) -> "Console":
     return made
 
 
-def facts(rows: Iterable[tuple[str, str]], title: str | None = None) -> "Table":
+def facts(rows: Iterable[tuple[str, "str | Text"]], title: str | None = None) -> "Table":
     """Builds a two-column table of names, in bold, and their descriptions."""
     from rich.table import Table
 

@@ -123,15 +123,15 @@ def _summary(run: RunDir) -> dict[str, Any]:
 def _facts(
     config: dict[str, Any], listed: listing.Listed, summary: dict[str, Any], rows: list[dict[str, Any]]
 ) -> list[tuple[str, str]]:
-    model, data = config.get("model", {}), config.get("data", {})
+    objective, model, data = _trained(config)
     tokens = rows[-1].get("tokens_seen") if rows else None
     found = [
         ("status", listed.status),
         ("step", listed.steps()),
         ("best", listed.best),
-        ("model", model.get("name_or_path") or model.get("name")),
-        ("objective", config.get("objective", {}).get("name")),
-        ("data", str(data.get("path") or data.get("name") or data.get("source"))),
+        ("model", model),
+        ("objective", objective),
+        ("data", str(data)),
         ("tokens seen", _number(tokens)),
         ("tokens/s", _number(summary.get("tokens_per_s"))),
         ("minutes", _number(summary["wall_seconds"] / 60) if summary.get("wall_seconds") else None),
@@ -143,12 +143,16 @@ def _facts(
     return [(name, str(value)) for name, value in found if value]
 
 
-def _subtitle(config: dict[str, Any], listed: listing.Listed) -> str:
-    model, data = config.get("model", {}), config.get("data", {})
-    what = config.get("objective", {}).get("name")
+def _trained(config: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Returns the names of the objective, the model and the data."""
+    objective, model, data = (config.get(section, {}) for section in ("objective", "model", "data"))
     named = model.get("name_or_path") or model.get("name")
-    on = data.get("path") or data.get("name") or data.get("source")
-    return f"{listed.status.replace('_', ' ')} at step {listed.steps()}: {what}, {named} on {on}"
+    return objective.get("name"), named, data.get("path") or data.get("name") or data.get("source")
+
+
+def _subtitle(config: dict[str, Any], listed: listing.Listed) -> str:
+    objective, model, data = _trained(config)
+    return f"{listed.status.replace('_', ' ')} at step {listed.steps()}: {objective}, {model} on {data}"
 
 
 def _headline(
@@ -169,20 +173,13 @@ def _headline(
         found.append((f"{trained:.4g}", f"train/loss at step {listed.step:,}"))
     tokens = rows[-1].get("tokens_seen") if rows else None
     if isinstance(tokens, int | float):
-        found.append((_short(tokens), f"tokens trained in {listed.step:,} steps"))
+        short = terminal.si(tokens) if tokens >= 1e4 else f"{tokens:,.0f}"
+        found.append((short, f"tokens trained in {listed.step:,} steps"))
     seconds = summary.get("wall_seconds")
     if isinstance(seconds, int | float):
         speed = summary.get("tokens_per_s")
         found.append((time_in_words(seconds), f"at {_number(speed)} tokens/s" if speed else "wall time"))
     return found
-
-
-def _short(number: float) -> str:
-    """Formats a large number with a unit prefix: 12,345,678 -> '12.3 M'."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= size:
-            return f"{number / min(size, 1e3 if letter == 'k' else size):.3g} {letter}"
-    return f"{number:,.0f}"
 
 
 def time_in_words(seconds: float) -> str:
@@ -208,10 +205,10 @@ def _typed(config: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, s
 
 def _about_routing(config: dict[str, Any], one: str) -> str:
     """Describes the model and how many chapters or experts each token chooses."""
-    model = config.get("model", {})
-    chosen = config.get("memory", {}).get("top_k") if one == "chapter" else model.get("num_experts_per_tok")
-    named = model.get("name_or_path") or model.get("name")
-    return f"{named}, each token chooses {chosen} (top-k)" if chosen else str(named)
+    _, model, _ = _trained(config)
+    section, key = ("memory", "top_k") if one == "chapter" else ("model", "num_experts_per_tok")
+    chosen = config.get(section, {}).get(key)
+    return f"{model}, each token chooses {chosen} (top-k)" if chosen else str(model)
 
 
 def _number(value: Any) -> str:
