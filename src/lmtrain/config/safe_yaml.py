@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.errors import UserError
+from lmtrain.files import read_regular
 
 VALUES = 100_000  # maximum number of values after aliases are expanded; the largest config has a few hundred
 _DEPTH = 3  # levels of subfolders of a config folder that are searched for groups
@@ -117,3 +118,12 @@ def parse(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)  # a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: invalid dates
         raise UserError(f"{where} can't be read: {' '.join(str(error).split())}") from None
+
+
+def read(path: Path) -> Any:
+    """Returns the plain values of a YAML file; raises UserError if it can't be read or parsed."""
+    try:
+        text = read_regular(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read: {error}") from None
+    return parse(text, str(path))

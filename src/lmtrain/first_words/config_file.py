@@ -17,7 +17,6 @@ from lmtrain.config.aliases import absent, used_here, with_value
 from lmtrain.config.override_text import quoted, written
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
-from lmtrain.files import read_regular
 
 _WHOLE = ("objective", "model", "data", "optimizer", "trainer", "run")  # sections that a run's config.yaml has
 _THEIRS = {  # keys that only one other program has, and its name
@@ -26,15 +25,12 @@ _THEIRS = {  # keys that only one other program has, and its name
     "template": "LLaMA-Factory", "dataset_name": "TRL", "model_name_or_path": "transformers",
     "out_dir": "nanoGPT or litgpt", "checkpoint_dir": "litgpt",
 }  # fmt: skip
+_UNKNOWN = "nothing here has that name"
 
 
 def parsed(path: Path) -> dict[str, Any]:
     """Returns the keys of the file; raises UserError if it can't be read or has none."""
-    try:
-        text = read_regular(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}") from None
-    tree = safe_yaml.parse(text, str(path))
+    tree = safe_yaml.read(path)
     if not isinstance(tree, dict) or not tree:
         raise UserError(f"{path} holds no keys: a config has lines such as `model: gpt_small`")
     return tree
@@ -130,24 +126,23 @@ def _text(value: Any, where: str) -> str:
 
 def _refuse_foreign(keys: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence[str], path: Path) -> None:
     """Raises UserError if there are keys of another program, with the equivalent here of each."""
-    answers, ours = list[tuple[str, str]](), set[str]()
+    answers: dict[str, str] = {}
     for dotted, value in _leaves(keys, known):
         section = dotted.partition(".")[0]
         if dotted in known or dotted in groups or (section in groups and "." in dotted and not _is_theirs(dotted)):
-            ours.add(dotted)
             continue
-        if section not in keys or any(name == dotted for name, _ in answers):
+        if section not in keys or dotted in answers:
             continue
         here, why = used_here(dotted, known) or used_here(section, known), absent(dotted)
         if why is not None or here is not None:
-            answers.append((dotted, why or with_value(dotted, str(here), value)))
+            answers[dotted] = why or with_value(dotted, str(here), value)
         elif "." not in dotted:
-            answers.append((dotted, "nothing here has that name"))
-    if not any(said != "nothing here has that name" for _, said in answers):
+            answers[dotted] = _UNKNOWN
+    if set(answers.values()) <= {_UNKNOWN}:
         return
-    program = next((theirs for name, theirs in _THEIRS.items() if name in dict(answers)), "another program")
-    width = max(len(name) for name, _ in answers)
-    lines = "\n".join(f"  {name:<{width}}  {said}" for name, said in answers)
+    program = next((theirs for name, theirs in _THEIRS.items() if name in answers), "another program")
+    width = max(map(len, answers))
+    lines = "\n".join(f"  {name:<{width}}  {said}" for name, said in answers.items())
     raise UserError(f"{path} has keys of {program}; what each is here (--cfg shows all keys and defaults):\n{lines}")
 
 

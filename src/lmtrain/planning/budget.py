@@ -28,7 +28,7 @@ from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
 from lmtrain.data.loaders import seen_rows
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
-from lmtrain.files import read_jsonl, read_regular
+from lmtrain.files import read_jsonl
 from lmtrain.models import dial
 from lmtrain.models.flops import flops_per_token
 from lmtrain.planning import estimation, trial
@@ -191,10 +191,7 @@ def _chosen_before(config: Config) -> dict[str, Any] | None:
     file = run_dir.locate(config) / "config.yaml"
     if run_dir.resume_mode(config) == "none" or not file.is_file():
         return None
-    try:
-        saved = safe_yaml.parse(read_regular(file), str(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} can't be read: {error}") from None
+    saved = safe_yaml.read(file)
     steps = saved.get("trainer", {}).get("max_steps") if isinstance(saved, dict) else None
     return saved if isinstance(steps, int) and steps > 0 else None
 

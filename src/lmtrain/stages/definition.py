@@ -29,7 +29,6 @@ from lmtrain.config.defaults import conf_dir
 from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, did_you_mean
-from lmtrain.files import read_regular
 
 REFERENCE = re.compile(r"\$\{stage\.([^.}]*)\.?([^}]*)\}")
 FOLDERS = ("export", "export_merged", "run")  # the folders of a stage that can be referenced
@@ -95,10 +94,7 @@ def read(path: Path) -> Pipeline:
     Raises:
         UserError: the file can't be read, or a stage needs an unknown stage or, directly or indirectly, itself.
     """
-    try:
-        tree = safe_yaml.parse(read_regular(path), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {' '.join(str(error).split())}") from None
+    tree = safe_yaml.read(path)
     _check_keys(tree, ("stages", "evaluations"), str(path))
     stages = {name: _stage(name, node) for name, node in _named(tree, "stages", str(path)).items()}
     if not stages:
