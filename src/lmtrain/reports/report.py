@@ -68,8 +68,6 @@ def _reading(file: Path) -> Iterator[None]:
 
 def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     """Collects the contents of a run's page; UserError if the folder is not a run's, or a file of it can't be read."""
-    if not run.config.exists():
-        raise UserError(f"{run.path} is not a run: it has no config.yaml")
     config, listed = shown_in(rules.read(run.config)), listing.read(run)
     rows = [with_names_of_today(row) for row in read_jsonl(run.metrics)]
     summary = _summary(run)
@@ -168,7 +166,8 @@ def _headline(
         step = int(str(summary["best"]).rpartition("_")[2])
         found.append((f"{best[monitor]:.4g}", f"{monitor} of the best checkpoint, step {step:,}"))
     elif listed.best is not None:
-        found.append((listed.best.split()[1], f"best {monitor}{listed.best.partition(listed.best.split()[1])[2]}"))
+        _, value, when = listed.best.split(maxsplit=2)
+        found.append((value, f"best {monitor} {when}"))
     elif trained is not None:
         found.append((f"{trained:.4g}", f"train/loss at step {listed.step:,}"))
     tokens = rows[-1].get("tokens_seen") if rows else None
