@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -111,3 +111,13 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in pairs:
         yield from flat(inner, f"{key}.{name}" if key else str(name))
+
+
+def leaves_of(tree: Mapping[Any, Any], known: Container[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted keys and values of a config, down to keys in `known` or that hold no mapping."""
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, dict) and value and not (dotted in known and "." in dotted):
+            yield from leaves_of(value, known, f"{dotted}.")
+        else:
+            yield dotted, value

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from lmtrain.config import environment, places, safe_yaml, trust
 from lmtrain.config.aliases import absent, used_here, with_value
-from lmtrain.config.override_text import quoted, written
+from lmtrain.config.override_text import leaves_of, quoted, written
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 
@@ -95,7 +95,7 @@ def _choice(group: str, option: str, path: Path) -> str:
 
 
 def _of_keys(tree: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence[str], path: Path) -> Iterator[str]:
-    for dotted, value in _leaves(tree, known):
+    for dotted, value in leaves_of(tree, known):
         if dotted in groups and isinstance(value, str):
             yield _choice(dotted, value, path)
         elif dotted in groups and value is None:
@@ -103,17 +103,6 @@ def _of_keys(tree: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence
         else:
             text = functools.partial(_text, where=f"{path}: {dotted}")
             yield f"{'' if dotted in known else '++'}{dotted}={written(value, text)}"
-
-
-def _leaves(tree: Mapping[Any, Any], known: Mapping[str, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted keys with their values, down to keys that the schema knows or that hold no mapping."""
-    for key, value in tree.items():
-        dotted = f"{prefix}{key}"
-        is_section = isinstance(value, dict) and value and not (dotted in known and "." in dotted)
-        if is_section:
-            yield from _leaves(value, known, f"{dotted}.")
-        else:
-            yield dotted, value
 
 
 def _text(value: Any, where: str) -> str:
@@ -127,7 +116,7 @@ def _text(value: Any, where: str) -> str:
 def _refuse_foreign(keys: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence[str], path: Path) -> None:
     """Raises UserError if there are keys of another program, with the equivalent here of each."""
     answers: dict[str, str] = {}
-    for dotted, value in _leaves(keys, known):
+    for dotted, value in leaves_of(keys, known):
         section = dotted.partition(".")[0]
         if dotted in known or dotted in groups or (section in groups and "." in dotted and not _is_theirs(dotted)):
             continue

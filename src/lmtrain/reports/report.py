@@ -14,7 +14,7 @@ import yaml
 
 from lmtrain import errors, terminal
 from lmtrain.config import compose as rules
-from lmtrain.config.override_text import typed_keys
+from lmtrain.config.override_text import leaves_of, typed_keys
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
@@ -193,7 +193,7 @@ def time_in_words(seconds: float) -> str:
 def _typed(config: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Returns (key, value, default) of the command line's overrides, except the keys of _NOT_SHOWN."""
     words = shlex.split(str(summary.get("command", "")))[3:]
-    defaults, leaves = _defaults(), dict(_leaves(config))
+    defaults, leaves = _defaults(), dict(leaves_of(config))
     found = []
     for key, value in typed_keys([word for word in words if "=" in word]).items():
         if not key.startswith(_NOT_SHOWN):
@@ -216,21 +216,13 @@ def _number(value: Any) -> str:
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    return dict(_leaves(yaml.safe_load(rules.to_yaml(rules.compose([])))))
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        found += _leaves(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
-    return found
+    return dict(leaves_of(yaml.safe_load(rules.to_yaml(rules.compose([])))))
 
 
 def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Returns (key, default, value) where the run's config differs from that of `lmtrain.train` without overrides."""
     defaults = _defaults()
-    pairs = [(key, defaults.get(key), value) for key, value in _leaves(config) if not key.startswith(_NOT_SHOWN)]
+    pairs = [(key, defaults.get(key), value) for key, value in leaves_of(config) if not key.startswith(_NOT_SHOWN)]
     return [(key, _words(default), _words(value)) for key, default, value in pairs if default != value]
 
 
