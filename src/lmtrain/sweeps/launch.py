@@ -9,12 +9,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig
 
 from lmtrain import errors
 from lmtrain.config.config_files import folders_of, hydra_over
@@ -103,11 +103,10 @@ def _launch(plan: SweepPlan, words: list[list[str]], number: int) -> list[int | 
             return [None] * len(words)
 
 
-def job(verb: str, flags: list[str], _: Any) -> int:
+def job(verb: str, flags: list[str], config: DictConfig) -> int:
     """Runs a trial as a separate process on the machine that the launcher chose; returns its exit code."""
-    words = list(HydraConfig.get().overrides.task)
-    run_dir = next(w.partition("=")[2].strip("'") for w in words if w.startswith("run.dir="))
-    return start(verb, [*words, *flags], Path(f"{run_dir}.log")).wait()
+    words = [*HydraConfig.get().overrides.task, *flags]
+    return start(verb, words, Path(f"{config.run.dir}.log")).wait()
 
 
 def _code(result: JobReturn) -> int | None:
