@@ -5,6 +5,7 @@ import io
 import json
 import math
 import shlex
+import sys
 from pathlib import Path
 from typing import IO, Any
 
@@ -144,6 +145,16 @@ def test_a_failing_trial_says_what_the_run_would(corpus: Path, tmp_path: Path, t
     ended = tune(corpus, f"run.root={tmp_path}", *words)
     assert ended.code == 2
     assert "torch.nn.Linear" in message(ended.err)
+
+
+def test_without_matplotlib_it_says_why_there_is_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    rates = np.logspace(-6, 0, 50).tolist()
+    found = tuning.Found(suggestion=suggest(rates, np.linspace(4, 2, 50).tolist(), smoothing=0.0))
+    assert tuning.write(found, tmp_path) == [tmp_path / "tune.json"]
+    assert capsys.readouterr().out == 'no picture: it needs matplotlib: pip install "lmtrain[plots]"\n'
 
 
 @pytest.mark.slow

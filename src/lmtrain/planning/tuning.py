@@ -177,7 +177,7 @@ def _draw(found: Found, path: Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError:
-        found.tried.append('no picture: it needs matplotlib: pip install "lmtrain[plots]"')
+        print('no picture: it needs matplotlib: pip install "lmtrain[plots]"')
         return []
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
