@@ -42,6 +42,11 @@ _VALIDATIONS = 10.5  # per run; the half keeps the last of them away from the va
 # On a CPU, uncompiled steps are measured: the share of their time that compiled ones take, and seconds of compiling.
 _COMPILED, _COMPILING_S = 0.68, 20.0
 _FEWEST, _MOST, _RANKS = 4, 400, 20  # numbers of measured steps; the last one with several ranks
+# What a budget does before ranks are started, and what may be set instead where torchrun or SLURM has started them.
+_BEFORE_RANKS = {
+    "minutes": ("measures this machine", "trainer.max_steps"),
+    "flops": ("builds the model", "budget.tokens"),
+}
 
 
 @dataclass
@@ -62,7 +67,8 @@ def settle(config: Config, began: float) -> list[str]:
         Overrides to add to the command, for the chosen depth of model=dial. The config must then be composed again.
 
     Raises:
-        UserError: see `_settle_minutes` and `_settle_amount`.
+        UserError: the run is started under torchrun or SLURM with budget.minutes or budget.flops; or see
+            `_settle_minutes` and `_settle_amount`.
     """
     typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
     by_hand = [key for key in ("trainer.max_steps", "trainer.max_epochs") if key in typed]
@@ -70,6 +76,12 @@ def settle(config: Config, began: float) -> list[str]:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)
         return []
+    if chosen in _BEFORE_RANKS and ranks.started_by() is not None:
+        does, instead = _BEFORE_RANKS[chosen]
+        raise UserError(
+            f"budget.{chosen} {does} before ranks are started: start the run without torchrun and srun, or set "
+            f"{instead}"
+        )
     if chosen == "minutes":
         return _settle_minutes(config, began, typed)
     _settle_amount(config, typed)
@@ -82,8 +94,7 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
     FLOPs are those of forward and backward, counted by `flops_per_token`.
 
     Raises:
-        UserError: rows differ in length, so that their tokens can't be counted before they are read; or budget.flops is
-            set under torchrun or SLURM.
+        UserError: rows differ in length, so that their tokens can't be counted before they are read.
     """
     if config.data.rows != "text" or config.data.packing == "off":
         raise UserError(
@@ -92,11 +103,6 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
         )
     tokens = config.budget.tokens
     if config.budget.flops is not None:
-        if ranks.started_by() is not None:
-            raise UserError(
-                "budget.flops builds the model before ranks are started: start the run without torchrun and srun, or "
-                "set budget.tokens"
-            )
         quiet_libraries()
         devices.resolve_auto(config)
         model = estimation.build(config, len(build_corpus(config).tokenizer))
@@ -115,13 +121,8 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     epochs, because more rarely help.
 
     Raises:
-        UserError: the run is started under torchrun or SLURM, no time is left for training, or a trial fails.
+        UserError: no time is left for training, or a trial fails.
     """
-    if ranks.started_by() is not None:
-        raise UserError(
-            "budget.minutes measures this machine before ranks are started: start the run without torchrun and srun, "
-            "or set trainer.max_steps"
-        )
     os.environ[ranks.BEGAN] = str(began)
     if config.trainer.max_epochs is None and not config.data.streaming:
         config.trainer.max_epochs = EPOCHS["text" if config.data.rows == "text" else "rows"]

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -40,14 +40,14 @@ class Told:
     evaluations: list[tuple[str, dict[str, float]]]
     checkpoints: list[tuple[str, str]]
     history: list[str]
-    subtitle: str = ""
-    headline: list[tuple[str, str]] = field(default_factory=list)
-    typed: list[tuple[str, str, str]] = field(default_factory=list)
-    heat_maps: list[HeatMap] = field(default_factory=list)
-    how_to_use: list[str] = field(default_factory=list)
-    outcome: dict[str, str] = field(default_factory=dict)
-    score: float | None = None
-    higher_is_better: bool = False
+    subtitle: str
+    headline: list[tuple[str, str]]
+    typed: list[tuple[str, str, str]]
+    heat_maps: list[HeatMap]
+    how_to_use: list[str]
+    outcome: dict[str, str]
+    score: float | None
+    higher_is_better: bool
 
 
 def page(runs: Sequence[Told]) -> str:
