@@ -145,13 +145,16 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     took = _expected.pop() if _expected else measure(config, corpus)
     left = began + 60 * config.budget.minutes - time.time()  # type: ignore[operator]
     if chooses:
-        depth = _depth(config, left - took.starting - took.validation - ENDING_S, took.step, corpus.epoch_tokens)
+        now: int = config.model.num_hidden_layers  # type: ignore[attr-defined]
+        training = left - took.starting - took.validation - ENDING_S
+        token = took.step / (config.data.global_batch_size * config.data.seq_len)
+        depth = dial.best_depth(training, now, token, corpus.epoch_tokens)
         terminal.say_once(
             f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}, the depth that is expected to "
             "reach the lowest loss in this time"
         )
-        if depth != config.model.num_hidden_layers:  # type: ignore[attr-defined]
-            _expected[:] = [_at_depth(took, config, depth, "data.global_batch_size" in typed)]
+        if depth != now:
+            _expected[:] = [_at_depth(took, now, depth, "data.global_batch_size" in typed)]
             return [f"{dial.KEY}={depth}"]
     rows = len(build.rows_to_train(config, corpus))
     most = build.at_most(config, rows)
@@ -174,17 +177,11 @@ def _decays(config: Config, typed: Mapping[str, Any]) -> bool:
 _expected: list[Measured] = []  # for the depth just chosen; used when the command is composed again with that depth
 
 
-def _at_depth(took: Measured, config: Config, depth: int, same_rows: bool) -> Measured:
-    """Converts durations measured at the config's depth to another depth of the dial, saving a second measurement."""
-    before: int = config.model.num_hidden_layers  # type: ignore[attr-defined]
+def _at_depth(took: Measured, before: int, depth: int, same_rows: bool) -> Measured:
+    """Converts durations measured at the depth `before` to another depth of the dial, saving a second measurement."""
     token = dial.cost(depth) / dial.cost(before)
     rows = 1.0 if same_rows else depth / before
     return Measured(took.starting, took.step * token * rows, took.validation * token)
-
-
-def _depth(config: Config, seconds: float, step: float, unique: float) -> int:
-    depth: int = config.model.num_hidden_layers  # type: ignore[attr-defined]
-    return dial.best_depth(seconds, depth, step / (config.data.global_batch_size * config.data.seq_len), unique)
 
 
 def _chosen_before(config: Config) -> dict[str, Any] | None:

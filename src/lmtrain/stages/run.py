@@ -52,8 +52,7 @@ def run(plan: PipelinePlan, typed: list[str]) -> int:
         UserError: a stage's data is wrong, or the folder is not a pipeline's; no stage has been started.
     """
     refuse_strange_files(plan.folder, "pipeline", "stages.json", "run.name or run.dir")
-    begun = set(State(plan.folder).rows) if plan.folder.exists() else set()
-    checks.check(plan, begun)
+    checks.check(plan, begun=set(State(plan.folder).rows))
     with locked(plan.folder, "pipeline", "run.root"):
         return _Pipeline(plan).run(typed)
 
