@@ -5,6 +5,7 @@ import io
 import json
 import math
 import shlex
+import sys
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,6 +15,7 @@ import yaml
 
 from inprocess import TWO_STEPS, message, run, train_tiny
 from lmtrain.callbacks.metrics import without_times
+from lmtrain.config import compose
 from lmtrain.errors import RunError
 from lmtrain.optim.schedules import Smoothed, suggest
 from lmtrain.planning import trial, tuning
@@ -144,6 +146,22 @@ def test_a_failing_trial_says_what_the_run_would(corpus: Path, tmp_path: Path, t
     ended = tune(corpus, f"run.root={tmp_path}", *words)
     assert ended.code == 2
     assert "torch.nn.Linear" in message(ended.err)
+
+
+def test_the_pattern_of_a_group_is_typed_as_it_is_read() -> None:
+    groups = [{"pattern": r"\.bias$", "lr": 0.002}, {"pattern": 'é "${a}"', "weight_decay": 0}]
+    (override,) = tuning.Found(groups=groups).overrides()
+    assert [dict(group) for group in compose.compose([override]).optimizer.groups] == groups
+
+
+def test_without_matplotlib_it_says_why_there_is_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    rates = np.logspace(-6, 0, 50).tolist()
+    found = tuning.Found(suggestion=suggest(rates, np.linspace(4, 2, 50).tolist(), smoothing=0.0))
+    assert tuning.write(found, tmp_path) == [tmp_path / "tune.json"]
+    assert capsys.readouterr().out == 'no picture: it needs matplotlib: pip install "lmtrain[plots]"\n'
 
 
 @pytest.mark.slow

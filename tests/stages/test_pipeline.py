@@ -85,6 +85,18 @@ def test_stages_in_a_circle(tree: Tree) -> None:
     assert all(f"{name} needs" in found for name in ("pretrain", "sft", "dpo"))
 
 
+def test_a_stage_needs_those_that_are_typed_for_it(tree: Tree) -> None:
+    """It runs again if one of them changes what it exports; stages run in order, so none can be a later one."""
+    tree["stages"] = {"other": tree["stages"]["pretrain"], **tree["stages"]}
+    made = planned(tree, "sft.model.name_or_path=${stage.other.export}")
+    sft = next(one for one in made.stages if one.name == "sft")
+    assert sft.stage.needs == ("pretrain", "other")
+    first, second = (made.identity(sft, {"pretrain": "a", "other": digest}) for digest in "bc")
+    assert first != second
+    for name in ("sft", "dpo"):
+        assert f"sft can't use stage {name}" in refused(tree, f"sft.model.name_or_path=${{stage.{name}.export}}")
+
+
 def test_a_folder_that_no_stage_has(tree: Tree) -> None:
     tree["stages"]["sft"]["overrides"].append("model.name_or_path=${stage.pretrain.exprot}")
     assert "${stage.pretrain.exprot}: of a stage there are export, export_merged, run" in refused(tree)

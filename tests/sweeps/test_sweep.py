@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from inprocess import Ended, message, run
+from lmtrain.sweeps import launch, search
 from lmtrain.sweeps import plan as plans
-from lmtrain.sweeps import search
 from lmtrain.sweeps import trials as trial_rows
 from lmtrain.sweeps.launch import share_of_gpus
 from lmtrain.sweeps.plan import SweepPlan
@@ -318,3 +318,22 @@ def test_hydras_launcher(corpus: Path, tmp_path: Path) -> None:
     words = [STATES, "sweep.name=mine", "hydra/launcher=submitit_local"]
     assert sweep(tmp_path, corpus, *words).wait(600) == 0
     assert [t.status for t in table(tmp_path / "outputs" / "sweeps" / "mine")] == ["finished"] * 3
+
+
+def test_a_launchers_trials_write_their_output_beside_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a folder with a blank in its name is quoted on a trial's command line."""
+    logs: list[Path] = []
+
+    def start(verb: str, words: list[str], log: Path) -> "subprocess.Popen[bytes]":
+        logs.append(log)
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(launch, "start", start)
+    plan = made(
+        "optimizer.lr=1e-3,1e-4", f'sweep.root="{tmp_path}/my sweeps"', "sweep.name=mine", "hydra/launcher=basic"
+    )
+    words = [trial_rows.command(Trial(n, [f"seed={n}"], []), plan.folder) for n in range(2)]
+    assert launch._launch(plan, words, 0) == [0, 0]
+    assert logs == [tmp_path / "my sweeps" / "mine" / f"{n}.log" for n in range(2)]

@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -104,3 +104,13 @@ def leaves(overrides: Sequence[str]) -> dict[str, Any]:
         if not override.is_delete() and not override.is_sweep_override():
             found |= flat(override.value(), override.key_or_group)
     return found
+
+
+def leaves_of(tree: Mapping[Any, Any], known: Container[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted keys and values of a config, down to keys in `known` or that hold no mapping."""
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, dict) and value and not (dotted in known and "." in dotted):
+            yield from leaves_of(value, known, f"{dotted}.")
+        else:
+            yield dotted, value

@@ -128,3 +128,8 @@ def parse(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)  # a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: invalid dates
         raise UserError(f"{where} can't be read: {' '.join(str(error).split())}") from None
+
+
+def read(path: Path) -> Any:
+    """Returns the plain values of a YAML file; raises UserError if it can't be read or parsed."""
+    return parse(text_of(path), str(path))

@@ -32,10 +32,6 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def _mesh(tensor: Tensor) -> DeviceMesh | None:
-    return tensor.device_mesh if isinstance(tensor, DTensor) else None
-
-
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """Returns the global L2 norm of full or sharded tensors, the same on all ranks; they may be on several meshes."""
     if not any(isinstance(t, DTensor) for t in tensors):
@@ -79,7 +75,7 @@ def clip(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor) -> Non
     """Scales the gradients of the optimizer's parameters down to `max_norm` if `norm`, their global norm, is larger."""
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        by_mesh[_mesh(parameter)].append(parameter)
+        by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
     for parameters in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 

@@ -113,13 +113,12 @@ def _translate_slurm(environ: MutableMapping[str, str]) -> None:
     tasks, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
     if tasks % nodes != 0:
         raise UserError(f"SLURM runs {tasks} tasks on {nodes} nodes: ask for as many on each with --ntasks-per-node")
-    per_node = tasks // nodes
     node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "127.0.0.1")
     found = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(per_node),
+        "LOCAL_WORLD_SIZE": str(tasks // nodes),
         "GROUP_RANK": environ.get("SLURM_NODEID", "0"),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or SLURMEnvironment.resolve_root_node_address(node_list),
         # Jobs that share a node must not share a port, and every rank has to find the same one.

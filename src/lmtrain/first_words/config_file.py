@@ -12,7 +12,7 @@ from typing import Any
 
 from lmtrain.config import environment, safe_yaml, trust
 from lmtrain.config.aliases import absent, used_here, with_value
-from lmtrain.config.override_text import quoted, written
+from lmtrain.config.override_text import leaves_of, quoted, written
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 
@@ -23,11 +23,12 @@ _THEIRS = {  # keys that only one other program has, and its name
     "template": "LLaMA-Factory", "dataset_name": "TRL", "model_name_or_path": "transformers",
     "out_dir": "nanoGPT or litgpt", "checkpoint_dir": "litgpt",
 }  # fmt: skip
+_UNKNOWN = "nothing here has that name"
 
 
 def parsed(path: Path) -> dict[str, Any]:
     """Returns the keys of the file; raises UserError if it can't be read or has none."""
-    tree = safe_yaml.parse(safe_yaml.text_of(path), str(path))
+    tree = safe_yaml.read(path)
     if not isinstance(tree, dict) or not tree:
         raise UserError(f"{path} holds no keys: a config has lines such as `model: gpt_small`")
     return tree
@@ -86,7 +87,7 @@ def _choice(group: str, option: str, path: Path) -> str:
 
 
 def _of_keys(tree: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence[str], path: Path) -> Iterator[str]:
-    for dotted, value in _leaves(tree, known):
+    for dotted, value in leaves_of(tree, known):
         if dotted in groups and isinstance(value, str):
             yield _choice(dotted, value, path)
         elif dotted in groups and value is None:
@@ -94,17 +95,6 @@ def _of_keys(tree: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence
         else:
             text = functools.partial(_text, where=f"{path}: {dotted}")
             yield f"{'' if dotted in known else '++'}{dotted}={written(value, text)}"
-
-
-def _leaves(tree: Mapping[Any, Any], known: Mapping[str, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted keys with their values, down to keys that the schema knows or that hold no mapping."""
-    for key, value in tree.items():
-        dotted = f"{prefix}{key}"
-        is_section = isinstance(value, dict) and value and not (dotted in known and "." in dotted)
-        if is_section:
-            yield from _leaves(value, known, f"{dotted}.")
-        else:
-            yield dotted, value
 
 
 def _text(value: Any, where: str) -> str:
@@ -117,24 +107,23 @@ def _text(value: Any, where: str) -> str:
 
 def _refuse_foreign(keys: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence[str], path: Path) -> None:
     """Raises UserError if there are keys of another program, with the equivalent here of each."""
-    answers, ours = list[tuple[str, str]](), set[str]()
-    for dotted, value in _leaves(keys, known):
+    answers: dict[str, str] = {}
+    for dotted, value in leaves_of(keys, known):
         section = dotted.partition(".")[0]
         if dotted in known or dotted in groups or (section in groups and "." in dotted and not _is_theirs(dotted)):
-            ours.add(dotted)
             continue
-        if section not in keys or any(name == dotted for name, _ in answers):
+        if section not in keys or dotted in answers:
             continue
         here, why = used_here(dotted, known) or used_here(section, known), absent(dotted)
         if why is not None or here is not None:
-            answers.append((dotted, why or with_value(dotted, str(here), value)))
+            answers[dotted] = why or with_value(dotted, str(here), value)
         elif "." not in dotted:
-            answers.append((dotted, "nothing here has that name"))
-    if not any(said != "nothing here has that name" for _, said in answers):
+            answers[dotted] = _UNKNOWN
+    if set(answers.values()) <= {_UNKNOWN}:
         return
-    program = next((theirs for name, theirs in _THEIRS.items() if name in dict(answers)), "another program")
-    width = max(len(name) for name, _ in answers)
-    lines = "\n".join(f"  {name:<{width}}  {said}" for name, said in answers)
+    program = next((theirs for name, theirs in _THEIRS.items() if name in answers), "another program")
+    width = max(map(len, answers))
+    lines = "\n".join(f"  {name:<{width}}  {said}" for name, said in answers.items())
     raise UserError(f"{path} has keys of {program}; what each is here (--cfg shows all keys and defaults):\n{lines}")
 
 

@@ -63,7 +63,7 @@ def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
     rows = [row for _, row in itertools.islice(read_table(file, format), ROWS) if isinstance(row, dict)]
     if not rows:
         raise UserError(f"{file} holds no row that can be read: python -m lmtrain.inspect data.path={file} shows why")
-    return _of_rows(rows, named, own, typed, format)
+    return _of_rows(rows, named, own, keys, format)
 
 
 def _refuse_binary(path: Path) -> None:
@@ -74,9 +74,8 @@ def _refuse_binary(path: Path) -> None:
         raise UserError(f"{path} is neither text nor a table that lmtrain reads (known: {known})")
 
 
-def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], typed: Sequence[str], format: str) -> Proposal:
+def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], keys: dict[str, str], format: str) -> Proposal:
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    keys = typed_keys(typed)
     recipe = None if "data.text_column" in keys else recipe_of(columns, rows)
     if recipe is None:
         return _text(rows, columns, named, own, keys, format)

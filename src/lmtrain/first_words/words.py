@@ -18,6 +18,7 @@ from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 
 OF_MODELS = ("chat", "evaluate", "generate", "export")  # their first word is a run, a folder or a hub name
+_SECOND = {"generate": "generate.prompt", "chat": "chat.against"}  # the key that their second word sets
 CONFIGS = (".yaml", ".yml")
 SHORT_NAMES = {  # hub models that users name without the owner
     "gpt2": "openai-community/gpt2", "gpt2-medium": "openai-community/gpt2-medium",
@@ -106,7 +107,7 @@ def _holds_model(path: Path) -> bool:
 
 
 def _of_model(verb: str, bare: list[str], typed: list[str]) -> dict[str, list[str]]:
-    """Maps the first word to run_dir, and the second to generate.prompt or, for `chat`, to chat.against."""
+    """Maps the first word to run_dir, and the second to generate.prompt or, for `chat`, a folder to chat.against."""
     first, *rest = bare
     keys = typed_keys(typed)
     if "run_dir" in keys:
@@ -114,11 +115,11 @@ def _of_model(verb: str, bare: list[str], typed: list[str]) -> dict[str, list[st
         found = {}
     else:
         found = {first: [as_typed("run_dir", _model_of(verb, first, rest))]}
-    if verb == "generate" and len(rest) == 1 and "generate.prompt" not in keys:
-        return {**found, rest[0]: [as_typed("generate.prompt", rest[0])]}
-    if verb == "chat" and len(rest) == 1 and "chat.against" not in keys and Path(rest[0]).expanduser().is_dir():
-        return {**found, rest[0]: [as_typed("chat.against", rest[0])]}
-    if rest:
+    second = _SECOND.get(verb)
+    fits = len(rest) == 1 and second not in keys and (verb != "chat" or Path(rest[0]).expanduser().is_dir())
+    if second is not None and fits:
+        found[rest[0]] = [as_typed(second, rest[0])]
+    elif rest:
         raise UserError(_too_many(verb, first, rest))
     return found
 
@@ -157,18 +158,17 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
     if word in SHORT_NAMES and verb != "export":
         raise UserError(f"there is no folder {word}; the model of the hub is {command} {SHORT_NAMES[word]}{after}")
     if " " in word:
-        model = newest_run() or "outputs/NAME"
-        raise UserError(f"which model? {command} {model}{f' {chr(34)}{word}{chr(34)}' if verb == 'generate' else ''}")
+        prompt = f' "{word}"' if verb == "generate" else ""
+        raise UserError(f"which model? {command} {_newest_run()}{prompt}")
     nearest = _nearest(path)
     hint = f"did you mean {command} {nearest}{after}?" if nearest else "python -m lmtrain.runs lists the runs there are"
     raise UserError(f"{word}: no such folder, and a name of the hub is owner/model; {hint}")
 
 
-def newest_run(root: Path = Path("outputs")) -> str | None:
-    """Returns the run folder in `root` whose config.yaml changed last, or None if there is none."""
-    runs = [p.parent for p in root.glob("*/config.yaml")]
-    newest = max(runs, key=lambda p: p.stat().st_mtime, default=None)
-    return None if newest is None else str(newest)
+def _newest_run() -> Path:
+    """Returns the run folder in outputs/ that changed last, or a placeholder if there is none."""
+    runs = [p.parent for p in Path("outputs").glob("*/config.yaml")]
+    return max(runs, key=lambda p: p.stat().st_mtime, default=Path("outputs/NAME"))
 
 
 def _nearest(path: Path) -> str | None:

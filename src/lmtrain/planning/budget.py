@@ -42,6 +42,11 @@ _VALIDATIONS = 10.5  # per run; the half keeps the last of them away from the va
 # On a CPU, uncompiled steps are measured: the share of their time that compiled ones take, and seconds of compiling.
 _COMPILED, _COMPILING_S = 0.68, 20.0
 _FEWEST, _MOST, _RANKS = 4, 400, 20  # numbers of measured steps; the last one with several ranks
+# What a budget does before ranks are started, and what may be set instead where torchrun or SLURM has started them.
+_BEFORE_RANKS = {
+    "minutes": ("measures this machine", "trainer.max_steps"),
+    "flops": ("builds the model", "budget.tokens"),
+}
 
 
 @dataclass
@@ -62,7 +67,8 @@ def settle(config: Config, began: float) -> list[str]:
         Overrides to add to the command, for the chosen depth of model=dial. The config must then be composed again.
 
     Raises:
-        UserError: see `_settle_minutes` and `_settle_amount`.
+        UserError: the run is started under torchrun or SLURM with budget.minutes or budget.flops; or see
+            `_settle_minutes` and `_settle_amount`.
     """
     typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
     by_hand = [key for key in ("trainer.max_steps", "trainer.max_epochs") if key in typed]
@@ -70,6 +76,12 @@ def settle(config: Config, began: float) -> list[str]:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)
         return []
+    if chosen in _BEFORE_RANKS and ranks.started_by() is not None:
+        does, instead = _BEFORE_RANKS[chosen]
+        raise UserError(
+            f"budget.{chosen} {does} before ranks are started: start the run without torchrun and srun, or set "
+            f"{instead}"
+        )
     if chosen == "minutes":
         return _settle_minutes(config, began, typed)
     _settle_amount(config, typed)
@@ -82,8 +94,7 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
     FLOPs are those of forward and backward, counted by `flops_per_token`.
 
     Raises:
-        UserError: rows differ in length, so that their tokens can't be counted before they are read; or budget.flops is
-            set under torchrun or SLURM.
+        UserError: rows differ in length, so that their tokens can't be counted before they are read.
     """
     if config.data.rows != "text" or config.data.packing == "off":
         raise UserError(
@@ -92,11 +103,6 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
         )
     tokens = config.budget.tokens
     if config.budget.flops is not None:
-        if ranks.started_by() is not None:
-            raise UserError(
-                "budget.flops builds the model before ranks are started: start the run without torchrun and srun, or "
-                "set budget.tokens"
-            )
         quiet_libraries()
         devices.resolve_auto(config)
         model = estimation.build(config, len(build_corpus(config).tokenizer))
@@ -115,13 +121,8 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     epochs, because more rarely help.
 
     Raises:
-        UserError: the run is started under torchrun or SLURM, no time is left for training, or a trial fails.
+        UserError: no time is left for training, or a trial fails.
     """
-    if ranks.started_by() is not None:
-        raise UserError(
-            "budget.minutes measures this machine before ranks are started: start the run without torchrun and srun, "
-            "or set trainer.max_steps"
-        )
     os.environ[ranks.BEGAN] = str(began)
     if config.trainer.max_epochs is None and not config.data.streaming:
         config.trainer.max_epochs = EPOCHS["text" if config.data.rows == "text" else "rows"]
@@ -144,13 +145,16 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     took = _expected.pop() if _expected else measure(config, corpus)
     left = began + 60 * config.budget.minutes - time.time()  # type: ignore[operator]
     if chooses:
-        depth = _depth(config, left - took.starting - took.validation - ENDING_S, took.step, corpus.epoch_tokens)
+        now: int = config.model.num_hidden_layers  # type: ignore[attr-defined]
+        training = left - took.starting - took.validation - ENDING_S
+        token = took.step / (config.data.global_batch_size * config.data.seq_len)
+        depth = dial.best_depth(training, now, token, corpus.epoch_tokens)
         terminal.say_once(
             f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}, the depth that is expected to "
             "reach the lowest loss in this time"
         )
-        if depth != config.model.num_hidden_layers:  # type: ignore[attr-defined]
-            _expected[:] = [_at_depth(took, config, depth, "data.global_batch_size" in typed)]
+        if depth != now:
+            _expected[:] = [_at_depth(took, now, depth, "data.global_batch_size" in typed)]
             return [f"{dial.KEY}={depth}"]
     rows = len(build.rows_to_train(config, corpus))
     most = build.at_most(config, rows)
@@ -175,17 +179,11 @@ def _regularize(config: Config, typed: Mapping[str, Any], decay: float, dropout:
 _expected: list[Measured] = []  # for the depth just chosen; used when the command is composed again with that depth
 
 
-def _at_depth(took: Measured, config: Config, depth: int, same_rows: bool) -> Measured:
-    """Converts durations measured at the config's depth to another depth of the dial, saving a second measurement."""
-    before: int = config.model.num_hidden_layers  # type: ignore[attr-defined]
+def _at_depth(took: Measured, before: int, depth: int, same_rows: bool) -> Measured:
+    """Converts durations measured at the depth `before` to another depth of the dial, saving a second measurement."""
     token = dial.cost(depth) / dial.cost(before)
     rows = 1.0 if same_rows else depth / before
     return Measured(took.starting, took.step * token * rows, took.validation * token)
-
-
-def _depth(config: Config, seconds: float, step: float, unique: float) -> int:
-    depth: int = config.model.num_hidden_layers  # type: ignore[attr-defined]
-    return dial.best_depth(seconds, depth, step / (config.data.global_batch_size * config.data.seq_len), unique)
 
 
 def _chosen_before(config: Config) -> dict[str, Any] | None:
@@ -193,7 +191,7 @@ def _chosen_before(config: Config) -> dict[str, Any] | None:
     file = run_dir.locate(config) / "config.yaml"
     if run_dir.resume_mode(config) == "none" or not file.is_file():
         return None
-    saved = safe_yaml.parse(safe_yaml.text_of(file), str(file))
+    saved = safe_yaml.read(file)
     steps = saved.get("trainer", {}).get("max_steps") if isinstance(saved, dict) else None
     return saved if isinstance(steps, int) and steps > 0 else None
 

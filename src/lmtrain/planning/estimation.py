@@ -192,8 +192,7 @@ def by_strategy(model: PreTrainedModel, config: Config) -> dict[str, dict[str, i
 def ways_to_fit(model: PreTrainedModel, config: Config, room: float) -> list[Change]:
     """Returns up to three changes that fit a device into `room` bytes, fastest first, without superfluous overrides."""
     fitting: list[Change] = []
-    for choice in sorted(itertools.product(*_choices(config)), key=lambda change: _together(change).slower):
-        change = _together(choice)
+    for change in sorted(map(_together, itertools.product(*_choices(config))), key=operator.attrgetter("slower")):
         if any(_kinds(other) <= _kinds(change) for other in fitting):
             continue
         other = changed(config, change.overrides)
@@ -216,23 +215,19 @@ def _together(changes: tuple[Change, ...]) -> Change:
 
 def _choices(config: Config) -> list[list[Change]]:
     """Returns, for each setting that can be changed, the choices: to leave it, or one of the possible changes."""
-    nothing, t = Change((), 1.0), config.trainer
-    sizes, size = [nothing], config.data.micro_batch_size
+    t, size = config.trainer, config.data.micro_batch_size
+    sizes: list[Change] = []
     while size % 2 == 0:
         size //= 2
-        sizes.append(Change((f"data.micro_batch_size={size}",), SMALLER_BATCH ** len(sizes)))
-    strategies = [nothing]
+        sizes.append(Change((f"data.micro_batch_size={size}",), SMALLER_BATCH ** (len(sizes) + 1)))
+    strategies: list[Change] = []
     if t.strategy == "ddp":
         several = int(t.devices) * t.num_nodes > 1
         ways = [w for name, w in STRATEGIES.items() if name != "ddp" and (several or "offload" in name)]
-        strategies += [Change(tuple(overrides), slower) for overrides, slower in ways]
-    saved = [nothing]
-    if not t.activation_checkpointing:
-        saved.append(Change(("trainer.activation_checkpointing=true",), CHECKPOINTING))
-    optimizers = [nothing]
-    if config.optimizer.name == "adamw":
-        optimizers.append(Change(("optimizer=adamw_8bit",), EIGHT_BIT))
-    return [sizes, strategies, saved, optimizers]
+        strategies = [Change(tuple(overrides), slower) for overrides, slower in ways]
+    saved = [] if t.activation_checkpointing else [Change(("trainer.activation_checkpointing=true",), CHECKPOINTING)]
+    optimizers = [Change(("optimizer=adamw_8bit",), EIGHT_BIT)] if config.optimizer.name == "adamw" else []
+    return [[Change((), 1.0), *choices] for choices in (sizes, strategies, saved, optimizers)]
 
 
 def estimate(config: Config) -> int:
@@ -266,7 +261,6 @@ def estimate(config: Config) -> int:
 
 def rows(model: Any, config: Config, device: Device) -> list[tuple[str, str]]:
     """Returns (name, text) pairs about everything that does not depend on the strategy."""
-
     c, t = config, config.trainer
     total, trained, tables = flops.parameter_counts(model)
     per_token = flops.flops_per_token(model, c.data.seq_len)
@@ -276,26 +270,23 @@ def rows(model: Any, config: Config, device: Device) -> list[tuple[str, str]]:
     kept = c.checkpoint.keep_last + c.checkpoint.keep_best
     saved = checkpoint_bytes(model, c)
     width = 2 if model.config.get_text_config().vocab_size <= 2**16 else 4
-    bins = f"{width} bytes a token" + (
-        f", {si(width * tokens, 'B')} for {si(tokens)} different tokens" if tokens else ""
-    )
-    found = [
+    compute, bins = f"{si(per_token, 'FLOP')} a token", f"{width} bytes a token"
+    if tokens:
+        compute += f", {si(per_token * tokens, 'FLOP')} in all"
+        bins += f", {si(width * tokens, 'B')} for {si(tokens)} different tokens"
+    return [
         ("model", f"{c.model.name}: {total:,} parameters ({si(trained)} trained, {si(tables)} in embeddings)"),
         ("devices", f"{world} x {device.words}, {gib(device.bytes)} each; {t.precision}, {c.optimizer.name}"),
         ("step", f"{c.data.global_batch_size:,} rows x {c.data.seq_len:,} = {step:,} tokens"),
-        (
-            "compute",
-            f"{si(per_token, 'FLOP')} a token" + (f", {si(per_token * tokens, 'FLOP')} in all" if tokens else ""),
-        ),
+        ("compute", compute),
         ("checkpoint", f"{gib(saved)}; up to {kept} kept: {gib(kept * saved)}"),
         ("bins", bins),
+        ("time", time_words(c, device, tokens, per_token, world)),
     ]
-    return [*found, ("time", time_words(c, device, tokens, per_token, world))]
 
 
 def time_words(c: Config, device: Device, tokens: int | None, per_token: float, world: int) -> str:
     """Describes how long the run takes, and the speed that this assumes."""
-
     speed, by = c.estimate.tokens_per_s, "estimate.tokens_per_s"
     if speed is None and device.peak is not None:
         speed = c.estimate.mfu * device.peak * world / per_token
@@ -309,7 +300,6 @@ def time_words(c: Config, device: Device, tokens: int | None, per_token: float, 
 
 def memory_table(found: dict[str, dict[str, int]], room: float) -> Any:
     """Builds a table with a row per strategy: the memory of a device by part, and whether it fits."""
-
     most = max((sum(memory.values()) for memory in found.values()), default=0)
     unit, digits, name = (2**30, 1, "GiB") if most >= 2**32 else (2**20, 0, "MiB")
     table = Table(title=f"memory of a device, {name}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)

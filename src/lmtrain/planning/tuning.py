@@ -10,6 +10,7 @@ from typing import Any
 from lmtrain import errors
 from lmtrain.config.batch import split_over
 from lmtrain.config.options import RangeTestConfig
+from lmtrain.config.override_text import written
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import build_corpus
 from lmtrain.distributed import devices, ranks
@@ -39,7 +40,7 @@ class Found:
     def overrides(self) -> list[str]:
         """Returns the settings as overrides, to be typed after those of the run."""
         lr = [f"optimizer.lr={self.lr:.2g}"] if self.lr is not None else []
-        groups = [f"optimizer.groups={_as_list(self.groups)}"] if self.groups else []
+        groups = [f"optimizer.groups={written(self.groups)}"] if self.groups else []
         size = [f"data.micro_batch_size={self.micro_batch_size}"] if self.micro_batch_size is not None else []
         return [*lr, *groups, *size]
 
@@ -51,11 +52,6 @@ class Found:
             config.optimizer.groups = self.groups
         if self.micro_batch_size is not None:
             config.data.micro_batch_size = self.micro_batch_size
-
-
-def _as_list(groups: list[dict[str, Any]]) -> str:
-    entries = (", ".join(f"{k}: {json.dumps(v)}" for k, v in group.items()) for group in groups)
-    return "[" + ", ".join(f"{{{entry}}}" for entry in entries) + "]"
 
 
 def largest_micro_batch(config: Config, folder: Path, found: Found) -> None:
@@ -164,12 +160,12 @@ def write(found: Found, folder: Path) -> list[Path]:
         if found.suggestion is not None:
             tree["suggestion"] = found.suggestion._asdict()
         write_atomic(folder / "tune.json", json.dumps(tree, indent=2) + "\n")
-        written = [folder / "tune.json"]
+        files = [folder / "tune.json"]
         if found.suggestion is not None:
-            written += _draw(found, folder / "lr.png")
+            files += _draw(found, folder / "lr.png")
     except OSError as error:
         raise UserError(f"{folder} can't be written: {reason(error)}; set tune.dir to another folder") from None
-    return written
+    return files
 
 
 def _draw(found: Found, path: Path) -> list[Path]:
@@ -177,7 +173,7 @@ def _draw(found: Found, path: Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError:
-        found.tried.append('no picture: it needs matplotlib: pip install "lmtrain[plots]"')
+        print('no picture: it needs matplotlib: pip install "lmtrain[plots]"')
         return []
     matplotlib.use("agg")
     import matplotlib.pyplot as plt

@@ -12,17 +12,14 @@ from typing import Any
 MAX_POINTS = 1500  # per curve: about three for each pixel of a chart
 # Keys without a curve: those that locate a row, and those that are meaningful only as sums.
 _LEFT_OUT = ("step", "tokens_seen", "rows", "bad_steps", "time", "step_ms", "data_wait_ms")
-# The charts that come first, in this order, and their titles.
-FIRST = {"loss": "Loss", "lr": "Learning rate", "grad_norm": "Gradient norm", "tokens_per_s": "Speed, tokens/s",
-         "samples_per_s": "Rows/s", "memory_gib": "Memory, GiB", "host_memory_gib": "Host memory, GiB",
-         "mfu": "Share of peak FLOP/s", "perplexity": "Perplexity",
-         "bits_per_byte": "Bits per byte"}  # fmt: skip
-
-
-# Labels of the y axis; other charts use the last part of their name.
-AXES = {"loss": "loss", "lr": "learning rate", "grad_norm": "norm", "tokens_per_s": "tokens/s", "memory_gib": "GiB",
-        "host_memory_gib": "GiB", "samples_per_s": "rows/s", "mfu": "share", "perplexity": "perplexity",
-        "bits_per_byte": "bits/byte"}  # fmt: skip
+# The charts that come first, in this order: their titles, and the labels of their y axes.
+FIRST = {
+    "loss": ("Loss", "loss"), "lr": ("Learning rate", "learning rate"), "grad_norm": ("Gradient norm", "norm"),
+    "tokens_per_s": ("Speed, tokens/s", "tokens/s"), "samples_per_s": ("Rows/s", "rows/s"),
+    "memory_gib": ("Memory, GiB", "GiB"), "host_memory_gib": ("Host memory, GiB", "GiB"),
+    "mfu": ("Share of peak FLOP/s", "share"), "perplexity": ("Perplexity", "perplexity"),
+    "bits_per_byte": ("Bits per byte", "bits/byte"),
+}  # fmt: skip
 
 
 @dataclass

@@ -215,12 +215,8 @@ def _sample(tokenizer: Any, title: str, row: tuple[np.ndarray, np.ndarray], conf
 
 def show(found: Inspection, console: Console) -> None:
     """Prints the inspection, in colour if the console supports it."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in found.rows:
-        table.add_row(name, Text(visible(value)))
-    console.print(Panel(table, title=f"{found.split} split", title_align="left"))
+    facts = terminal.facts((name, Text(visible(value))) for name, value in found.rows)
+    console.print(Panel(facts, title=f"{found.split} split", title_align="left"))
     if found.lengths is not None:
         _show_lengths(found, console)
     colour = has_colour(console)

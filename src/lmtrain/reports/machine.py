@@ -63,14 +63,16 @@ def findings(folder: Path) -> Iterator[Finding]:
     yield Finding("python", True, f"{platform.python_version()} on {platform.platform(terse=True).strip()}")
     needed = list(_packages())
     yield from needed
-    yield from _optional()
-    yield _writable(folder)
+    for name, (extra, purpose) in OPTIONAL.items():
+        yield _installed(name, f" ({purpose})", f'for {purpose}: pip install "lmtrain[{extra}]"')
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    yield _writable(folder, there)
     yield _memory()
     yield _compiler()
     if all(f.good for f in needed):
         yield from _devices()
         yield _matmul()
-    yield _reading(folder)
+    yield _reading(there)
     yield _hub()
 
 
@@ -79,22 +81,18 @@ def _packages() -> Iterator[Finding]:
     requirements = importlib.metadata.requires("lmtrain") or []
     for requirement in (r for r in requirements if "extra ==" not in r):
         name = re.split(r"[<>=!~;\[ ]", requirement)[0]
-        try:
-            yield Finding(name, True, importlib.metadata.version(name), needed=True)
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, False, f'pip install "{requirement}"', needed=True)
+        yield _installed(name, "", f'pip install "{requirement}"', needed=True)
 
 
-def _optional() -> Iterator[Finding]:
-    for name, (extra, purpose) in OPTIONAL.items():
-        try:
-            yield Finding(name, True, f"{importlib.metadata.version(name)} ({purpose})")
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, False, f'for {purpose}: pip install "lmtrain[{extra}]"')
+def _installed(name: str, about: str, advice: str, needed: bool = False) -> Finding:
+    """Finds the version of a package, followed by `about`; `advice` says how to install a missing one."""
+    try:
+        return Finding(name, True, f"{importlib.metadata.version(name)}{about}", needed)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, False, advice, needed)
 
 
-def _writable(folder: Path) -> Finding:
-    there = next(p for p in (folder, *folder.parents) if p.exists())
+def _writable(folder: Path, there: Path) -> Finding:
     try:
         with tempfile.NamedTemporaryFile(dir=there):
             free = shutil.disk_usage(there).free
@@ -130,10 +128,8 @@ def _devices() -> Iterator[Finding]:
         p = torch.cuda.get_device_properties(index)
         words = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}"
         yield Finding(f"GPU {index}", True, f"{words}, trainer.precision=auto is {precision}")
-    try:
-        yield Finding("triton", True, f"{importlib.metadata.version('triton')} (trainer.compile)")
-    except importlib.metadata.PackageNotFoundError:
-        yield Finding("triton", False, "trainer.compile=auto stays off without it: pip install triton")
+    advice = "trainer.compile=auto stays off without it: pip install triton"
+    yield _installed("triton", " (trainer.compile)", advice)
 
 
 def _matmul() -> Finding:
@@ -159,9 +155,8 @@ def _matmul() -> Finding:
     return Finding("matmul", not slow, f"{fp32:,.0f} GFLOP/s in fp32, {bf16:,.0f} in bf16{usual}{busy}")
 
 
-def _reading(folder: Path) -> Finding:
+def _reading(there: Path) -> Finding:
     """Measures read speed on a file just written, evicted from the page cache first where the system supports it."""
-    there = next(p for p in (folder, *folder.parents) if p.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=there) as file:
             file.write(os.urandom(2**20) * (_READ_BYTES // 2**20))

@@ -14,7 +14,7 @@ import yaml
 
 from lmtrain import errors, terminal
 from lmtrain.config import compose as rules
-from lmtrain.config.override_text import typed_keys
+from lmtrain.config.override_text import leaves_of, typed_keys
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
@@ -68,8 +68,6 @@ def _reading(file: Path) -> Iterator[None]:
 
 def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     """Collects the contents of a run's page; UserError if the folder is not a run's, or a file of it can't be read."""
-    if not run.config.exists():
-        raise UserError(f"{run.path} is not a run: it has no config.yaml")
     config, listed = shown_in(rules.read(run.config)), listing.read(run)
     rows = [with_names_of_today(row) for row in read_jsonl(run.metrics)]
     summary = _summary(run)
@@ -123,15 +121,15 @@ def _summary(run: RunDir) -> dict[str, Any]:
 def _facts(
     config: dict[str, Any], listed: listing.Listed, summary: dict[str, Any], rows: list[dict[str, Any]]
 ) -> list[tuple[str, str]]:
-    model, data = config.get("model", {}), config.get("data", {})
+    objective, model, data = _trained(config)
     tokens = rows[-1].get("tokens_seen") if rows else None
     found = [
         ("status", listed.status),
         ("step", listed.steps()),
         ("best", listed.best),
-        ("model", model.get("name_or_path") or model.get("name")),
-        ("objective", config.get("objective", {}).get("name")),
-        ("data", str(data.get("path") or data.get("name") or data.get("source"))),
+        ("model", model),
+        ("objective", objective),
+        ("data", str(data)),
         ("tokens seen", _number(tokens)),
         ("tokens/s", _number(summary.get("tokens_per_s"))),
         ("minutes", _number(summary["wall_seconds"] / 60) if summary.get("wall_seconds") else None),
@@ -143,12 +141,16 @@ def _facts(
     return [(name, str(value)) for name, value in found if value]
 
 
-def _subtitle(config: dict[str, Any], listed: listing.Listed) -> str:
-    model, data = config.get("model", {}), config.get("data", {})
-    what = config.get("objective", {}).get("name")
+def _trained(config: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Returns the names of the objective, the model and the data."""
+    objective, model, data = (config.get(section, {}) for section in ("objective", "model", "data"))
     named = model.get("name_or_path") or model.get("name")
-    on = data.get("path") or data.get("name") or data.get("source")
-    return f"{listed.status.replace('_', ' ')} at step {listed.steps()}: {what}, {named} on {on}"
+    return objective.get("name"), named, data.get("path") or data.get("name") or data.get("source")
+
+
+def _subtitle(config: dict[str, Any], listed: listing.Listed) -> str:
+    objective, model, data = _trained(config)
+    return f"{listed.status.replace('_', ' ')} at step {listed.steps()}: {objective}, {model} on {data}"
 
 
 def _headline(
@@ -164,25 +166,19 @@ def _headline(
         step = int(str(summary["best"]).rpartition("_")[2])
         found.append((f"{best[monitor]:.4g}", f"{monitor} of the best checkpoint, step {step:,}"))
     elif listed.best is not None:
-        found.append((listed.best.split()[1], f"best {monitor}{listed.best.partition(listed.best.split()[1])[2]}"))
+        _, value, when = listed.best.split(maxsplit=2)
+        found.append((value, f"best {monitor} {when}"))
     elif trained is not None:
         found.append((f"{trained:.4g}", f"train/loss at step {listed.step:,}"))
     tokens = rows[-1].get("tokens_seen") if rows else None
     if isinstance(tokens, int | float):
-        found.append((_short(tokens), f"tokens trained in {listed.step:,} steps"))
+        short = terminal.si(tokens) if tokens >= 1e4 else f"{tokens:,.0f}"
+        found.append((short, f"tokens trained in {listed.step:,} steps"))
     seconds = summary.get("wall_seconds")
     if isinstance(seconds, int | float):
         speed = summary.get("tokens_per_s")
         found.append((time_in_words(seconds), f"at {_number(speed)} tokens/s" if speed else "wall time"))
     return found
-
-
-def _short(number: float) -> str:
-    """Formats a large number with a unit prefix: 12,345,678 -> '12.3 M'."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= size:
-            return f"{number / min(size, 1e3 if letter == 'k' else size):.3g} {letter}"
-    return f"{number:,.0f}"
 
 
 def time_in_words(seconds: float) -> str:
@@ -197,7 +193,7 @@ def time_in_words(seconds: float) -> str:
 def _typed(config: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Returns (key, value, default) of the command line's overrides, except the keys of _NOT_SHOWN."""
     words = shlex.split(str(summary.get("command", "")))[3:]
-    defaults, leaves = _defaults(), dict(_leaves(config))
+    defaults, leaves = _defaults(), dict(leaves_of(config))
     found = []
     for key, value in typed_keys([word for word in words if "=" in word]).items():
         if not key.startswith(_NOT_SHOWN):
@@ -208,10 +204,10 @@ def _typed(config: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, s
 
 def _about_routing(config: dict[str, Any], one: str) -> str:
     """Describes the model and how many chapters or experts each token chooses."""
-    model = config.get("model", {})
-    chosen = config.get("memory", {}).get("top_k") if one == "chapter" else model.get("num_experts_per_tok")
-    named = model.get("name_or_path") or model.get("name")
-    return f"{named}, each token chooses {chosen} (top-k)" if chosen else str(named)
+    _, model, _ = _trained(config)
+    section, key = ("memory", "top_k") if one == "chapter" else ("model", "num_experts_per_tok")
+    chosen = config.get(section, {}).get(key)
+    return f"{model}, each token chooses {chosen} (top-k)" if chosen else str(model)
 
 
 def _number(value: Any) -> str:
@@ -220,21 +216,13 @@ def _number(value: Any) -> str:
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    return dict(_leaves(yaml.safe_load(rules.to_yaml(rules.compose([])))))
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        found += _leaves(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
-    return found
+    return dict(leaves_of(yaml.safe_load(rules.to_yaml(rules.compose([])))))
 
 
 def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Returns (key, default, value) where the run's config differs from that of `lmtrain.train` without overrides."""
     defaults = _defaults()
-    pairs = [(key, defaults.get(key), value) for key, value in _leaves(config) if not key.startswith(_NOT_SHOWN)]
+    pairs = [(key, defaults.get(key), value) for key, value in leaves_of(config) if not key.startswith(_NOT_SHOWN)]
     return [(key, _words(default), _words(value)) for key, default, value in pairs if default != value]
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -40,14 +40,14 @@ class Told:
     evaluations: list[tuple[str, dict[str, float]]]
     checkpoints: list[tuple[str, str]]
     history: list[str]
-    subtitle: str = ""
-    headline: list[tuple[str, str]] = field(default_factory=list)
-    typed: list[tuple[str, str, str]] = field(default_factory=list)
-    heat_maps: list[HeatMap] = field(default_factory=list)
-    how_to_use: list[str] = field(default_factory=list)
-    outcome: dict[str, str] = field(default_factory=dict)
-    score: float | None = None
-    higher_is_better: bool = False
+    subtitle: str
+    headline: list[tuple[str, str]]
+    typed: list[tuple[str, str, str]]
+    heat_maps: list[HeatMap]
+    how_to_use: list[str]
+    outcome: dict[str, str]
+    score: float | None
+    higher_is_better: bool
 
 
 def page(runs: Sequence[Told]) -> str:
@@ -133,11 +133,11 @@ def line_of(curve: Curve, name: str, number: int) -> dict[str, Any]:
 def _one(run: Told, curves: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Builds the body for one run: the headline, the loss beside the newest sample, and the rest in folded sections."""
     parts = [f'<p class="soft">{broken(run.subtitle)}</p>', numbers(run.headline)]
-    loss = {name: lines for name, lines in curves.items() if name == "loss"}
-    lead = [*(figure(name, lines) for name, lines in loss.items()), *_newest(run)]
+    others = dict(curves)
+    loss = others.pop("loss", None)
+    lead = [*([figure("loss", loss)] if loss else []), *_newest(run)]
     parts += [smoothing(), f'<div class="lead">{"".join(lead)}</div>']
     parts += [heat_figure(heat) for heat in run.heat_maps]
-    others = {name: lines for name, lines in curves.items() if name != "loss"}
     if others:
         parts.append(folded(f"{len(others)} more {'curve' if len(others) == 1 else 'charts'}", [charts_of(others)]))
     if run.evaluations:
@@ -226,14 +226,15 @@ def charts_of(curves: dict[str, list[dict[str, Any]]]) -> str:
     return f'<div class="charts">{"".join(figure(name, lines) for name, lines in curves.items())}</div>'
 
 
-def figure(chart: str, lines: list[dict[str, Any]], title: str | None = None) -> str:
+def figure(chart: str, lines: list[dict[str, Any]]) -> str:
     """Builds a chart with the names and strokes of its lines above it."""
     legend = "".join(f"<i>{_stroke(line)}{broken(line['name'])}</i>" for line in lines)
     label = f'role="img" aria-label="{as_text(chart)} by step"'
-    axis = curves.AXES.get(chart.rpartition(": ")[2], chart.rpartition("/")[2])
+    title, _ = FIRST.get(chart, (chart, ""))
+    _, axis = FIRST.get(chart.rpartition(": ")[2], ("", chart.rpartition("/")[2]))  # without the name of a stage
     return (
         f'<figure data-chart="{escape(chart)}" data-axis="{escape(axis)}"><figcaption>'
-        f"{broken(title or FIRST.get(chart, chart))} {legend}</figcaption>"
+        f"{broken(title)} {legend}</figcaption>"
         f'<svg viewBox="0 0 {_WIDE} {_HIGH}" {label}>{_paths(lines, axis)}</svg>'
         '<div class="tip"></div></figure>'
     )

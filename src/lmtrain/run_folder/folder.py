@@ -150,7 +150,7 @@ def is_finished(config: Config) -> bool:
     folder = RunDir(locate(config))
     if resume_mode(config) != "auto" or not folder.config.exists():
         return False
-    summary = _ended(folder)
+    summary = ended(folder)
     if summary is None or summary.get("asked") != asked(config):
         return False
     print(nothing_to_do(folder))
@@ -159,11 +159,11 @@ def is_finished(config: Config) -> bool:
 
 def has_ended(folder: RunDir, step: int) -> bool:
     """Returns whether the run's summary says that it ended at this step."""
-    summary = _ended(folder)
+    summary = ended(folder)
     return summary is not None and summary["step"] == step
 
 
-def _ended(folder: RunDir) -> dict[str, Any] | None:
+def ended(folder: RunDir) -> dict[str, Any] | None:
     """Returns the summary of a run with status finished or stopped_early, otherwise None."""
     summary = folder.read_summary()
     return summary if summary is not None and summary["status"] in ("finished", "stopped_early") else None

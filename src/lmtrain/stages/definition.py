@@ -84,7 +84,7 @@ def read(path: Path) -> Pipeline:
     Raises:
         UserError: the file can't be read, or a stage needs an unknown stage or, directly or indirectly, itself.
     """
-    tree = safe_yaml.parse(safe_yaml.text_of(path), str(path))
+    tree = safe_yaml.read(path)
     _check_keys(tree, ("stages", "evaluations"), str(path))
     stages = {name: _stage(name, node) for name, node in _named(tree, "stages", str(path)).items()}
     if not stages:
@@ -235,20 +235,23 @@ def sort(words: list[str], pipeline: Pipeline) -> Typed:
 
 
 def extended(pipeline: Pipeline, typed: Typed) -> Pipeline:
-    """Returns the pipeline with the words typed for single stages and evaluations appended to their overrides."""
+    """Returns the pipeline with the words typed for single stages and evaluations appended to their overrides.
 
-    def more(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
-        added = [w for w in typed.of.get(name, []) if "=" in w or w.startswith("~")]
-        if len(added) < len(typed.of.get(name, [])):
+    A stage needs the stages that its typed words reference, which must come before it.
+    """
+
+    def more(one: Stage | Evaluation, before: list[str]) -> dict[str, Any]:
+        name, added = one.name, tuple(typed.of.get(one.name, []))
+        if not all("=" in word or word.startswith("~") for word in added):
             raise UserError(f"{name}: write {name}.KEY=VALUE, such as {name}.trainer.max_steps=100")
-        known = {s.name for s in pipeline.stages}
-        for needed in needs_of(tuple(added)):
-            if needed not in known or needed == name:
+        for needed in needs_of(added):
+            if needed not in before:
                 raise UserError(f"{name} can't use stage {needed}: name one that comes before it")
-        return (*words, *added)
+        return {"words": (*one.words, *added), "needs": _all_needs(added, one.needs)}
 
-    stages = tuple(dataclasses.replace(s, words=more(s.name, s.words)) for s in pipeline.stages)
-    evaluations = tuple(dataclasses.replace(e, words=more(e.name, e.words)) for e in pipeline.evaluations)
+    names = [stage.name for stage in pipeline.stages]
+    stages = tuple(dataclasses.replace(s, **more(s, names[:i])) for i, s in enumerate(pipeline.stages))
+    evaluations = tuple(dataclasses.replace(e, **more(e, names)) for e in pipeline.evaluations)
     return dataclasses.replace(pipeline, stages=stages, evaluations=evaluations)
 
 

@@ -104,11 +104,9 @@ def write(plan: PipelinePlan, state: State) -> Path:
     console.print(f"total time: {time_in_words(_seconds(state))}", highlight=False)
     page = plan.folder / "report.html"
     write_atomic(page, _page(plan, state, stages, rows))
-    tree = {f"{what}/{score}": {name: found[0] for name, found in one.items()} for (what, score), one in scores.items()}
-    errors = {
-        f"{what}/{score}": {name: found[1] for name, found in one.items() if found[1] is not None}
-        for (what, score), one in scores.items()
-    }
+    named = {f"{what}/{score}": found for (what, score), found in scores.items()}
+    tree = {key: {name: value for name, (value, _) in found.items()} for key, found in named.items()}
+    errors = {key: {name: e for name, (_, e) in found.items() if e is not None} for key, found in named.items()}
     written = {"stages": names, "scores": tree, "standard_errors": errors, "seconds": _seconds(state)}
     write_atomic(plan.folder / "report.json", json.dumps(written, indent=2) + "\n")
     console.print(f"written: {page}", markup=False, highlight=False, soft_wrap=True)

@@ -1,18 +1,17 @@
 """Runs a pipeline: finished stages are skipped, interrupted ones continue, and changed ones run again."""
 
 import os
-import shutil
 import time
 from pathlib import Path
 
 from lmtrain import errors
-from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.errors import RunError
 from lmtrain.secrets import command
 from lmtrain.stages import checks, report, state
 from lmtrain.stages.plan import PipelinePlan, PlannedEvaluation, PlannedStage
 from lmtrain.stages.state import State
 from lmtrain.sweeps.processes import POLL_SECONDS, Children, locked, refuse_strange_files, start
+from lmtrain.sweeps.trials import placed
 
 
 class Work(Children):
@@ -53,8 +52,7 @@ def run(plan: PipelinePlan, typed: list[str]) -> int:
         UserError: a stage's data is wrong, or the folder is not a pipeline's; no stage has been started.
     """
     refuse_strange_files(plan.folder, "pipeline", "stages.json", "run.name or run.dir")
-    begun = set(State(plan.folder).rows) if plan.folder.exists() else set()
-    checks.check(plan, begun)
+    checks.check(plan, begun=set(State(plan.folder).rows))
     with locked(plan.folder, "pipeline", "run.root"):
         return _Pipeline(plan).run(typed)
 
@@ -106,11 +104,7 @@ class _Pipeline:
             kept = state.set_aside(one.run)
             print(f"stage {one.name} has changed, or what it begins with: it runs again (the earlier run is in {kept})")
         row = self.state.begin(one.name, identity)
-        words = [*one.words, f"run.dir={bare_or_quoted(str(one.run))}"]
-        if (one.run / "config.yaml").exists():
-            words.append("run.resume=auto")
-        else:
-            shutil.rmtree(one.run, ignore_errors=True)  # left by a start killed before its config.yaml was written
+        words = placed(one.words, one.run)
         print(f"stage {one.name}: {command('train', words)}", flush=True)
         log = self.plan.folder / f"{one.name}.log"
         code = self._ended(f"stage {one.name}", row, work_, "train", [*words, *self.plan.flags], log)

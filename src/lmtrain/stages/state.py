@@ -13,11 +13,10 @@ from pathlib import Path
 from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular, write_atomic
-from lmtrain.run_folder.folder import RunDir
+from lmtrain.run_folder.folder import RunDir, ended
 from lmtrain.stages.plan import PlannedStage
 
 FINISHED = "finished: skipped"  # shown in the plan for a stage that is not run again
-_ENDED = ("finished", "stopped_early")
 _ABOUT = ("README.md", "lmtrain_config.yaml")  # files of an export that only describe the run (times, paths)
 
 
@@ -56,8 +55,7 @@ class State:
 
 def export_digest(one: PlannedStage) -> str | None:
     """Returns a hash of what the next stage reads of an export ("none" if disabled), or None if there is none yet."""
-    summary = RunDir(one.run).read_summary()
-    if summary is None or summary["status"] not in _ENDED:
+    if ended(RunDir(one.run)) is None:
         return None
     if not one.config.export.enabled:
         return "none"

@@ -9,17 +9,15 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig
 
 from lmtrain import errors
-from lmtrain.config.config_files import folders_of
+from lmtrain.config.config_files import folders_of, hydra_over
 from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.sweeps import trial_process
 from lmtrain.sweeps import trials as rows
@@ -93,8 +91,8 @@ def _launch(plan: SweepPlan, words: list[list[str]], number: int) -> list[int | 
     hydra_words = [w for w in plan.hydra_words if not w.startswith(("hydra.sweep.dir=", "hydra.sweep.subdir="))]
     here = [f"hydra.sweep.dir={bare_or_quoted(str(plan.folder))}", "hydra.sweep.subdir=."]
     folders, search_path = folders_of(plan.config_dir, plan.config_name)
-    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
-        loader = GlobalHydra.instance().config_loader()
+    with hydra_over(folders) as hydra:
+        loader = hydra.config_loader
         tree = loader.load_configuration(plan.config_name, [*search_path, *hydra_words, *here], RunMode.MULTIRUN)
         context = HydraContext(config_loader=loader, callbacks=Callbacks(tree))
         launcher = Plugins.instance().instantiate_launcher(context, functools.partial(job, plan.verb, plan.flags), tree)
@@ -105,11 +103,10 @@ def _launch(plan: SweepPlan, words: list[list[str]], number: int) -> list[int | 
             return [None] * len(words)
 
 
-def job(verb: str, flags: list[str], _: Any) -> int:
+def job(verb: str, flags: list[str], config: DictConfig) -> int:
     """Runs a trial as a separate process on the machine that the launcher chose; returns its exit code."""
-    words = list(HydraConfig.get().overrides.task)
-    run_dir = next(w.partition("=")[2].strip("'") for w in words if w.startswith("run.dir="))
-    return start(verb, [*words, *flags], Path(f"{run_dir}.log")).wait()
+    words = [*HydraConfig.get().overrides.task, *flags]
+    return start(verb, words, Path(f"{config.run.dir}.log")).wait()
 
 
 def _code(result: JobReturn) -> int | None:

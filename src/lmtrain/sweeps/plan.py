@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 from lmtrain.config import compose as config
 from lmtrain.config import effect, environment, places, trust
 from lmtrain.config.config_files import composed_files, file_of
-from lmtrain.config.defaults import conf_dir
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.sweeps import search
@@ -46,7 +45,7 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
     Raises:
         UserError: any of these trials is refused.
     """
-    parsed = search.parse(typed, conf_dir())
+    parsed = search.parse(typed)
     _refuse(parsed)
     of_hydra = [o.input_line or "" for o in parsed if o.key_or_group.startswith(("hydra.", "hydra/"))]
     swept = [o for o in parsed if o.is_sweep_override()]
@@ -69,7 +68,7 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
         # Left unresolved, because each trial resolves its own interpolations.
         written: Any = OmegaConf.to_container(tree.sweep.space, resolve=False)
         space = [f"{key}={text}" for key, text in written.items() if key not in taken]
-        swept = search.parse(space, conf_dir())
+        swept = search.parse(space)
         if config_dir is not None:
             file = file_of("sweep.space", written, composed_files([*fixed, *of_hydra], config_dir, config_name))
             places.refuse_space([word for o in swept for word in search.choices(o)], file or Path(config_dir))

@@ -3,16 +3,15 @@
 import itertools
 import warnings
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException, OverrideParseException
 
 from lmtrain.config import explain
+from lmtrain.config.config_files import hydra_over
+from lmtrain.config.defaults import conf_dir
 from lmtrain.config.schema import SweepConfig
 from lmtrain.errors import UserError
 from lmtrain.sweeps.trials import Trial
@@ -20,12 +19,12 @@ from lmtrain.sweeps.trials import Trial
 VALUES = 10_000  # most values of one key; each is composed and checked before the first trial
 
 
-def parse(overrides: list[str], conf: Path) -> list[Override]:
-    """Parses overrides with Hydra's parser; `conf` is the config folder whose options `glob(*)` expands to."""
-    with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
+def parse(overrides: list[str]) -> list[Override]:
+    """Parses overrides with Hydra's parser; `glob(*)` expands to the options in conf/."""
+    with hydra_over([conf_dir()]) as hydra:
+        parser = OverridesParser.create(config_loader=hydra.config_loader)
     try:
-        return OverridesParser.create(config_loader=loader).parse_overrides(overrides)
+        return parser.parse_overrides(overrides)
     except OverrideParseException as error:
         raise UserError(explain.unreadable(error.override)) from None
 

@@ -92,9 +92,13 @@ def in_words(trial: Trial, metric: str) -> str:
 
 
 def command(trial: Trial, folder: Path) -> list[str]:
-    """Returns the trial's overrides with its folder, and with run.resume=auto if the folder already holds a run."""
-    run = folder / str(trial.number)
-    words = [*trial.fixed, *trial.overrides, f"run.dir={bare_or_quoted(str(run))}"]
+    """Returns the trial's overrides, with its folder as in `placed`."""
+    return placed([*trial.fixed, *trial.overrides], folder / str(trial.number))
+
+
+def placed(overrides: list[str], run: Path) -> list[str]:
+    """Returns the overrides with the folder of the run, and with run.resume=auto if it already holds a run."""
+    words = [*overrides, f"run.dir={bare_or_quoted(str(run))}"]
     if (run / "config.yaml").exists():
         return [*(w for w in words if not w.startswith("run.resume=")), "run.resume=auto"]
     shutil.rmtree(run, ignore_errors=True)  # left by a start killed before its config.yaml was written
