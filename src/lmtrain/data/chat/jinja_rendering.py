@@ -10,9 +10,8 @@ import contextlib
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -141,15 +140,9 @@ class Template:
         ends = re.search("|".join(map(re.escape, self.special_tokens)), suffix) if self.special_tokens else None
         return (suffix[: ends.end()], suffix[ends.end() :]) if ends else ("", suffix)
 
-    def render_texts(
-        self,
-        chats: list[list[dict[str, Any]]],
-        tools: Any,
-        where: str,
-        add_generation_prompt: bool = False,
-        more: Mapping[str, Any] = MappingProxyType({}),
-    ) -> list[str]:
-        return self._rendered(chats, tools, where, add_generation_prompt=add_generation_prompt, **more)[0]
+    def render_texts(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **options: Any) -> list[str]:
+        """Renders each list of messages; `options` are variables of the template and add_generation_prompt."""
+        return self._rendered(chats, tools, where, **options)[0]
 
     def render_marked(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[Span]]:
         """Renders the messages; also returns the spans marked with {% generation %}, if the template has markers."""
@@ -158,13 +151,13 @@ class Template:
         (text,), (marked,) = self._rendered([messages], tools, where, return_assistant_tokens_mask=True)
         return text, [(start, end) for start, end in marked]
 
-    def _rendered(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **more: Any) -> tuple[Any, Any]:
+    def _rendered(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **options: Any) -> tuple[Any, Any]:
         """Returns the result of render_jinja_template; raises BadRow if the template refuses the turns."""
         try:
             with self._in_time(where):
                 spelt = [self._spelt(messages) for messages in chats]
                 return render_jinja_template(
-                    conversations=spelt, tools=tools, chat_template=self.text, **self._special, **more
+                    conversations=spelt, tools=tools, chat_template=self.text, **self._special, **options
                 )
         except _REFUSALS as error:
             reason = "it takes more memory than there is" if isinstance(error, MemoryError) else str(error)

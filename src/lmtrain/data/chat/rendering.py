@@ -114,9 +114,7 @@ class ChatTemplate(Template):
         """
         for turn in reversed(turns):
             own = self._text(conversation, turn + 1) if turn + 1 < texts[0].shown else texts[0]
-            text = self._first_that_continues(texts, own.text.removesuffix(self.after_turn)) or own
-            if text not in texts:
-                texts.append(text)
+            text = _that_continues(own.text.removesuffix(self.after_turn), texts, own)
             answers = answers_of(conversation.messages[: text.shown])
             if len(text.marked) != len(answers):
                 raise UserError(
@@ -141,15 +139,9 @@ class ChatTemplate(Template):
                 before, own, remark = self._asked_otherwise(before, own, conversation, turn)
                 after = own.removesuffix(self.after_turn)
                 remarks.append(remark)
-            text = self._first_that_continues(texts, after)
-            if text is None:
-                text = _Text(own, turn + 1, {}, [], [])
-                texts.append(text)
+            text = _that_continues(after, texts, _Text(own, turn + 1, {}, [], []))
             text.answers[turn] = (len(before), len(after))
             text.remarks += remarks
-
-    def _first_that_continues(self, texts: list[_Text], beginning: str) -> _Text | None:
-        return next((text for text in texts if text.text.startswith(beginning)), None)
 
     def _asked_otherwise(self, before: str, own: str, conversation: Conversation, turn: int) -> tuple[str, str, str]:
         """Returns prompt, prompt with answer, and a remark, for an answer whose text doesn't begin with its prompt.
@@ -163,8 +155,8 @@ class ChatTemplate(Template):
         """
         messages, tools, where = conversation.messages, conversation.tools, conversation.where
         for mode in _MODES:
-            asked = self.render_texts([messages[:turn]], tools, where, True, mode)[0]
-            (answered,) = self.render_texts([messages[: turn + 1]], tools, where, more=mode)
+            asked = self.render_texts([messages[:turn]], tools, where, add_generation_prompt=True, **mode)[0]
+            (answered,) = self.render_texts([messages[: turn + 1]], tools, where, **mode)
             if answered.startswith(asked):
                 words = "true" if mode["enable_thinking"] else "false"
                 return asked, answered, f"answers rendered with enable_thinking={words}, as they are written"
@@ -213,6 +205,14 @@ class ChatTemplate(Template):
             "Possible fixes: data.train_on=last_assistant, or for conversations assistant (which renders a "
             "separate text for each answer), or choose another with data.chat_template"
         )
+
+
+def _that_continues(beginning: str, texts: list[_Text], own: _Text) -> _Text:
+    """Returns the first of `texts` that continues `beginning`; if none does, `own`, which is added to them."""
+    found = next((text for text in texts if text.text.startswith(beginning)), own)
+    if found not in texts:
+        texts.append(found)
+    return found
 
 
 LABELS = ("name", "tool_call_id")  # who speaks and which tool call is answered; a template may leave these out
