@@ -120,8 +120,10 @@ def values_of(row: Mapping[str, Any], format: Format, cfg: DataConfig, where: st
     found = {c.split("|")[0]: column_of(c, row, cfg) for c in format.required + format.optional}
     values = {c: row[name] for c, name in found.items() if name is not None and row[name] is not None} | given
     for column in format.required:
-        if column.split("|")[0] not in values:
-            raise BadRow(where, f"there is no {column.replace('|', ' or ')} (the row has {', '.join(row)})")
+        name = column.split("|")[0]
+        if name not in values:
+            hint = "" if found.get(name) else f"; say what yours is called with data.columns={{{name}: ...}}"
+            raise BadRow(where, f"there is no {column.replace('|', ' or ')} (the row has {', '.join(row)}){hint}")
     return values
 
 
