@@ -1,6 +1,6 @@
 """The row encoder of DPO, and its micro-batches: unpadded chosen and rejected answers, with shared prompts once."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,10 +23,7 @@ class PairRowEncoder(TemplateRows):
     """Encodes a pair as two examples: the prompt with its chosen and with its rejected answer."""
 
     group = 2
-
-    def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
-        super().__init__(tokenizer, cfg)
-        self.identity = {**self.identity, "pairs": 2}
+    version: ClassVar[dict[str, int]] = {"pairs": 2}
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         """Encodes the pairs of a row, chosen and rejected alternating.
@@ -79,39 +76,32 @@ def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str) -> t
     Raises:
         BadRow: the prompt leaves no room for an answer, or the pair is too long and data.on_too_long is raise.
     """
-    if not (any(chosen[1]) and any(rejected[1])):
-        return [chosen, rejected], 0
-    chosen, rejected, lost = _fit_prompt(chosen, rejected, cfg.max_prompt_length)
-    most, policy = cfg.max_length, cfg.on_too_long
-    longest = max(len(chosen[0]), len(rejected[0]))
-    if most is None or longest <= most:
-        return [chosen, rejected], lost
-    if policy == "drop":
-        return [], 0
-    if policy == "raise":
-        raise BadRow(
-            where,
-            f"an answer with its prompt has {longest} tokens and data.max_length is {most}: raise it, shorten the row, "
-            f"or leave long pairs out with data.on_too_long=drop",
-        )
-    prompt = min(trained.index(True) for _, trained in (chosen, rejected))
-    over = longest - most
-    if policy == "truncate_left":
-        parts, room = slice(over, None), prompt > over
-    else:
-        parts, room = slice(0, most), prompt < most
-    if not room:
-        raise BadRow(where, f"the prompt leaves no room for the answers within data.max_length={most} tokens")
-    cut = [(ids[parts], trained[parts]) for ids, trained in (chosen, rejected)]
-    return cut, lost + sum(len(ids) for ids, _ in (chosen, rejected)) - sum(len(ids) for ids, _ in cut)
-
-
-def _fit_prompt(chosen: Tokens, rejected: Tokens, most: int | None) -> tuple[Tokens, Tokens, int]:
-    """Cuts the same tokens off the beginning of both, so that at most `most` precede an answer; also counts them."""
-    over = min(trained.index(True) for _, trained in (chosen, rejected)) - (most or 0)
-    if most is None or over <= 0:
-        return chosen, rejected, 0
-    return (chosen[0][over:], chosen[1][over:]), (rejected[0][over:], rejected[1][over:]), 2 * over
+    pair, most, policy = [chosen, rejected], cfg.max_length, cfg.on_too_long
+    if not all(any(trained) for _, trained in pair):
+        return pair, 0
+    prompt = min(trained.index(True) for _, trained in pair)
+    start = 0 if cfg.max_prompt_length is None else max(0, prompt - cfg.max_prompt_length)
+    longest = max(len(ids) for ids, _ in pair) - start
+    stop: int | None = None
+    if most is not None and longest > most:
+        if policy == "drop":
+            return [], 0
+        if policy == "raise":
+            raise BadRow(
+                where,
+                f"an answer with its prompt has {longest} tokens and data.max_length is {most}: raise it, shorten the "
+                f"row, or leave long pairs out with data.on_too_long=drop",
+            )
+        if policy == "truncate_left":
+            start += longest - most
+            room = prompt > start
+        else:
+            stop = start + most
+            room = prompt < stop
+        if not room:
+            raise BadRow(where, f"the prompt leaves no room for the answers within data.max_length={most} tokens")
+    cut = [(ids[start:stop], trained[start:stop]) for ids, trained in pair]
+    return cut, sum(len(ids) for ids, _ in pair) - sum(len(ids) for ids, _ in cut)
 
 
 class PairRows(ExampleRows):
