@@ -213,9 +213,6 @@ class _Reading(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END and self.address.size is None:
             raise OSError("its server doesn't say how long it is: download it first")
