@@ -1,6 +1,5 @@
 """Several sources of text for one run: each is prepared separately, all with the same tokenizer."""
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -154,10 +153,8 @@ def _shared_tokenizer(
         if not (target / "tokenizer.json").exists():
             show.say(f"making the tokenizer of {len(opened)} sources: {', '.join(s.label for s, _ in opened)}")
         build_once(target, lambda folder: (folder / "tokenizer.json").exists(), build, show.say)
-    made = copy.copy(tokenizer_cfg)
-    made.kind, made.name_or_path, made.add_tokens = "hub", str(target), None
-    made.vocab_size = made.min_frequency = made.train_characters = None
-    return made
+    of_text: dict[str, Any] = dict.fromkeys(("vocab_size", "min_frequency", "train_characters", "add_tokens"))
+    return dataclasses.replace(tokenizer_cfg, kind="hub", name_or_path=str(target), **of_text)
 
 
 def mixture_words(parts: list[tuple[TextSource, PreparedData]], mixture: Mixture) -> list[str]:
