@@ -238,16 +238,13 @@ def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple
     if name is None:
         try:
             own = tokenizer.get_chat_template()
-            if not isinstance(own, str):
-                raise UserError(
-                    f"{tokenizer.name_or_path}: chat_template of the tokenizer is {own!r:.80}, and no Jinja text: "
-                    f"choose one with data.chat_template ({known}, or a Jinja file)"
-                )
-            return own, "the tokenizer's own"
         except ValueError:
-            raise UserError(
-                f"the tokenizer has no chat template: choose one with data.chat_template ({known}, or a Jinja file)"
-            ) from None
+            found = "the tokenizer has no chat template"
+        else:
+            if isinstance(own, str):
+                return own, "the tokenizer's own"
+            found = f"{tokenizer.name_or_path}: chat_template of the tokenizer is {own!r:.80}, and no Jinja text"
+        raise UserError(f"{found}: choose one with data.chat_template ({known}, or a Jinja file)")
     if name not in NAMED:
         path = Path(name).expanduser()
         if not path.is_file():

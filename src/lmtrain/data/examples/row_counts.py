@@ -65,11 +65,9 @@ class Counts:
         self.bad_first.setdefault(kind, reason)
 
 
-def short(text: str, characters: int = 160) -> str:
-    """Returns the beginning and end of a text, in quotes."""
-    if len(text) <= 2 * characters:
-        return repr(text)
-    return f"{text[:characters]!r} ... {text[-characters:]!r}"
+def short(text: str) -> str:
+    """Returns the beginning and end of a text, up to 160 characters each, in quotes."""
+    return repr(text) if len(text) <= 320 else f"{text[:160]!r} ... {text[-160:]!r}"
 
 
 def too_many_untrained(counts: Counts, cfg: DataConfig) -> bool:

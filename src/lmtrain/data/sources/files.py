@@ -220,8 +220,6 @@ def read_rows(path: File, format: str, cfg: DataConfig) -> Iterator[str]:
         return
     columns = columns_of(cfg.text_column)
     for where, row in read_table(path, format, columns):
-        if isinstance(row, str):
-            raise UserError(f"{where}: {row}")
         yield text_of(row, columns, cfg.column_separator or "", where)
 
 

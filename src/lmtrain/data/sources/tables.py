@@ -275,12 +275,14 @@ def check_columns(wanted: list[str], found: Iterable[str], where: str) -> None:
             )
 
 
-def text_of(row: Mapping[str, Any], columns: list[str], separator: str, where: str) -> str:
+def text_of(row: Mapping[str, Any] | str, columns: list[str], separator: str, where: str) -> str:
     """Returns the text columns of a row, joined by `separator`; null values are skipped.
 
     Raises:
-        UserError: a column is missing or holds something other than text.
+        UserError: the row can't be read, or a column is missing or holds something other than text.
     """
+    if isinstance(row, str):
+        raise UserError(f"{where}: {row}")
     parts = []
     for column in columns:
         if column not in row:
