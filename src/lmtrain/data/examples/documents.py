@@ -143,12 +143,8 @@ class TextPieces(Examples):
         """Raises UserError for bins without document ends, and for rows of fewer than two tokens."""
         if longest < 2:
             raise UserError(f"data.seq_len={longest}: a packed row needs two tokens, one to see and one to predict")
-        without = [shard.path for shard in shards if shard.docs is None]
-        if without:
-            raise UserError(
-                f"{without[0]} comes without document borders (a .docs file), which data.packing needs: set "
-                f"data.packing=null, or prepare the text with lmtrain"
-            )
+        for shard in shards:
+            shard.check_borders("data.packing=null")
         super().__init__(shards)
         # A document that continues in the next shard is cut at the border.
         ends = np.union1d(self._begin + self._count, self._shard_starts[1:])
