@@ -1,5 +1,6 @@
 """Prompt rows {prompt, any other columns}: the prompts for a model, and the columns that rewards may use."""
 
+import itertools
 import json
 from typing import Any, ClassVar, NamedTuple
 
@@ -115,17 +116,16 @@ class PromptRows(ExampleRows):
 
         Returns:
             input_ids int64 [1, N], the concatenated prompts; cu_seqlens int32 [P + 1], their starts and the end; scored
-            int64 [0], as prompts are not trained on; texts uint8 [M], the rows as JSON in UTF-8, and text_ends
-            int64 [P]; epoch, row int64 [P]; prompts, seen int64 []: P and N.
+            int64 [0], as prompts are not trained on; texts uint8 [M], the rows as lines of JSON in UTF-8;
+            epoch, row int64 [P]; prompts, seen int64 []: P and N.
         """
         ids = [self.examples.read(int(row))[0] for _, row in rows]
-        texts = [np.frombuffer(self.examples.texts[int(row)].encode(), dtype=np.uint8) for _, row in rows]
+        texts = "\n".join(self.examples.texts[int(row)] for _, row in rows)
         return {
             "input_ids": torch.from_numpy(np.concatenate(ids))[None],
             "cu_seqlens": torch.tensor([0, *np.cumsum([len(part) for part in ids]).tolist()], dtype=torch.int32),
             "scored": torch.zeros(0, dtype=torch.int64),
-            "texts": torch.from_numpy(np.concatenate(texts)),
-            "text_ends": torch.from_numpy(np.cumsum([len(part) for part in texts])),
+            "texts": torch.frombuffer(bytearray(texts.encode()), dtype=torch.uint8),
             "epoch": torch.from_numpy(rows[:, 0].copy()),
             "row": torch.from_numpy(rows[:, 1].copy()),
             "prompts": torch.tensor(len(rows)),
@@ -137,10 +137,7 @@ def prompts_of(batch: dict[str, torch.Tensor]) -> list[PromptRow]:
     """Returns the prompts of a micro-batch from `PromptRows.read` or `PromptRows.empty`."""
     if not int(batch["prompts"]):
         return []
-    ids, texts = batch["input_ids"][0].tolist(), bytes(batch["texts"].tolist())
-    starts, text_ends = batch["cu_seqlens"].tolist(), batch["text_ends"].tolist()
-    found = []
-    for i, (epoch, row) in enumerate(zip(batch["epoch"].tolist(), batch["row"].tolist(), strict=True)):
-        text = texts[text_ends[i - 1] if i else 0 : text_ends[i]]
-        found.append(PromptRow(epoch, row, ids[starts[i] : starts[i + 1]], json.loads(text)))
-    return found
+    ids, starts = batch["input_ids"][0].tolist(), batch["cu_seqlens"].tolist()
+    prompts = [ids[start:stop] for start, stop in itertools.pairwise(starts)]
+    columns = [json.loads(line) for line in bytes(batch["texts"].tolist()).decode().split("\n")]
+    return list(map(PromptRow, batch["epoch"].tolist(), batch["row"].tolist(), prompts, columns))
