@@ -193,25 +193,22 @@ def lay_answers(answers: list[Answer], prefixes: list[int]) -> dict[str, torch.T
 
     prefixes: how many first tokens of each answer are left out because the answer before it begins with them.
     """
-    ids: list[np.ndarray] = []
-    scored: list[np.ndarray] = []
-    before: list[np.ndarray] = []
+    parts: list[tuple[np.ndarray, ...]] = []  # of each answer: ids, scored, before
     starts = [0]
     for (tokens, trained), prefix in zip(answers, prefixes, strict=True):
         start = starts[-1] - prefix  # where token 0 would be if the prefix were repeated
         at = np.flatnonzero(trained)
         # The token before the first unshared one is the last token of the prefix, in the previous answer.
         held_by = np.where(at > prefix, start, starts[-2] if prefix else start)
-        ids.append(tokens[prefix:])
-        scored.append(start + at)
-        before.append(held_by + at - 1)
+        parts.append((tokens[prefix:], start + at, held_by + at - 1))
         starts.append(start + len(tokens))
-    lengths = np.array([len(at) for at in scored], dtype=np.int64)
+    lengths = np.array([len(scored) for _, scored, _ in parts], dtype=np.int64)
+    ids, scored, before = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
     return {
-        "input_ids": torch.from_numpy(np.concatenate(ids))[None],
+        "input_ids": ids[None],
         **documents_at(starts[:-1], 1, starts[-1]),
-        "scored": torch.from_numpy(np.concatenate(scored)),
-        "before": torch.from_numpy(np.concatenate(before)),
+        "scored": scored,
+        "before": before,
         "answer": torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         "lengths": torch.from_numpy(lengths),
     }
@@ -231,15 +228,13 @@ def pad_answers(batch: dict[str, torch.Tensor]) -> None:
 
 
 def _add_prefixes(batch: dict[str, torch.Tensor], prefixes: list[int], starts: list[int]) -> None:
-    parts = []
+    parts: list[np.ndarray] = []
+    ends = [0]
     for i, prefix in enumerate(prefixes):
-        batch["position_ids"][0, starts[i] : starts[i + 1]] += prefix
-        if prefix:
-            parts.append(np.arange(starts[i - 1], starts[i - 1] + prefix))
-        parts.append(np.arange(starts[i], starts[i + 1]))
-    ends = np.cumsum(
-        [0, *(prefix + stop - start for prefix, start, stop in zip(prefixes, starts, starts[1:], strict=False))]
-    )
+        before, start, stop = starts[i - 1], starts[i], starts[i + 1]  # an answer without a prefix needs no `before`
+        batch["position_ids"][0, start:stop] += prefix
+        parts += [np.arange(before, before + prefix), np.arange(start, stop)]
+        ends.append(ends[-1] + prefix + stop - start)
     batch["prefix_lengths"] = torch.tensor(prefixes, dtype=torch.int32)
     batch["kv_index"] = torch.from_numpy(np.concatenate(parts))
-    batch["cu_kv"] = torch.from_numpy(ends.astype(np.int32))
+    batch["cu_kv"] = torch.tensor(ends, dtype=torch.int32)
