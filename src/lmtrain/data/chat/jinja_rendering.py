@@ -92,7 +92,9 @@ class Template:
         # Special tokens that the tokenizer lacks are rendered as ""; some templates fail on undefined names.
         self._special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
         self._special |= {k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
-        self._thought = "" if "reasoning_content" in text else _thought_key(text)
+        # The key under which the template reads an answer's reasoning, if it isn't reasoning_content; "" for none.
+        keys = () if "reasoning_content" in text else ("thinking", "reasoning")
+        self._thought = next((key for key in keys if re.search(rf"message\W+(get\W+)?{key}\b", text)), "")
         self.special_tokens = special_tokens(tokenizer)
         self._in_parts = False
         try:
@@ -204,11 +206,6 @@ def thought_of(turn: dict[str, Any]) -> str:
         return str(turn["reasoning_content"]).strip()
     before, closed, _ = turn["content"].partition(CLOSE)
     return before.strip().removeprefix(OPEN).strip() if closed else ""
-
-
-def _thought_key(text: str) -> str:
-    """Returns the key under which a template reads an answer's reasoning: thinking, reasoning or "" for none."""
-    return next((key for key in ("thinking", "reasoning") if re.search(rf"message\W+(get\W+)?{key}\b", text)), "")
 
 
 _FOLDER = Path(__file__).parent / "jinja"

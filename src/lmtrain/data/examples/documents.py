@@ -20,10 +20,11 @@ class Examples:
     def __init__(self, shards: list[Shard], repeats: Repeats | None = None, group: int = 1) -> None:
         """repeats: how often groups of `group` examples of each source occur in the split; None: each occurs once."""
         self.shards, self.group = shards, group
-        starts = _starts(shards)
+        self._shard_starts = np.cumsum([0, *(shard.tokens for shard in shards)])
+        ends = [s.document_ends(1, s.tokens + 1) + first for s, first in zip(shards, self._shard_starts, strict=False)]
+        starts = np.concatenate([[0], *ends])
         # Of each stored example, the first token, counted over all shards, and the number of tokens: int64 [stored].
         self._begin, self._count = starts[:-1], np.diff(starts)
-        self._shard_starts = np.cumsum([0, *(shard.tokens for shard in shards)])
         self._stored: np.ndarray | None = None  # the stored example of each example
         if repeats is not None:
             index = np.arange(len(repeats) * group)
@@ -72,15 +73,6 @@ class Examples:
         begin = int(self._begin[stored])
         number = int(np.searchsorted(self._shard_starts, begin, side="right")) - 1
         return self.shards[number], (begin - int(self._shard_starts[number]), int(self._count[stored]))
-
-
-def _starts(shards: list[Shard]) -> np.ndarray:
-    """Returns the start of each document, counted in tokens over all shards, and the end of the last one."""
-    first, ends = 0, [np.zeros(1, dtype=np.int64)]
-    for shard in shards:
-        ends.append(shard.document_ends(1, shard.tokens + 1) + first)
-        first += shard.tokens
-    return np.concatenate(ends)
 
 
 def earlier_fingerprints(splits: dict[str, Examples]) -> list[str]:
