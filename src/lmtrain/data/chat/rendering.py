@@ -133,12 +133,11 @@ class ChatTemplate(Template):
         said = self.render_texts([messages[: i + 1] for i in turns], tools, where)
         for turn, before, own in reversed(list(zip(turns, given, said, strict=True))):
             remarks: list[str] = []
-            # After the end-of-turn token a template may write text that only ends a conversation.
-            after = own.removesuffix(self.after_turn)
             if not own.startswith(before):
                 before, own, remark = self._asked_otherwise(before, own, conversation, turn)
-                after = own.removesuffix(self.after_turn)
                 remarks.append(remark)
+            # After the end-of-turn token a template may write text that only ends a conversation.
+            after = own.removesuffix(self.after_turn)
             text = _that_continues(after, texts, _Text(own, turn + 1, {}, [], []))
             text.answers[turn] = (len(before), len(after))
             text.remarks += remarks
@@ -181,8 +180,7 @@ class ChatTemplate(Template):
 
         It is looked for in the beginning that `own` shares with the text of another answer in the same place.
         """
-        other = {"role": "assistant", "content": ANSWER}
-        messages = [*conversation.messages[:turn], other]
+        messages = [*conversation.messages[:turn], {"role": "assistant", "content": ANSWER}]
         (text,) = self.render_texts([messages], conversation.tools, conversation.where)
         at = own.rfind(words, 0, common(own, text))
         return own[at + len(words) :] if at >= 0 else ""
@@ -258,13 +256,11 @@ def check_tools(template: ChatTemplate, conversation: Conversation) -> None:
 
 def _has_content(conversation: Conversation, texts: list[Rendered], place: int, template: ChatTemplate) -> bool:
     """Returns whether a turn's content is in one of `texts`, literally or because other content would change one."""
-    content = conversation.messages[place]["content"].strip()
-    if any(content in text.text for text in texts):
-        return True
     turn = conversation.messages[place]
+    if any(turn["content"].strip() in text.text for text in texts):
+        return True
     others = dict.fromkeys({"content", "instruction", "input"} & turn.keys(), "lmtrain-other")
-    other: dict[str, Any] = {**turn, **others}
-    return _differs(template, conversation, _with_turn(conversation, place, other), texts)
+    return _differs(template, conversation, _with_turn(conversation, place, {**turn, **others}), texts)
 
 
 def _with_turn(conversation: Conversation, place: int, turn: dict[str, Any]) -> Conversation:

@@ -172,9 +172,7 @@ def _write_part(
         except (BadRow, RecursionError) as error:
             bad = error if isinstance(error, BadRow) else BadRow(where, "the row is nested too deep")
             if part.cfg.on_bad_row == "raise" and not bad.skip:
-                raise UserError(
-                    f"{bad.where}: {bad.reason}; fix the row, or set data.on_bad_row=skip to leave such rows out"
-                ) from None
+                raise UserError(bad.refusal()) from None
             counts.add_bad(bad.reason, bad.where)
             continue
         counts.assistant_first += encoded.dropped_turns > 0
