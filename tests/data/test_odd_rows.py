@@ -330,7 +330,8 @@ def lines(*rows: Any) -> bytes:
 @pytest.mark.parametrize(("option", "encoder", "row", "said"), [
     ("prompts_jsonl", PromptRowEncoder, {"ask": "a"},
      "prompt or question or instruction or messages (the row has ask); say what yours is called with data.columns={"),
-    ("prompts_jsonl", PromptRowEncoder, {"prompt": None}, "messages (the row has prompt); fix the row"),
+    ("prompts_jsonl", PromptRowEncoder, {"prompt": None},
+     "prompt or question or instruction or messages (the row has prompt); fix the row"),
     ("unpaired_jsonl", UnpairedRowEncoder, {"prompt": "a", "completion": "b", "good": True},
      "label (the row has prompt, completion, good); say what yours is called with data.columns={label: ...}; fix"),
     ("unpaired_jsonl", UnpairedRowEncoder, {"prompt": "a", "answer": None, "label": True},
