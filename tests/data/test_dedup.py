@@ -124,7 +124,7 @@ def test_near_copies_are_counted_in_a_few_short_documents(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
-@pytest.mark.parametrize("index", [repeats._Exact, repeats._near])
+@pytest.mark.parametrize("index", [repeats._Exact, repeats._Near])
 def test_where_pieces_are_cut_changes_nothing(texts: list[str], size: int, index) -> None:
     whole, cut = index(), index()
     for text in [*texts[:40], "few words", "few  words", ""]:

@@ -18,8 +18,10 @@ from lmtrain.data.chat.conversations import Conversation, to_sample
 from lmtrain.data.chat.turns import ROLES
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
+from lmtrain.data.examples.prompt_rows import PromptRowEncoder
 from lmtrain.data.examples.row_counts import Counts, bad_lines, summary
 from lmtrain.data.examples.row_format import ChatRows
+from lmtrain.data.examples.unpaired_rows import UnpairedRowEncoder
 from lmtrain.errors import UserError
 
 U, A = {"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "Four."}
@@ -255,10 +257,12 @@ def line_of(row: Any) -> str:
 
 @pytest.fixture
 def read(tmp_path: Path, data_config: Any, tokenizer_config: Any) -> Any:
-    def prepare(content: bytes, name: str = "odd.jsonl", option: str = "chat_jsonl", **more: Any) -> PreparedExamples:
+    def prepare(
+        content: bytes, name: str = "odd.jsonl", option: str = "chat_jsonl", encoder: Any = None, **more: Any
+    ) -> PreparedExamples:
         (tmp_path / name).write_bytes(content)
         settings = {"path": str(tmp_path / name), "val_fraction": 0, "chat_template": "zephyr", "max_length": None}
-        encoder = PairRowEncoder if option == "preference_jsonl" else ChatRows
+        encoder = encoder or (PairRowEncoder if option == "preference_jsonl" else ChatRows)
         cfg = data_config(option, **{**settings, **more})
         return prepare_examples(cfg, tokenizer_config("bytes"), encoder, progress=False)
 
@@ -321,6 +325,21 @@ def test_an_odd_pair(name: str, read: Any) -> None:
 
 def lines(*rows: Any) -> bytes:
     return "".join(line_of(row) + "\n" for row in rows).encode()
+
+
+@pytest.mark.parametrize(("option", "encoder", "row", "said"), [
+    ("prompts_jsonl", PromptRowEncoder, {"ask": "a"},
+     "prompt or question or instruction or messages (the row has ask); say what yours is called with data.columns={"),
+    ("prompts_jsonl", PromptRowEncoder, {"prompt": None},
+     "prompt or question or instruction or messages (the row has prompt); fix the row"),
+    ("unpaired_jsonl", UnpairedRowEncoder, {"prompt": "a", "completion": "b", "good": True},
+     "label (the row has prompt, completion, good); say what yours is called with data.columns={label: ...}; fix"),
+    ("unpaired_jsonl", UnpairedRowEncoder, {"prompt": "a", "answer": None, "label": True},
+     "completion or response or answer (the row has prompt, answer, label); fix the row"),
+])  # fmt: skip
+def test_a_column_that_is_absent_or_null(option: str, encoder: Any, row: Any, said: str, read: Any) -> None:
+    with pytest.raises(UserError, match=rf"odd\.jsonl, line 1: there is no {re.escape(said)}"):
+        read(lines(row), option=option, encoder=encoder, on_bad_row="raise")
 
 
 def test_answers_that_the_template_trims_to_the_same(read: Any) -> None:

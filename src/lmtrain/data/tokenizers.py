@@ -5,6 +5,7 @@ token, so a saved one loads with AutoTokenizer. The same corpus gives the same t
 copy is verified by the hash of each file (`file_hashes`) and of what decides its token ids (`gives_ids_of`).
 """
 
+import copy
 import hashlib
 import json
 import shutil
@@ -173,6 +174,15 @@ def _keep_sentencepiece(tokenizer: PreTrainedTokenizerFast, folder: Path) -> boo
     if source.resolve() != (folder / source.name).resolve():
         shutil.copyfile(source, folder / source.name)
     return True
+
+
+def plain_backend(tokenizer: PreTrainedTokenizerFast) -> Backend:
+    """Returns a copy of the tokenizer's backend that reads special tokens as text, without truncation and padding."""
+    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    return backend
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:

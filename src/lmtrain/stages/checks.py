@@ -88,9 +88,7 @@ def _read_all(data: DataConfig, split: str) -> int | None:
                 _read_row(row, where, part.cfg)
             except BadRow as bad:
                 if part.cfg.on_bad_row == "raise" and not bad.skip:
-                    raise UserError(
-                        f"{bad.where}: {bad.reason}; fix the row, or set data.on_bad_row=skip to leave such rows out"
-                    ) from None
+                    raise UserError(bad.refusal()) from None
     return count
 
 

@@ -120,8 +120,10 @@ def values_of(row: Mapping[str, Any], format: Format, cfg: DataConfig, where: st
     found = {c.split("|")[0]: column_of(c, row, cfg) for c in format.required + format.optional}
     values = {c: row[name] for c, name in found.items() if name is not None and row[name] is not None} | given
     for column in format.required:
-        if column.split("|")[0] not in values:
-            raise BadRow(where, f"there is no {column.replace('|', ' or ')} (the row has {', '.join(row)})")
+        name = column.split("|")[0]
+        if name not in values:
+            hint = "" if found.get(name) else f"; say what yours is called with data.columns={{{name}: ...}}"
+            raise BadRow(where, f"there is no {column.replace('|', ' or ')} (the row has {', '.join(row)}){hint}")
     return values
 
 
@@ -141,19 +143,20 @@ def _first_fit(names: list[str], cfg: DataConfig) -> str:
     for name in FORMATS:
         if name != "template" and all(column_of(c, names, cfg) for c in _needed(name, cfg)):
             return name
-    flat = "message_id" in names and "parent_id" in names
+    hint = ""
+    if "message_id" in names and "parent_id" in names:
+        hint = "These are single messages of OpenAssistant trees: take the file of whole trees (*.trees.jsonl.gz). "
     raise UnfitColumns(
-        f"no conversation format fits the columns {', '.join(names)}. "
-        + (
-            "These are single messages of OpenAssistant trees: take the file of whole trees (*.trees.jsonl.gz). "
-            if flat
-            else ""
-        )
-        + "Formats: "
-        + "; ".join(f"{n} ({', '.join(f.required).replace('|', ' or ')})" for n, f in FORMATS.items() if f.required)
-        + ". Say what yours are called with data.columns={prompt: ..., response: ...}, or write "
-        "data.prompt_template and data.response_template with {column} in them"
+        f"no conversation format fits the columns {', '.join(names)}. {hint}Formats: {described(FORMATS)}. Say what "
+        "yours are called with data.columns={prompt: ..., response: ...}, or write data.prompt_template and "
+        "data.response_template with {column} in them"
     )
+
+
+def described(formats: Mapping[str, Format]) -> str:
+    """Returns the names of formats with the columns that each requires, for messages."""
+    named = (f"{n} ({', '.join(f.required).replace('|', ' or ')})" for n, f in formats.items() if f.required)
+    return "; ".join(named)
 
 
 def _needed(format: str, cfg: DataConfig) -> list[str]:

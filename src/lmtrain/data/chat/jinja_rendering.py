@@ -10,9 +10,8 @@ import contextlib
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -93,7 +92,9 @@ class Template:
         # Special tokens that the tokenizer lacks are rendered as ""; some templates fail on undefined names.
         self._special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
         self._special |= {k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
-        self._thought = "" if "reasoning_content" in text else _thought_key(text)
+        # The key under which the template reads an answer's reasoning, if it isn't reasoning_content; "" for none.
+        keys = () if "reasoning_content" in text else ("thinking", "reasoning")
+        self._thought = next((key for key in keys if re.search(rf"message\W+(get\W+)?{key}\b", text)), "")
         self.special_tokens = special_tokens(tokenizer)
         self._in_parts = False
         try:
@@ -141,15 +142,9 @@ class Template:
         ends = re.search("|".join(map(re.escape, self.special_tokens)), suffix) if self.special_tokens else None
         return (suffix[: ends.end()], suffix[ends.end() :]) if ends else ("", suffix)
 
-    def render_texts(
-        self,
-        chats: list[list[dict[str, Any]]],
-        tools: Any,
-        where: str,
-        add_generation_prompt: bool = False,
-        more: Mapping[str, Any] = MappingProxyType({}),
-    ) -> list[str]:
-        return self._rendered(chats, tools, where, add_generation_prompt=add_generation_prompt, **more)[0]
+    def render_texts(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **options: Any) -> list[str]:
+        """Renders each list of messages; `options` are variables of the template and add_generation_prompt."""
+        return self._rendered(chats, tools, where, **options)[0]
 
     def render_marked(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[Span]]:
         """Renders the messages; also returns the spans marked with {% generation %}, if the template has markers."""
@@ -158,13 +153,13 @@ class Template:
         (text,), (marked,) = self._rendered([messages], tools, where, return_assistant_tokens_mask=True)
         return text, [(start, end) for start, end in marked]
 
-    def _rendered(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **more: Any) -> tuple[Any, Any]:
+    def _rendered(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **options: Any) -> tuple[Any, Any]:
         """Returns the result of render_jinja_template; raises BadRow if the template refuses the turns."""
         try:
             with self._in_time(where):
                 spelt = [self._spelt(messages) for messages in chats]
                 return render_jinja_template(
-                    conversations=spelt, tools=tools, chat_template=self.text, **self._special, **more
+                    conversations=spelt, tools=tools, chat_template=self.text, **self._special, **options
                 )
         except _REFUSALS as error:
             reason = "it takes more memory than there is" if isinstance(error, MemoryError) else str(error)
@@ -213,11 +208,6 @@ def thought_of(turn: dict[str, Any]) -> str:
     return before.strip().removeprefix(OPEN).strip() if closed else ""
 
 
-def _thought_key(text: str) -> str:
-    """Returns the key under which a template reads an answer's reasoning: thinking, reasoning or "" for none."""
-    return next((key for key in ("thinking", "reasoning") if re.search(rf"message\W+(get\W+)?{key}\b", text)), "")
-
-
 _FOLDER = Path(__file__).parent / "jinja"
 # The special tokens that each template writes besides beginning and end of text; the tokenizer must have them.
 NAMED: dict[str, tuple[str, ...]] = {
@@ -245,16 +235,13 @@ def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple
     if name is None:
         try:
             own = tokenizer.get_chat_template()
-            if not isinstance(own, str):
-                raise UserError(
-                    f"{tokenizer.name_or_path}: chat_template of the tokenizer is {own!r:.80}, and no Jinja text: "
-                    f"choose one with data.chat_template ({known}, or a Jinja file)"
-                )
-            return own, "the tokenizer's own"
         except ValueError:
-            raise UserError(
-                f"the tokenizer has no chat template: choose one with data.chat_template ({known}, or a Jinja file)"
-            ) from None
+            found = "the tokenizer has no chat template"
+        else:
+            if isinstance(own, str):
+                return own, "the tokenizer's own"
+            found = f"{tokenizer.name_or_path}: chat_template of the tokenizer is {own!r:.80}, and no Jinja text"
+        raise UserError(f"{found}: choose one with data.chat_template ({known}, or a Jinja file)")
     if name not in NAMED:
         path = Path(name).expanduser()
         if not path.is_file():

@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, instruction, values_of
+from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, described, instruction, values_of
 from lmtrain.data.chat.turns import BadRow, check, common, drop_first_answers, text_of, tools_of, turns_of
 from lmtrain.errors import UserError
 
@@ -65,13 +65,13 @@ def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
             f"{', '.join(PAIR_FORMATS)}"
         )
     for name in PAIR_FORMATS if wanted == "auto" else (wanted,):
-        absent = [c for c in _needed(name, cfg) if column_of(c, names, cfg) is None]
-        if not absent:
+        # data.prompt_template replaces the prompt column.
+        needed = [c for c in PAIR_FORMATS[name].required if not (cfg.prompt_template and c.startswith("prompt"))]
+        if all(column_of(c, names, cfg) is not None for c in needed):
             return name
-    formats = "; ".join(f"{n} ({', '.join(f.required).replace('|', ' or ')})" for n, f in PAIR_FORMATS.items())
     raise UnfitColumns(
-        f"no format of pairs fits the columns {', '.join(names)}. Formats: {formats}. Say what yours are called with "
-        f"data.columns={{chosen: ..., rejected: ...}}"
+        f"no format of pairs fits the columns {', '.join(names)}. Formats: {described(PAIR_FORMATS)}. Say what yours "
+        f"are called with data.columns={{chosen: ..., rejected: ...}}"
     )
 
 
@@ -103,11 +103,6 @@ def to_pairs(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -
             where, "chosen and rejected are answers without a prompt: name its column with data.columns.prompt"
         )
     return [_pair(given, chosen_turns, rejected_turns, values, cfg, where, margin)]
-
-
-def _needed(format: str, cfg: DataConfig) -> list[str]:
-    """Returns the columns that a format requires; data.prompt_template replaces the prompt column."""
-    return [c for c in PAIR_FORMATS[format].required if not (cfg.prompt_template and c.startswith("prompt"))]
 
 
 def _filled(template: str, row: Mapping[str, Any], where: str) -> str:

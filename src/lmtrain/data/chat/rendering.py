@@ -114,9 +114,7 @@ class ChatTemplate(Template):
         """
         for turn in reversed(turns):
             own = self._text(conversation, turn + 1) if turn + 1 < texts[0].shown else texts[0]
-            text = self._first_that_continues(texts, own.text.removesuffix(self.after_turn)) or own
-            if text not in texts:
-                texts.append(text)
+            text = _that_continues(own.text.removesuffix(self.after_turn), texts, own)
             answers = answers_of(conversation.messages[: text.shown])
             if len(text.marked) != len(answers):
                 raise UserError(
@@ -135,21 +133,14 @@ class ChatTemplate(Template):
         said = self.render_texts([messages[: i + 1] for i in turns], tools, where)
         for turn, before, own in reversed(list(zip(turns, given, said, strict=True))):
             remarks: list[str] = []
-            # After the end-of-turn token a template may write text that only ends a conversation.
-            after = own.removesuffix(self.after_turn)
             if not own.startswith(before):
                 before, own, remark = self._asked_otherwise(before, own, conversation, turn)
-                after = own.removesuffix(self.after_turn)
                 remarks.append(remark)
-            text = self._first_that_continues(texts, after)
-            if text is None:
-                text = _Text(own, turn + 1, {}, [], [])
-                texts.append(text)
+            # After the end-of-turn token a template may write text that only ends a conversation.
+            after = own.removesuffix(self.after_turn)
+            text = _that_continues(after, texts, _Text(own, turn + 1, {}, [], []))
             text.answers[turn] = (len(before), len(after))
             text.remarks += remarks
-
-    def _first_that_continues(self, texts: list[_Text], beginning: str) -> _Text | None:
-        return next((text for text in texts if text.text.startswith(beginning)), None)
 
     def _asked_otherwise(self, before: str, own: str, conversation: Conversation, turn: int) -> tuple[str, str, str]:
         """Returns prompt, prompt with answer, and a remark, for an answer whose text doesn't begin with its prompt.
@@ -163,8 +154,8 @@ class ChatTemplate(Template):
         """
         messages, tools, where = conversation.messages, conversation.tools, conversation.where
         for mode in _MODES:
-            asked = self.render_texts([messages[:turn]], tools, where, True, mode)[0]
-            (answered,) = self.render_texts([messages[: turn + 1]], tools, where, more=mode)
+            asked = self.render_texts([messages[:turn]], tools, where, add_generation_prompt=True, **mode)[0]
+            (answered,) = self.render_texts([messages[: turn + 1]], tools, where, **mode)
             if answered.startswith(asked):
                 words = "true" if mode["enable_thinking"] else "false"
                 return asked, answered, f"answers rendered with enable_thinking={words}, as they are written"
@@ -189,8 +180,7 @@ class ChatTemplate(Template):
 
         It is looked for in the beginning that `own` shares with the text of another answer in the same place.
         """
-        other = {"role": "assistant", "content": ANSWER}
-        messages = [*conversation.messages[:turn], other]
+        messages = [*conversation.messages[:turn], {"role": "assistant", "content": ANSWER}]
         (text,) = self.render_texts([messages], conversation.tools, conversation.where)
         at = own.rfind(words, 0, common(own, text))
         return own[at + len(words) :] if at >= 0 else ""
@@ -213,6 +203,14 @@ class ChatTemplate(Template):
             "Possible fixes: data.train_on=last_assistant, or for conversations assistant (which renders a "
             "separate text for each answer), or choose another with data.chat_template"
         )
+
+
+def _that_continues(beginning: str, texts: list[_Text], own: _Text) -> _Text:
+    """Returns the first of `texts` that continues `beginning`; if none does, `own`, which is added to them."""
+    found = next((text for text in texts if text.text.startswith(beginning)), own)
+    if found not in texts:
+        texts.append(found)
+    return found
 
 
 LABELS = ("name", "tool_call_id")  # who speaks and which tool call is answered; a template may leave these out
@@ -258,13 +256,11 @@ def check_tools(template: ChatTemplate, conversation: Conversation) -> None:
 
 def _has_content(conversation: Conversation, texts: list[Rendered], place: int, template: ChatTemplate) -> bool:
     """Returns whether a turn's content is in one of `texts`, literally or because other content would change one."""
-    content = conversation.messages[place]["content"].strip()
-    if any(content in text.text for text in texts):
-        return True
     turn = conversation.messages[place]
+    if any(turn["content"].strip() in text.text for text in texts):
+        return True
     others = dict.fromkeys({"content", "instruction", "input"} & turn.keys(), "lmtrain-other")
-    other: dict[str, Any] = {**turn, **others}
-    return _differs(template, conversation, _with_turn(conversation, place, other), texts)
+    return _differs(template, conversation, _with_turn(conversation, place, {**turn, **others}), texts)
 
 
 def _with_turn(conversation: Conversation, place: int, turn: dict[str, Any]) -> Conversation:

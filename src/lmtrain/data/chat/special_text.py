@@ -7,12 +7,13 @@ another such plane, which a copy of the tokenizer knows as that token, and those
 long as the text they replace, so character positions stay valid throughout.
 """
 
-import copy
 import re
 from typing import Any
 
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
+
+from lmtrain.data.tokenizers import plain_backend
 
 _IN_CONTENT, _BY_TEMPLATE = 0xF0000, 0x100000  # where the two private-use planes of Unicode begin
 
@@ -24,10 +25,7 @@ class PlainText:
         special = special_tokens(tokenizer)
         self._numbers = {token: i for i, token in enumerate(special)}
         self._pattern = special_pattern(tokenizer)
-        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # special tokens' texts are plain text
+        self._backend = plain_backend(tokenizer)
         settings = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
         self._ids: dict[int, int] = {}
         for token in special:

@@ -29,6 +29,10 @@ class BadRow(Exception):
         super().__init__(f"{where}: {reason}")
         self.where, self.reason, self.skip = where, reason, skip
 
+    def refusal(self) -> str:
+        """Returns the error message for users who didn't ask for bad rows to be skipped."""
+        return f"{self}; fix the row, or set data.on_bad_row=skip to leave such rows out"
+
 
 _CALLS = ("function_call", "tool_call")  # roles whose content is the call itself
 # The names of the four roles in datasets: OpenAI's, ShareGPT's, and those for tool calls.

@@ -2,7 +2,6 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from functools import cached_property
 from typing import ClassVar
 
@@ -20,19 +19,19 @@ class Examples:
 
     def __init__(self, shards: list[Shard], repeats: Repeats | None = None, group: int = 1) -> None:
         """repeats: how often groups of `group` examples of each source occur in the split; None: each occurs once."""
-        self.shards, self.repeats, self.group = shards, repeats, group
-        self._starts = _starts(shards)  # int64 [stored + 1], over the tokens of all shards
+        self.shards, self.group = shards, group
         self._shard_starts = np.cumsum([0, *(shard.tokens for shard in shards)])
-        stored = len(self._starts) - 1
-        self._stored = None if repeats is None else self._stored_index(np.arange(len(repeats) * group))
-        self._length = stored if self._stored is None else len(self._stored)
-
-    def _stored_index(self, index: np.ndarray) -> np.ndarray:
-        assert self.repeats is not None
-        return self.repeats.stored(index // self.group) * self.group + index % self.group
+        ends = [s.document_ends(1, s.tokens + 1) + first for s, first in zip(shards, self._shard_starts, strict=False)]
+        starts = np.concatenate([[0], *ends])
+        # Of each stored example, the first token, counted over all shards, and the number of tokens: int64 [stored].
+        self._begin, self._count = starts[:-1], np.diff(starts)
+        self._stored: np.ndarray | None = None  # the stored example of each example
+        if repeats is not None:
+            index = np.arange(len(repeats) * group)
+            self._stored = repeats.stored(index // group) * group + index % group
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._count if self._stored is None else self._stored)
 
     def _of(self, stored: np.ndarray) -> np.ndarray:
         """Maps an array with a value per stored example to one with a value per example, which may repeat."""
@@ -52,7 +51,7 @@ class Examples:
     @cached_property
     def lengths(self) -> np.ndarray:
         """The number of tokens of each example, int64 [n]."""
-        return self._of(np.diff(self._starts))
+        return self._of(self._count)
 
     @property
     def tokens(self) -> int:
@@ -60,7 +59,7 @@ class Examples:
 
     def learned(self) -> np.ndarray:
         """Returns the number of tokens trained on in each example, int64 [n]; reads all loss masks."""
-        places = map(self._place, range(len(self._starts) - 1))
+        places = map(self._place, range(len(self._count)))
         counts = [np.count_nonzero(shard.read_mask(*span)) for shard, span in places]
         return self._of(np.array(counts, dtype=np.int64))
 
@@ -71,18 +70,9 @@ class Examples:
 
     def _place(self, stored: int) -> tuple[Shard, tuple[int, int]]:
         """Returns the shard of a stored example, with its first token there and its number of tokens."""
-        start, stop = int(self._starts[stored]), int(self._starts[stored + 1])
-        number = int(np.searchsorted(self._shard_starts, start, side="right")) - 1
-        return self.shards[number], (start - int(self._shard_starts[number]), stop - start)
-
-
-def _starts(shards: list[Shard]) -> np.ndarray:
-    """Returns the start of each document, counted in tokens over all shards, and the end of the last one."""
-    first, ends = 0, [np.zeros(1, dtype=np.int64)]
-    for shard in shards:
-        ends.append(shard.document_ends(1, shard.tokens + 1) + first)
-        first += shard.tokens
-    return np.concatenate(ends)
+        begin = int(self._begin[stored])
+        number = int(np.searchsorted(self._shard_starts, begin, side="right")) - 1
+        return self.shards[number], (begin - int(self._shard_starts[number]), int(self._count[stored]))
 
 
 def earlier_fingerprints(splits: dict[str, Examples]) -> list[str]:
@@ -93,20 +83,15 @@ def earlier_fingerprints(splits: dict[str, Examples]) -> list[str]:
         starts = np.concatenate([[0], np.cumsum(examples.lengths)]).astype("<i8").tobytes()
         ids, masks = hashlib.sha256(), hashlib.sha256()
         as_one.update(starts)
-        for part in _parts(examples, 0, "<u4"):
-            as_one.update(part)
-            ids.update(part)
-        for part in _parts(examples, 1, "u1"):
-            as_one.update(part)
-            masks.update(part)
+        for which, dtype, digest in ((0, "<u4", ids), (1, "u1", masks)):
+            for i in range(len(examples)):
+                part = examples.read(i)[which].astype(dtype).tobytes()
+                as_one.update(part)
+                digest.update(part)
         labelled = all(shard.labels is not None for shard in examples.shards)
         labels = [hashlib.sha256(examples.labels.astype("<i8").tobytes()).hexdigest()] if labelled else []
         by_file.append([name, ids.hexdigest(), masks.hexdigest(), hashlib.sha256(starts).hexdigest(), *labels])
     return [contents.fingerprint(by_file), as_one.hexdigest()[:16]]
-
-
-def _parts(examples: Examples, which: int, dtype: str) -> Iterator[bytes]:
-    return (examples.read(i)[which].astype(dtype).tobytes() for i in range(len(examples)))
 
 
 class ExampleRows(ABC):
@@ -150,30 +135,21 @@ class TextPieces(Examples):
         """Raises UserError for bins without document ends, and for rows of fewer than two tokens."""
         if longest < 2:
             raise UserError(f"data.seq_len={longest}: a packed row needs two tokens, one to see and one to predict")
-        without = [shard.path for shard in shards if shard.docs is None]
-        if without:
-            raise UserError(
-                f"{without[0]} comes without document borders (a .docs file), which data.packing needs: set "
-                f"data.packing=null, or prepare the text with lmtrain"
-            )
+        for shard in shards:
+            shard.check_borders("data.packing=null")
         super().__init__(shards)
-        ends = np.union1d(
-            self._starts[1:], self._shard_starts[1:]
-        )  # a document that continues in the next shard is cut at the border
+        # A document that continues in the next shard is cut at the border.
+        ends = np.union1d(self._begin + self._count, self._shard_starts[1:])
         starts = np.concatenate([[0], ends[:-1]])
         pieces = np.maximum(1, -(-(ends - starts - 1) // (longest - 1)))
         number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         self._begin = np.repeat(starts, pieces) + number * (longest - 1)
         self._count = np.minimum(longest, np.repeat(ends, pieces) - self._begin)
-        self._length = len(self._begin)
-        self.lengths = self._count
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns a piece's ids, int64 [T], and a loss mask that is all true, bool [T]."""
-        begin, count = int(self._begin[index]), int(self._count[index])
-        shard = int(np.searchsorted(self._shard_starts, begin, side="right")) - 1
-        ids = self.shards[shard].read(begin - int(self._shard_starts[shard]), count)
-        return ids.astype(np.int64), np.ones(count, dtype=bool)
+        shard, span = self._place(index)
+        return shard.read(*span).astype(np.int64), np.ones(span[1], dtype=bool)
 
     def learned(self) -> np.ndarray:
         return self.lengths

@@ -1,6 +1,6 @@
 """The row encoder of DPO, and its micro-batches: unpadded chosen and rejected answers, with shared prompts once."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,10 +23,7 @@ class PairRowEncoder(TemplateRows):
     """Encodes a pair as two examples: the prompt with its chosen and with its rejected answer."""
 
     group = 2
-
-    def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
-        super().__init__(tokenizer, cfg)
-        self.identity = {**self.identity, "pairs": 2}
+    version: ClassVar[dict[str, int]] = {"pairs": 2}
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         """Encodes the pairs of a row, chosen and rejected alternating.
@@ -79,39 +76,32 @@ def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str) -> t
     Raises:
         BadRow: the prompt leaves no room for an answer, or the pair is too long and data.on_too_long is raise.
     """
-    if not (any(chosen[1]) and any(rejected[1])):
-        return [chosen, rejected], 0
-    chosen, rejected, lost = _fit_prompt(chosen, rejected, cfg.max_prompt_length)
-    most, policy = cfg.max_length, cfg.on_too_long
-    longest = max(len(chosen[0]), len(rejected[0]))
-    if most is None or longest <= most:
-        return [chosen, rejected], lost
-    if policy == "drop":
-        return [], 0
-    if policy == "raise":
-        raise BadRow(
-            where,
-            f"an answer with its prompt has {longest} tokens and data.max_length is {most}: raise it, shorten the row, "
-            f"or leave long pairs out with data.on_too_long=drop",
-        )
-    prompt = min(trained.index(True) for _, trained in (chosen, rejected))
-    over = longest - most
-    if policy == "truncate_left":
-        parts, room = slice(over, None), prompt > over
-    else:
-        parts, room = slice(0, most), prompt < most
-    if not room:
-        raise BadRow(where, f"the prompt leaves no room for the answers within data.max_length={most} tokens")
-    cut = [(ids[parts], trained[parts]) for ids, trained in (chosen, rejected)]
-    return cut, lost + sum(len(ids) for ids, _ in (chosen, rejected)) - sum(len(ids) for ids, _ in cut)
-
-
-def _fit_prompt(chosen: Tokens, rejected: Tokens, most: int | None) -> tuple[Tokens, Tokens, int]:
-    """Cuts the same tokens off the beginning of both, so that at most `most` precede an answer; also counts them."""
-    over = min(trained.index(True) for _, trained in (chosen, rejected)) - (most or 0)
-    if most is None or over <= 0:
-        return chosen, rejected, 0
-    return (chosen[0][over:], chosen[1][over:]), (rejected[0][over:], rejected[1][over:]), 2 * over
+    pair, most, policy = [chosen, rejected], cfg.max_length, cfg.on_too_long
+    if not all(any(trained) for _, trained in pair):
+        return pair, 0
+    prompt = min(trained.index(True) for _, trained in pair)
+    start = 0 if cfg.max_prompt_length is None else max(0, prompt - cfg.max_prompt_length)
+    longest = max(len(ids) for ids, _ in pair) - start
+    stop: int | None = None
+    if most is not None and longest > most:
+        if policy == "drop":
+            return [], 0
+        if policy == "raise":
+            raise BadRow(
+                where,
+                f"an answer with its prompt has {longest} tokens and data.max_length is {most}: raise it, shorten the "
+                f"row, or leave long pairs out with data.on_too_long=drop",
+            )
+        if policy == "truncate_left":
+            start += longest - most
+            room = prompt > start
+        else:
+            stop = start + most
+            room = prompt < stop
+        if not room:
+            raise BadRow(where, f"the prompt leaves no room for the answers within data.max_length={most} tokens")
+    cut = [(ids[start:stop], trained[start:stop]) for ids, trained in pair]
+    return cut, sum(len(ids) for ids, _ in pair) - sum(len(ids) for ids, _ in cut)
 
 
 class PairRows(ExampleRows):
@@ -203,25 +193,22 @@ def lay_answers(answers: list[Answer], prefixes: list[int]) -> dict[str, torch.T
 
     prefixes: how many first tokens of each answer are left out because the answer before it begins with them.
     """
-    ids: list[np.ndarray] = []
-    scored: list[np.ndarray] = []
-    before: list[np.ndarray] = []
+    parts: list[tuple[np.ndarray, ...]] = []  # of each answer: ids, scored, before
     starts = [0]
     for (tokens, trained), prefix in zip(answers, prefixes, strict=True):
         start = starts[-1] - prefix  # where token 0 would be if the prefix were repeated
         at = np.flatnonzero(trained)
         # The token before the first unshared one is the last token of the prefix, in the previous answer.
         held_by = np.where(at > prefix, start, starts[-2] if prefix else start)
-        ids.append(tokens[prefix:])
-        scored.append(start + at)
-        before.append(held_by + at - 1)
+        parts.append((tokens[prefix:], start + at, held_by + at - 1))
         starts.append(start + len(tokens))
-    lengths = np.array([len(at) for at in scored], dtype=np.int64)
+    lengths = np.array([len(scored) for _, scored, _ in parts], dtype=np.int64)
+    ids, scored, before = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
     return {
-        "input_ids": torch.from_numpy(np.concatenate(ids))[None],
+        "input_ids": ids[None],
         **documents_at(starts[:-1], 1, starts[-1]),
-        "scored": torch.from_numpy(np.concatenate(scored)),
-        "before": torch.from_numpy(np.concatenate(before)),
+        "scored": scored,
+        "before": before,
         "answer": torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         "lengths": torch.from_numpy(lengths),
     }
@@ -241,15 +228,13 @@ def pad_answers(batch: dict[str, torch.Tensor]) -> None:
 
 
 def _add_prefixes(batch: dict[str, torch.Tensor], prefixes: list[int], starts: list[int]) -> None:
-    parts = []
+    parts: list[np.ndarray] = []
+    ends = [0]
     for i, prefix in enumerate(prefixes):
-        batch["position_ids"][0, starts[i] : starts[i + 1]] += prefix
-        if prefix:
-            parts.append(np.arange(starts[i - 1], starts[i - 1] + prefix))
-        parts.append(np.arange(starts[i], starts[i + 1]))
-    ends = np.cumsum(
-        [0, *(prefix + stop - start for prefix, start, stop in zip(prefixes, starts, starts[1:], strict=False))]
-    )
+        before, start, stop = starts[i - 1], starts[i], starts[i + 1]  # an answer without a prefix needs no `before`
+        batch["position_ids"][0, start:stop] += prefix
+        parts += [np.arange(before, before + prefix), np.arange(start, stop)]
+        ends.append(ends[-1] + prefix + stop - start)
     batch["prefix_lengths"] = torch.tensor(prefixes, dtype=torch.int32)
     batch["kv_index"] = torch.from_numpy(np.concatenate(parts))
-    batch["cu_kv"] = torch.from_numpy(ends.astype(np.int32))
+    batch["cu_kv"] = torch.tensor(ends, dtype=torch.int32)

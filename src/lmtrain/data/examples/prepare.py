@@ -143,7 +143,10 @@ def _write_split(
             written.append(writer.documents)
         split = writer.close()
     if counts.examples == 0:
-        _check_empty(counts, cfg, name, parts)
+        check_untrained(counts, cfg, name)
+        if name == "train":
+            left = f"no row is left to train on: {'; '.join(summary(name, counts))}"
+            raise UserError(left if counts.rows else f"{parts[0].source.label} holds no rows to train on")
         return None
     show.say("\n".join(summary(name, counts)))
     return {**split, "bytes": None, "counts": counts.__dict__, "parts": np.diff(written).tolist()}
@@ -169,9 +172,7 @@ def _write_part(
         except (BadRow, RecursionError) as error:
             bad = error if isinstance(error, BadRow) else BadRow(where, "the row is nested too deep")
             if part.cfg.on_bad_row == "raise" and not bad.skip:
-                raise UserError(
-                    f"{bad.where}: {bad.reason}; fix the row, or set data.on_bad_row=skip to leave such rows out"
-                ) from None
+                raise UserError(bad.refusal()) from None
             counts.add_bad(bad.reason, bad.where)
             continue
         counts.assistant_first += encoded.dropped_turns > 0
@@ -199,12 +200,3 @@ def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | 
         counts.tokens += len(ids)
         counts.trained += sum(trained)
         counts.longest = max(counts.longest, len(ids))
-
-
-def _check_empty(counts: Counts, cfg: DataConfig, name: str, parts: list[MixturePart]) -> None:
-    """Raises UserError if the training split is empty, or too many rows of a split have no token to train on."""
-    check_untrained(counts, cfg, name)
-    if name == "train" and counts.rows == 0:
-        raise UserError(f"{parts[0].source.label} holds no rows to train on")
-    if name == "train":
-        raise UserError(f"no row is left to train on: {'; '.join(summary(name, counts))}")

@@ -1,14 +1,15 @@
 """Prompt rows {prompt, any other columns}: the prompts for a model, and the columns that rewards may use."""
 
+import itertools
 import json
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, column_of
+from lmtrain.data.chat.conversations import Completion, Conversation, Format, values_of
 from lmtrain.data.chat.pairs import prompt_turns
 from lmtrain.data.chat.turns import BadRow, check, tools_of
 from lmtrain.data.examples.documents import ExampleRows, Examples
@@ -16,6 +17,7 @@ from lmtrain.data.examples.row_format import Encoded, TemplateRows
 from lmtrain.errors import UserError
 
 PROMPT = "prompt|question|instruction|messages"
+_FORMAT = Format((PROMPT,))
 
 
 class PromptRowEncoder(TemplateRows):
@@ -25,12 +27,9 @@ class PromptRowEncoder(TemplateRows):
     none, else as a user turn. Messages always go through the template.
     """
 
-    group = 1
-
-    def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
-        super().__init__(tokenizer, cfg)
-        self.identity = {**self.identity, "prompts": 1}
-        self._asks = False  # whether some row has shown that the template has a generation prompt
+    words = "prompts"
+    version: ClassVar[dict[str, int]] = {"prompts": 1}
+    _asks = False  # whether some row has shown that the template has a generation prompt
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         """Returns the prompt as an example; none if it is too long and data.on_too_long=drop.
@@ -40,9 +39,8 @@ class PromptRowEncoder(TemplateRows):
             UserError: the chat template has no generation prompt.
         """
         self.chat.begin_row()
-        self.format_of(row, where, cfg, _detect)
-        prompt = row.get(column_of(PROMPT, row, cfg) or "")
-        if prompt is None or prompt == "" or prompt == []:
+        prompt = values_of(row, _FORMAT, cfg, where)["prompt"]
+        if prompt == "" or prompt == []:
             raise BadRow(where, "the prompt is empty")
         ids = self._ids(prompt, row, where, cfg)
         most = cfg.max_prompt_length
@@ -55,8 +53,7 @@ class PromptRowEncoder(TemplateRows):
             kept = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
         except (TypeError, ValueError) as error:
             raise BadRow(where, f"a column holds a value that JSON can't represent: {error}") from None
-        remarks = self.chat.remarks
-        return Encoded([(ids, [True] * len(ids))], remarks=remarks, kept=kept)
+        return Encoded([(ids, [True] * len(ids))], remarks=self.chat.remarks, kept=kept)
 
     def _ids(self, prompt: Any, row: dict[str, Any], where: str, cfg: DataConfig) -> list[int]:
         if isinstance(prompt, str) and self.chat.template is None:
@@ -83,15 +80,6 @@ class PromptRowEncoder(TemplateRows):
     def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["PromptRows", str]:
         longest = int(examples.lengths.max()) if len(examples) else 0
         return PromptRows(examples), f"{len(examples):,} prompts of up to {longest:,} tokens"
-
-
-def _detect(columns: Any, cfg: DataConfig) -> str:
-    if column_of(PROMPT, columns, cfg) is None:
-        raise UnfitColumns(
-            f"there is no prompt (the row has {', '.join(columns)}); say what yours is called with "
-            f"data.columns={{prompt: ...}}"
-        )
-    return "prompts"
 
 
 def _plain(value: Any) -> Any:
@@ -128,17 +116,16 @@ class PromptRows(ExampleRows):
 
         Returns:
             input_ids int64 [1, N], the concatenated prompts; cu_seqlens int32 [P + 1], their starts and the end; scored
-            int64 [0], as prompts are not trained on; texts uint8 [M], the rows as JSON in UTF-8, and text_ends
-            int64 [P]; epoch, row int64 [P]; prompts, seen int64 []: P and N.
+            int64 [0], as prompts are not trained on; texts uint8 [M], the rows as lines of JSON in UTF-8;
+            epoch, row int64 [P]; prompts, seen int64 []: P and N.
         """
         ids = [self.examples.read(int(row))[0] for _, row in rows]
-        texts = [np.frombuffer(self.examples.texts[int(row)].encode(), dtype=np.uint8) for _, row in rows]
+        texts = "\n".join(self.examples.texts[int(row)] for _, row in rows)
         return {
             "input_ids": torch.from_numpy(np.concatenate(ids))[None],
             "cu_seqlens": torch.tensor([0, *np.cumsum([len(part) for part in ids]).tolist()], dtype=torch.int32),
             "scored": torch.zeros(0, dtype=torch.int64),
-            "texts": torch.from_numpy(np.concatenate(texts)),
-            "text_ends": torch.from_numpy(np.cumsum([len(part) for part in texts])),
+            "texts": torch.frombuffer(bytearray(texts.encode()), dtype=torch.uint8),
             "epoch": torch.from_numpy(rows[:, 0].copy()),
             "row": torch.from_numpy(rows[:, 1].copy()),
             "prompts": torch.tensor(len(rows)),
@@ -150,10 +137,7 @@ def prompts_of(batch: dict[str, torch.Tensor]) -> list[PromptRow]:
     """Returns the prompts of a micro-batch from `PromptRows.read` or `PromptRows.empty`."""
     if not int(batch["prompts"]):
         return []
-    ids, texts = batch["input_ids"][0].tolist(), bytes(batch["texts"].tolist())
-    starts, text_ends = batch["cu_seqlens"].tolist(), batch["text_ends"].tolist()
-    found = []
-    for i, (epoch, row) in enumerate(zip(batch["epoch"].tolist(), batch["row"].tolist(), strict=True)):
-        text = texts[text_ends[i - 1] if i else 0 : text_ends[i]]
-        found.append(PromptRow(epoch, row, ids[starts[i] : starts[i + 1]], json.loads(text)))
-    return found
+    ids, starts = batch["input_ids"][0].tolist(), batch["cu_seqlens"].tolist()
+    prompts = [ids[start:stop] for start, stop in itertools.pairwise(starts)]
+    columns = [json.loads(line) for line in bytes(batch["texts"].tolist()).decode().split("\n")]
+    return list(map(PromptRow, batch["epoch"].tolist(), batch["row"].tolist(), prompts, columns))

@@ -11,6 +11,7 @@ from lmtrain.terminal import counted
 
 _SHOWN = 8  # maximum number of reasons that are shown on a line of their own
 _KINDS = 100  # maximum number of reasons that are counted separately
+# What differs between the reasons of similar rows: the text after a colon, quoted values, details, numbers.
 _VARIES = [
     (re.compile(r": .*", re.DOTALL), ""),
     (re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL), "'...'"),
@@ -57,7 +58,9 @@ class Counts:
 
     def add_bad(self, reason: str, where: str) -> None:
         """Counts a skipped row; reasons that differ only in numbers, quoted values or details are of one kind."""
-        kind = _kind(reason)
+        kind = reason
+        for pattern, instead in _VARIES:
+            kind = pattern.sub(instead, kind)
         if kind not in self.bad and len(self.bad) >= _KINDS:
             kind = "other"
         self.bad[kind] = self.bad.get(kind, 0) + 1
@@ -65,11 +68,9 @@ class Counts:
         self.bad_first.setdefault(kind, reason)
 
 
-def short(text: str, characters: int = 160) -> str:
-    """Returns the beginning and end of a text, in quotes."""
-    if len(text) <= 2 * characters:
-        return repr(text)
-    return f"{text[:characters]!r} ... {text[-characters:]!r}"
+def short(text: str) -> str:
+    """Returns the beginning and end of a text, up to 160 characters each, in quotes."""
+    return repr(text) if len(text) <= 320 else f"{text[:160]!r} ... {text[-160:]!r}"
 
 
 def too_many_untrained(counts: Counts, cfg: DataConfig) -> bool:
@@ -150,10 +151,3 @@ def bad_lines(counts: Counts) -> list[tuple[str, str]]:
     if rest:
         lines.append((f"{counted(sum(rest), 'row')} skipped", f"for {counted(len(rest), 'other reason')}"))
     return lines
-
-
-def _kind(reason: str) -> str:
-    """Removes from a reason what differs between similar rows: numbers, quoted values and the text after a colon."""
-    for pattern, instead in _VARIES:
-        reason = pattern.sub(instead, reason)
-    return reason

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
@@ -86,19 +86,18 @@ class RowEncoder(Protocol):
         """Stores in the tokenizer what users of the trained model need: the chat template."""
 
 
-def _without_system(sample: Completion | Conversation, cfg: DataConfig) -> list[Remark]:
-    """Returns a remark if data.system_prompt has no effect, as a text prompt doesn't go through a chat template."""
-    if isinstance(sample, Conversation) or not cfg.system_prompt:
-        return []
-    return [Remark("data.system_prompt has no effect: the prompt is text; write it as messages, [{role: user, ...}]")]
-
-
 class TemplateRows:
-    """The base class of encoders for rows that go through a chat template; see `RowEncoder`."""
+    """The base class of encoders for rows that go through a chat template; see `RowEncoder`.
+
+    version: what a subclass adds to the identity.
+    """
+
+    group = 1
+    version: ClassVar[dict[str, int]] = {}
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         self.chat = ChatEncoder(tokenizer, cfg)
-        self.identity = self.chat.identity
+        self.identity = {**self.chat.identity, **self.version}
         self._formats: dict[Any, str] = {}
 
     @property
@@ -141,18 +140,20 @@ class TemplateRows:
 class ChatRows(TemplateRows):
     """The row format of SFT: one example per row, or several if a row is split or its earlier turns are rewritten."""
 
-    group = 1
-
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         self.chat.begin_row()
         sample = to_sample(row, self.format_of(row, where, cfg, detect_format), cfg, where)
         examples = self.chat.encode(sample)
+        remarks = [*self.chat.remarks, *unread(row)]
+        if isinstance(sample, Completion) and cfg.system_prompt:  # a text prompt doesn't go through a chat template
+            words = "the prompt is text; write it as messages, [{role: user, ...}]"
+            remarks.append(Remark(f"data.system_prompt has no effect: {words}"))
         return Encoded(
             [(e.input_ids, e.trained) for e in examples],
             sum(e.cut for e in examples),
             self.question(sample) if question else None,
             sample.dropped_turns if isinstance(sample, Conversation) else 0,
-            [*self.chat.remarks, *unread(row), *_without_system(sample, cfg)],
+            remarks,
             self.chat.texts,
         )
 

@@ -8,7 +8,7 @@ import torch
 from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import ANSWERS, DataConfig
-from lmtrain.data.chat.conversations import UnfitColumns, column_of
+from lmtrain.data.chat.conversations import Format, values_of
 from lmtrain.data.chat.pairs import answer_turns, prompt_turns
 from lmtrain.data.chat.templates import fit
 from lmtrain.data.chat.turns import BadRow, check, unread
@@ -16,13 +16,13 @@ from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
 
-COLUMNS = ("prompt|question|instruction", "completion|response|answer", "label")
+_FORMAT = Format(("prompt|question|instruction", "completion|response|answer", "label"))
 
 
 class UnpairedRowEncoder(TemplateRows):
     """Encodes a row as one example, the prompt with its answer; the label is 1 if the answer is desirable, else 0."""
 
-    group = 1
+    words = "unpaired"
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         """Raises UserError for data.train_on=all: the prompt is not part of the answer that is scored."""
@@ -37,17 +37,14 @@ class UnpairedRowEncoder(TemplateRows):
             BadRow: a column is missing or null, the label isn't true or false, or the chat template refuses the row.
         """
         self.chat.begin_row()
-        self.format_of(row, where, cfg, _detect)
-        names = [column_of(column, row, cfg) for column in COLUMNS]
-        prompt, completion, label = (row.get(name or "") for name in names)
-        if prompt is None or completion is None:
-            raise BadRow(where, "the prompt or the completion is null")
+        values = values_of(row, _FORMAT, cfg, where)
+        label = values["label"]
         if label not in (True, False):  # accepts 1 and 0, too
             raise BadRow(where, f"label must be true (desirable) or false, and is {label!r}")
-        turns = prompt_turns({"prompt": prompt}, where)
+        turns = prompt_turns({"prompt": values["prompt"]}, where)
         if cfg.system_prompt and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": cfg.system_prompt}, *turns]
-        answer = answer_turns(completion, "completion", where)
+        answer = answer_turns(values["completion"], "completion", where)
         check([*turns, *answer], where)
         ids, trained = self.chat.pair(turns, answer, where=where)
         fitted = fit(ids, trained, [], cfg, where)
@@ -67,16 +64,6 @@ class UnpairedRowEncoder(TemplateRows):
         good = int(examples.labels.sum())
         words = f"{good:,} desirable and {len(examples) - good:,} undesirable answers; no padding"
         return UnpairedRows(examples), words
-
-
-def _detect(columns: Any, cfg: DataConfig) -> str:
-    absent = [c.replace("|", " or ") for c in COLUMNS if column_of(c, columns, cfg) is None]
-    if absent:
-        raise UnfitColumns(
-            f"there is no {', no '.join(absent)} (the row has {', '.join(columns)}); say what yours are called with "
-            f"data.columns={{prompt: ..., completion: ..., label: ...}}"
-        )
-    return "unpaired"
 
 
 class UnpairedRows(ExampleRows):

@@ -128,16 +128,11 @@ def _info(fs: Any, path: str) -> dict[str, Any] | None:
     """Returns the file system's information on the file or folder; None if it doesn't exist."""
     try:
         return dict(fs.info(path))
-    except FileNotFoundError as error:
-        if not _is_absent(error):
-            raise
-        return None
-
-
-def _is_absent(error: BaseException) -> bool:
-    """Returns whether the error means an absent file: HTTP's file system raises it for an unreachable server too."""
-    cause = error.__cause__
-    return cause is None or isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) in (404, 410)
+    except FileNotFoundError as error:  # HTTP's file system raises it for an unreachable server too
+        cause = error.__cause__
+        if cause is None or isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) in (404, 410):
+            return None
+        raise
 
 
 def _is_folder(info: dict[str, Any]) -> bool:
@@ -212,9 +207,6 @@ class _Reading(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END and self.address.size is None:

@@ -118,10 +118,8 @@ def expected_bytes(source: Source, cfg: DataConfig, name: str) -> int | None:
         return None
     if source.pieces("val") is not None:
         return source.text_bytes(name)
-    whole_text = source.text_bytes("train")
-    return (
-        None if whole_text is None else int(whole_text * (cfg.val_fraction if name == "val" else 1 - cfg.val_fraction))
-    )
+    whole, share = source.text_bytes("train"), cfg.val_fraction if name == "val" else 1 - cfg.val_fraction
+    return None if whole is None else int(whole * share)
 
 
 def open_own(cfg: DataConfig) -> Any:

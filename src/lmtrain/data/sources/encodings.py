@@ -59,12 +59,12 @@ class Decoder:
     refused.
     """
 
-    def __init__(self, reopen: Callable[[], IO[bytes]]) -> None:
-        """`reopen` opens the file again, at its beginning."""
+    def __init__(self, reopen: Callable[[], IO[bytes]], encoding: str | None) -> None:
+        """`reopen` opens the file again, at its beginning; `encoding` is that of its mark, which it is read without."""
         self.reopen = reopen
-        self.encoding = "utf-8"
+        self.encoding = encoding or "utf-8"
         self.was_ascii = True
-        self._decoder: codecs.IncrementalDecoder = codecs.getincrementaldecoder("utf-8")()
+        self._decoder: codecs.IncrementalDecoder = codecs.getincrementaldecoder(self.encoding)()
 
     def decode(self, part: bytes, final: bool = False) -> str:
         """Returns the text of the next part; raises UnicodeDecodeError if its encoding can't be detected."""

@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -198,7 +199,8 @@ def _format_of(path: File, wanted: str) -> str:
 def read_pieces(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[Piece]:
     """Yields the documents of the files, in order."""
     if cfg.document_start:
-        yield from join_rows(_all_rows(files, cfg), cfg.document_start)
+        rows = (row for path, format in files for row in read_rows(path, format, cfg))
+        yield from join_rows(rows, cfg.document_start)
         return
     for path, format in files:
         if format == "text" and cfg.sample_by == "document":
@@ -208,40 +210,24 @@ def read_pieces(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[Piec
             yield from (Piece(_of_characters(row, path), True) for row in read_rows(path, format, cfg))
 
 
-def _all_rows(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[str]:
-    for path, format in files:
-        yield from read_rows(path, format, cfg)
-
-
 def read_rows(path: File, format: str, cfg: DataConfig) -> Iterator[str]:
     """Yields the text of each row of a file; the rows of a plain text file are its lines or paragraphs."""
     if format == "text":
-        # Lines keep their line ends if they are to be joined into documents.
-        yield from _paragraphs(path) if cfg.sample_by == "paragraph" else _lines(path, keep=bool(cfg.document_start))
+        if cfg.sample_by == "paragraph":
+            yield from _paragraphs(path)
+        else:  # lines keep their line ends if they are to be joined into documents
+            yield from (line if cfg.document_start else line.rstrip("\r\n") for line in raw_lines(path))
         return
     columns = columns_of(cfg.text_column)
     for where, row in read_table(path, format, columns):
-        if isinstance(row, str):
-            raise UserError(f"{where}: {row}")
         yield text_of(row, columns, cfg.column_separator or "", where)
-
-
-def _lines(path: File, keep: bool) -> Iterator[str]:
-    for line in raw_lines(path):
-        yield line if keep else line.rstrip("\r\n")
 
 
 def _paragraphs(path: File) -> Iterator[str]:
     """Yields the runs of lines between blank lines."""
-    held: list[str] = []
-    for line in raw_lines(path):
-        if line.strip():
-            held.append(line)
-        elif held:
-            yield "".join(held).rstrip("\r\n")
-            held = []
-    if held:
-        yield "".join(held).rstrip("\r\n")
+    for is_text, lines in itertools.groupby(raw_lines(path), key=lambda line: bool(line.strip())):
+        if is_text:
+            yield "".join(lines).rstrip("\r\n")
 
 
 def read_records(files: list[tuple[File, str]]) -> Iterator[Record]:

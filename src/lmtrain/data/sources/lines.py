@@ -1,7 +1,6 @@
 """Opens, decompresses and decodes files line by line; read errors become one message with file and line."""
 
 import bz2
-import codecs
 import contextlib
 import gzip
 import io
@@ -29,7 +28,7 @@ COMPRESSED: dict[str, Callable[[Path | IO[bytes], str], Any]] = {
     ".xz": lzma.open,
     ".zst": _open_zstd,
 }
-BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what decompressors raise for damaged files
+_BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what decompressors raise for damaged files
 _BUFFER = 1 << 20  # bytes per read: a document is often longer than Python's default of 8 KiB
 _BOM = "\ufeff"  # some Windows programs begin UTF-8 files with it
 
@@ -60,7 +59,7 @@ def text_blocks(path: File, characters: int, start: int = 0) -> Iterator[str]:
     Raises:
         UserError: it can't be read, or is not UTF-8.
     """
-    with open_binary(path) as raw, _explained(path):
+    with open_binary(path) as raw, explained(path):
         _skip(raw, start)
         with io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
             while block := file.read(characters):
@@ -73,21 +72,17 @@ def decoded_blocks(path: File, size: int) -> Iterator[str]:
     Raises:
         UserError: it can't be read, or is neither UTF-8 nor in a detectable encoding.
     """
-    with open_binary(path) as file, _explained(path), contextlib.ExitStack() as stack:
+    with open_binary(path) as file, explained(path), contextlib.ExitStack() as stack:
         part = file.read(size)
         name = encodings.marked(part)
-        if name is not None:
-            decoder: Any = codecs.getincrementaldecoder(name)()
-            part = part[2:]
-        else:
-            decoder = encodings.Decoder(lambda: stack.enter_context(open_binary(path)))
+        decoder = encodings.Decoder(lambda: stack.enter_context(open_binary(path)), name)
+        part = part[2:] if name else part
         while part:
             yield decoder.decode(part)
             part = file.read(size)
         yield decoder.decode(b"", True)
-        found = name or decoder.encoding
-        if found != "utf-8":
-            not_utf8[str(path)] = found
+        if decoder.encoding != "utf-8":
+            not_utf8[str(path)] = decoder.encoding
 
 
 not_utf8: dict[str, str] = {}  # encodings of the files other than UTF-8 that this process has read
@@ -123,7 +118,7 @@ def raw_lines(path: File) -> Iterator[str]:
 
 def located_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
     """Yields the lines of a UTF-8 file from byte `start` (uncompressed) on, each with the byte at which it begins."""
-    with open_binary(path) as file, _explained(path):
+    with open_binary(path) as file, explained(path):
         _skip(file, start)
         for line in file:
             yield start, line.decode("utf-8")
@@ -131,13 +126,13 @@ def located_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
 
 
 @contextlib.contextmanager
-def _explained(path: File) -> Iterator[None]:
+def explained(path: File) -> Iterator[None]:
     """Turns decoding and read errors into one UserError or ReadError that names the file."""
     try:
         yield
     except UnicodeDecodeError:
         raise UserError(_explain_encoding(path)) from None
-    except BROKEN as error:
+    except _BROKEN as error:
         raise ReadError(f"{path} can't be read: {error}") from None
 
 

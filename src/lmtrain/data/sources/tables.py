@@ -5,6 +5,7 @@ row can't be read but those after it can, a string that describes the error is y
 """
 
 import bisect
+import contextlib
 import csv
 import difflib
 import functools
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.data.sources.addresses import File, opened
-from lmtrain.data.sources.lines import BROKEN, data_lines, located_data_lines, open_binary, table_lines
+from lmtrain.data.sources.lines import data_lines, explained, located_data_lines, open_binary, table_lines
 from lmtrain.errors import ReadError, UserError
 
 # A row's location (for error messages) and the row, or a string that says why the row can't be read.
@@ -100,11 +101,8 @@ def _json(path: File, columns: list[str] | None) -> Iterator[Record]:
 
 def _has_lines(path: File) -> bool:
     """Returns whether a .json file holds one object per line instead of one list."""
-    with open_binary(path) as file:
-        try:
-            return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
-        except BROKEN as error:
-            raise ReadError(f"{path} can't be read: {error}") from None
+    with open_binary(path) as file, explained(path):
+        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
 
 
 def _start(text: str, at: int) -> int:
@@ -188,6 +186,19 @@ def _header(names: list[str], where: str) -> list[str]:
     return names
 
 
+@contextlib.contextmanager
+def _read_as(format: str, path: File) -> Iterator[None]:
+    """Turns errors of reading a columnar file into one UserError or ReadError that names it."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path} can't be read as {format}: {error}") from None
+    except (pa.ArrowException, OSError) as error:
+        raise ReadError(f"{path} can't be read as {format}: {error}") from None
+
+
 def _parquet(path: File, columns: list[str] | None) -> Iterator[Record]:
     return ((f"{path}, row {number}", row) for number, row in parquet_from(path, columns, 0))
 
@@ -198,47 +209,39 @@ def parquet_from(path: File, columns: list[str] | None, start: int) -> Iterator[
     Raises:
         UserError: the file can't be read, or lacks a column.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with pq.ParquetFile(path if isinstance(path, Path) else opened(path)) as file:
-            check_columns(columns or [], file.schema_arrow.names, str(path))
-            sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
-            ends = list(itertools.accumulate(sizes))
-            group = bisect.bisect_right(ends, start)  # the row group that contains row `start`
-            number = ends[group - 1] if group else 0
-            groups = range(group, len(sizes))
-            for batch in file.iter_batches(batch_size=_ROWS, columns=columns, row_groups=groups):
-                yield from ((n, row) for n, row in enumerate(batch.to_pylist(), start=number) if n >= start)
-                number += len(batch)
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path} can't be read as parquet: {error}") from None
-    except (pa.ArrowException, OSError) as error:
-        raise ReadError(f"{path} can't be read as parquet: {error}") from None
+    with _read_as("parquet", path), pq.ParquetFile(path if isinstance(path, Path) else opened(path)) as file:
+        check_columns(columns or [], file.schema_arrow.names, str(path))
+        sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
+        ends = list(itertools.accumulate(sizes))
+        group = bisect.bisect_right(ends, start)  # the row group that contains row `start`
+        number = ends[group - 1] if group else 0
+        groups = range(group, len(sizes))
+        for batch in file.iter_batches(batch_size=_ROWS, columns=columns, row_groups=groups):
+            yield from ((n, row) for n, row in enumerate(batch.to_pylist(), start=number) if n >= start)
+            number += len(batch)
 
 
 def _arrow(path: File, columns: list[str] | None) -> Iterator[Record]:
     """Yields the rows of an Arrow stream, which `datasets` writes, or of an Arrow file."""
     import pyarrow as pa
 
-    try:
-        with pa.OSFile(str(path)) if isinstance(path, Path) else pa.PythonFile(opened(path), "r") as source:
-            is_file = source.read(6) == b"ARROW1"
-            source.seek(0)
-            if is_file:
-                reader = pa.ipc.open_file(source)
-                batches: Iterator[pa.RecordBatch] = (reader.get_batch(i) for i in range(reader.num_record_batches))
-            else:
-                reader = pa.ipc.open_stream(source)
-                batches = iter(reader)
-            check_columns(columns or [], reader.schema.names, str(path))
-            rows = (row for batch in batches for row in batch.select(columns or reader.schema.names).to_pylist())
-            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path} can't be read as Arrow: {error}") from None
-    except (pa.ArrowException, OSError) as error:
-        raise ReadError(f"{path} can't be read as Arrow: {error}") from None
+    with (
+        _read_as("Arrow", path),
+        pa.OSFile(str(path)) if isinstance(path, Path) else pa.PythonFile(opened(path), "r") as source,
+    ):
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if is_file:
+            reader = pa.ipc.open_file(source)
+            batches: Iterator[pa.RecordBatch] = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            reader = pa.ipc.open_stream(source)
+            batches = iter(reader)
+        check_columns(columns or [], reader.schema.names, str(path))
+        rows = (row for batch in batches for row in batch.select(columns or reader.schema.names).to_pylist())
+        yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
 
 
 READERS: dict[str, Callable[[File, list[str] | None], Iterator[Record]]] = {
@@ -272,12 +275,14 @@ def check_columns(wanted: list[str], found: Iterable[str], where: str) -> None:
             )
 
 
-def text_of(row: Mapping[str, Any], columns: list[str], separator: str, where: str) -> str:
+def text_of(row: Mapping[str, Any] | str, columns: list[str], separator: str, where: str) -> str:
     """Returns the text columns of a row, joined by `separator`; null values are skipped.
 
     Raises:
-        UserError: a column is missing or holds something other than text.
+        UserError: the row can't be read, or a column is missing or holds something other than text.
     """
+    if isinstance(row, str):
+        raise UserError(f"{where}: {row}")
     parts = []
     for column in columns:
         if column not in row:

@@ -110,13 +110,17 @@ class Shard:
         assert self.texts is not None
         return self._array(self.texts, "u1", 0, self._versions[self.texts][1]).tobytes().decode().split("\n")[:-1]
 
-    def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """Returns the document ends with start <= end < stop: int64, ascending, exclusive, in tokens of this shard."""
+    def check_borders(self, instead: str) -> None:
+        """Raises UserError if the file comes without document ends; `instead` is the setting that needs none."""
         if self.docs is None:
             raise UserError(
-                f"{self.path} comes without document borders (a .docs file): set data.isolate_documents=false, or "
-                f"prepare the text with lmtrain"
+                f"{self.path} comes without document borders (a .docs file): prepare the text with lmtrain, or set "
+                f"{instead}"
             )
+
+    def document_ends(self, start: int, stop: int) -> np.ndarray:
+        """Returns the document ends with start <= end < stop: int64, ascending, exclusive, in tokens of this shard."""
+        self.check_borders("data.isolate_documents=false")
         first = self._first_end_at_least(start)
         found = []
         while first < self.documents:

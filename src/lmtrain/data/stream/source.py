@@ -91,10 +91,7 @@ class _FileStream:
             yield from ((at, line.rstrip("\r\n")) for at, line in located_lines(path, start))
         elif format == "jsonl":
             for at, row in json_lines_from(path, start):
-                where = f"{path}, byte {at}"
-                if isinstance(row, str):
-                    raise UserError(f"{where}: {row}")
-                yield at, text_of(row, columns, separator, where)
+                yield at, text_of(row, columns, separator, f"{path}, byte {at}")
         elif format == "parquet":
             for number, row in parquet_from(path, columns, start):
                 yield number, text_of(row, columns, separator, f"{path}, row {number}")

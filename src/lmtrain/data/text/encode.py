@@ -7,7 +7,6 @@ before it, whose ids are then dropped, so that tokenizers that treat the start o
 there) don't see the segment as one.
 """
 
-import copy
 import functools
 import os
 import re
@@ -23,6 +22,7 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.byte_bpe.encoder import ByteBPE
 from lmtrain.data.byte_bpe.processes import EncodeProcesses
 from lmtrain.data.sources.pieces import Piece
+from lmtrain.data.tokenizers import plain_backend
 from lmtrain.errors import UserError
 
 SEGMENT = 1 << 15  # characters; long enough that checking a cut is cheap, short enough to feed many threads
@@ -76,11 +76,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_id: int | None, processes: int | None = None) -> None:
         """eos_id: the token put after each document, None for none; processes: their maximum, None for one per core."""
-        self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        # "<|endoftext|>" written in a document is text, not the end of it.
-        self.backend.encode_special_tokens = True
+        self.backend = plain_backend(tokenizer)  # "<|endoftext|>" written in a document is text, not the end of it
         self.eos = np.array([] if eos_id is None else [eos_id], dtype=np.uint32)
         self.newline = self._ids("\n")
         self.processes = min(processes or os.cpu_count() or 1, _PROCESSES)

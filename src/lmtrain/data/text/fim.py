@@ -85,12 +85,8 @@ def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, se
     fim = data.fim
     if not fim.rate:
         return None
-    without = [shard.path for shard in shards if shard.docs is None]
-    if without:
-        raise UserError(
-            f"data.fim.rate={fim.rate}: {without[0]} comes without document borders (a .docs file): prepare the text "
-            f"with lmtrain"
-        )
+    for shard in shards:
+        shard.check_borders("data.fim.rate=0")
     names = [fim.prefix_token, fim.suffix_token, fim.middle_token]
     vocabulary = tokenizer.get_vocab()
     missing = [name for name in names if name not in vocabulary]

@@ -1,6 +1,5 @@
 """Several sources of text for one run: each is prepared separately, all with the same tokenizer."""
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -109,15 +108,15 @@ def _max_epochs(entry: dict[str, Any], where: str) -> float | None:
     return most
 
 
-def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True) -> PreparedMixture:
+def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig) -> PreparedMixture:
     """Prepares each source in a folder of its own, which is reused by other mixtures and by runs on that source alone.
 
     Raises:
         UserError: see `prepare`; also if sources are bins of different tokenizers.
     """
     found = text_sources(cfg)
-    tokenizer_cfg = _shared_tokenizer(cfg, tokenizer_cfg, found, progress)
-    parts = [prepare(source.cfg, tokenizer_cfg, progress) for source in found]
+    tokenizer_cfg = _shared_tokenizer(cfg, tokenizer_cfg, found)
+    parts = [prepare(source.cfg, tokenizer_cfg) for source in found]
     for source, part in zip(found, parts, strict=True):
         if part.meta["tokenizer_hash"] != parts[0].meta["tokenizer_hash"]:
             raise UserError(
@@ -127,9 +126,7 @@ def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: b
     return PreparedMixture(found, parts)
 
 
-def _shared_tokenizer(
-    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, found: list[TextSource], progress: bool
-) -> TokenizerConfig:
+def _shared_tokenizer(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, found: list[TextSource]) -> TokenizerConfig:
     """Returns the tokenizer config for all sources; one that is made from text is built once, from all in turn."""
     if tokenizer_cfg.kind not in ("bpe", "char"):
         return tokenizer_cfg
@@ -150,14 +147,12 @@ def _shared_tokenizer(
     def build(folder: Path) -> None:
         tokenizers.save(tokenizers.load_or_train(tokenizer_cfg, texts, named), folder)
 
-    with PrepareProgress(progress) as show:
+    with PrepareProgress(show=True) as show:
         if not (target / "tokenizer.json").exists():
             show.say(f"making the tokenizer of {len(opened)} sources: {', '.join(s.label for s, _ in opened)}")
         build_once(target, lambda folder: (folder / "tokenizer.json").exists(), build, show.say)
-    made = copy.copy(tokenizer_cfg)
-    made.kind, made.name_or_path, made.add_tokens = "hub", str(target), None
-    made.vocab_size = made.min_frequency = made.train_characters = None
-    return made
+    of_text: dict[str, Any] = dict.fromkeys(("vocab_size", "min_frequency", "train_characters", "add_tokens"))
+    return dataclasses.replace(tokenizer_cfg, kind="hub", name_or_path=str(target), **of_text)
 
 
 def mixture_words(parts: list[tuple[TextSource, PreparedData]], mixture: Mixture) -> list[str]:

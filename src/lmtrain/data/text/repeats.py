@@ -54,27 +54,25 @@ def share_seen(train: Sequence[Shard], val: Sequence[Shard], length: int) -> flo
     The first _MOST tokens of each split are compared. Pieces are adjacent in validation and begin at any token in
     training; they are compared by 64-bit polynomial hashes (Karp and Rabin 1987).
     """
-    pieces = np.sort(np.concatenate([np.empty(0, np.uint64), *(h[::length] for h in _hashes(val, length))]))
+    adjacent = (hashes[::length] for _, hashes in _hashes(val, length, _MOST))
+    pieces = np.sort(np.concatenate([np.empty(0, np.uint64), *adjacent]))
     if len(pieces) == 0:
         return 0.0
     seen = np.zeros(len(pieces), dtype=bool)
     possible = np.zeros(1 << 16, dtype=bool)  # by the first 16 bits: leaves few hashes to search for
     possible[pieces >> np.uint64(48)] = True
-    for hashes in _hashes(train, length):
+    for _, hashes in _hashes(train, length, _MOST):
         found = hashes[possible[hashes >> np.uint64(48)]]
         places = np.searchsorted(pieces, found).clip(max=len(pieces) - 1)
         seen[places[pieces[places] == found]] = True
     return float(seen[np.searchsorted(pieces, pieces)].mean())  # only the first of equal pieces was marked
 
 
-def _hashes(shards: Sequence[Shard], length: int) -> Iterator[Hashes]:
-    """Yields the hashes of the pieces that begin at each of the first _MOST tokens, a part of a shard at a time."""
-    for _, hashes in _placed_hashes(shards, length, _MOST):
-        yield hashes
+def _hashes(shards: Sequence[Shard], length: int, most: int) -> Iterator[tuple[int, Hashes]]:
+    """Yields the hashes of the pieces that begin at each of the first `most` tokens, a part of a shard at a time.
 
-
-def _placed_hashes(shards: Sequence[Shard], length: int, most: int) -> Iterator[tuple[int, Hashes]]:
-    """Yields hashes as above, each array with the index of its first token among the tokens of all shards."""
+    Each array comes with the index of its first token among the tokens of all shards.
+    """
     before = 0
     for shard in shards:
         for start in range(0, min(shard.tokens, most - before), _TOKENS_AT_ONCE):
@@ -100,7 +98,7 @@ def near_repeats(train: Sequence[Shard], length: int) -> tuple[int, int]:
     if len(ends) < 2:
         return 0, len(ends)
     keys = [np.empty(0, np.uint64)]  # a hash, and in its last bits the number of the document
-    for start, hashes in _placed_hashes(train, length, most):
+    for start, hashes in _hashes(train, length, most):
         first = start + np.flatnonzero(hashes < np.uint64((1 << 64) // _SAMPLED))
         document = np.searchsorted(ends, first, side="right")
         within = (document < len(ends)) & (document == np.searchsorted(ends, first + length - 1, side="right"))
@@ -175,7 +173,7 @@ class _Deduplicated:
         return self.found
 
     def _find(self) -> dict[str, Any]:
-        index = _near() if self.cfg.dedup == "near" else _Exact()
+        index = _Near() if self.cfg.dedup == "near" else _Exact()
         for text in self._watched("val"):
             index.is_new(text)
         is_new = [index.is_new(text) for text in self._watched("train")]
@@ -272,8 +270,16 @@ class _Exact:
 class _Near:
     """The documents seen so far that are not near duplicates of earlier ones; about 3 kB each."""
 
-    def __init__(self, empty: Any, lsh: Any) -> None:
-        self.empty, self.lsh = empty, lsh
+    def __init__(self) -> None:
+        try:
+            from datasketch import MinHash, MinHashLSH
+        except ImportError as error:
+            raise UserError(
+                f'data.dedup=near needs datasketch ({error}): pip install "lmtrain[dedup]"; data.dedup=exact needs '
+                "nothing"
+            ) from None
+        self.empty = MinHash(num_perm=_SIGNATURE, hashfunc=zlib.crc32)
+        self.lsh = MinHashLSH(threshold=NEAR, num_perm=_SIGNATURE)
         self.signatures: list[Any] = []
 
     def is_new(self, text: Iterable[str]) -> bool:
@@ -286,17 +292,6 @@ class _Near:
         self.lsh.insert(len(self.signatures), signature)
         self.signatures.append(signature)
         return True
-
-
-def _near() -> _Near:
-    try:
-        from datasketch import MinHash, MinHashLSH
-    except ImportError as error:
-        raise UserError(
-            f'data.dedup=near needs datasketch ({error}): pip install "lmtrain[dedup]"; data.dedup=exact needs nothing'
-        ) from None
-    empty = MinHash(num_perm=_SIGNATURE, hashfunc=zlib.crc32)
-    return _Near(empty, MinHashLSH(threshold=NEAR, num_perm=_SIGNATURE))
 
 
 def _words(text: Iterable[str]) -> Iterator[list[str]]:

@@ -113,11 +113,10 @@ def make_batch(block: np.ndarray, ends: list[np.ndarray] | None) -> dict[str, to
 
 def empty_window(seq_len: int, isolate_documents: bool) -> dict[str, torch.Tensor]:
     """Returns a row [1, seq_len] that trains nothing, in the format of `make_batch`."""
-    batch = {
-        "input_ids": torch.zeros(1, seq_len, dtype=torch.int64),
-        "labels": torch.full((1, seq_len), IGNORE, dtype=torch.int64),
-    }
-    return batch | (_isolate(batch["labels"], [np.empty(0, dtype=np.int64)]) if isolate_documents else {})
+    ends = [np.empty(0, dtype=np.int64)] if isolate_documents else None
+    batch = make_batch(np.zeros((1, seq_len + 1), dtype=np.int64), ends)
+    batch["labels"].fill_(IGNORE)
+    return batch
 
 
 def _isolate(labels: torch.Tensor, ends: list[np.ndarray]) -> dict[str, torch.Tensor]:
