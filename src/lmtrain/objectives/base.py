@@ -26,7 +26,7 @@ from lmtrain.errors import RunError
 from lmtrain.models.denoising import set_mask_token
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.guard import StepGuard
-from lmtrain.objectives.parts import Definition, LossParts, StepResult, add_sums
+from lmtrain.objectives.parts import Definition, LossParts, StepResult, add_sums, means_over
 from lmtrain.objectives.routing import routed
 from lmtrain.objectives.start_check import FirstSteps, check_judged, weights_move
 from lmtrain.optim.groups import set_lr
@@ -146,8 +146,7 @@ class Objective(pl.LightningModule):
 
         All values are numbers, or all are 0-dim tensors; then the code must not wait for the device.
         """
-        count = n_tokens.clamp(min=1) if isinstance(n_tokens, Tensor) else max(n_tokens, 1)
-        return {name: value / count for name, value in sums.items()}
+        return means_over(sums, n_tokens)
 
     def count_seen(self, batch: dict[str, Tensor]) -> Tensor:
         """Counts the tokens of a micro-batch without padding, for tokens_seen and tokens_per_s."""

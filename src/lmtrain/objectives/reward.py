@@ -22,7 +22,7 @@ from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.models.scalar_head import last_real, padding_of, set_padding
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import Definition, LossParts, with_routers
+from lmtrain.objectives.parts import Definition, LossParts, of_rows, with_routers
 
 _TRL = {
     "TRL's RewardTrainer": "tests/parity/test_reward_trl.py::test_losses_and_gradient_norms",
@@ -97,19 +97,16 @@ class RewardModel(Objective):
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         rewards, out = self.rewards(batch)
         chosen, rejected = rewards.unbind(1)
-        n = batch["pairs"]
-        real = (n > 0).to(rewards.dtype)  # the dummy pair of an empty micro-batch has weight 0
         margin = batch["margin"].view(torch.float64) if "margin" in batch else None
-        loss_sum = bradley_terry(chosen, rejected, margin, self.centring).sum() * real
-        means = {
+        losses = bradley_terry(chosen, rejected, margin, self.centring)
+        numbers = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margin": chosen - rejected,
             "rewards/mean": rewards.mean(1),
             "rewards/accuracy": (chosen > rejected).to(rewards.dtype),
         }
-        sums = {"loss": loss_sum.detach(), **{name: value.detach().sum() * real for name, value in means.items()}}
-        return with_routers(loss_sum, n, sums, out)
+        return with_routers(of_rows(losses, numbers, batch["pairs"]), out)
 
     @torch.no_grad()
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
