@@ -16,6 +16,7 @@ from lmtrain.config.options import DPOConfig, LoadedModelConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.chat.special_text import reference_of
 from lmtrain.data.examples.pair_rows import margins_of
+from lmtrain.data.examples.rows import padded
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.evaluation import data, subject
@@ -91,18 +92,11 @@ def _batches(stretches: Iterable[Window], batch_size: int) -> Iterator[list[Wind
 
 
 def _summed(model: LanguageModel, batch: list[Window], device: torch.device) -> list[float]:
-    longest = max(len(window.ids) for window in batch)
-    input_ids = np.zeros((len(batch), longest), dtype=np.int64)
-    scored = np.zeros((len(batch), longest), dtype=bool)
-    for b, window in enumerate(batch):
-        input_ids[b, : len(window.ids)] = window.ids
-        scored[b, 1 : len(window.ids)] = window.scored[1:]
-    at = torch.from_numpy(np.flatnonzero(scored)).to(device)  # indices into the flattened [B * T]
-    found = model.log_probs(
-        torch.from_numpy(input_ids).to(device), None, None, None, scored=at, before=at - 1
-    ).tokens.double()
+    laid = padded([(window.ids, window.scored) for window in batch])
+    input_ids, at = laid["input_ids"].to(device), laid["learned"].to(device)  # at: before each scored token
+    found = model.log_probs(input_ids, None, None, None, scored=at + 1, before=at).tokens.double()
     sums = torch.zeros(len(batch), dtype=torch.float64, device=device)
-    return (-sums.index_add(0, at // longest, found)).tolist()
+    return (-sums.index_add(0, at // input_ids.shape[1], found)).tolist()
 
 
 def evaluate(who: Subject, config: Config, chosen: Config) -> Evaluated:
