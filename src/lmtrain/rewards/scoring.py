@@ -89,32 +89,31 @@ class Scorer:
         return scores
 
     def _outcomes(
-        self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any]
+        self,
+        part: Part,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Any],
+        alone: bool = False,
     ) -> list[float | str]:
-        """Returns for each completion a number, NaN if the reward returned None, or a message if it failed."""
+        """Returns for each completion a number, NaN if the reward returned None, or a message if it failed.
+
+        alone: it is one of several for which the reward raised, so that an exception is its own.
+        """
         try:
             return self._called(part, prompts, completions, columns)
         except (UserError, RunError):
             raise
         except _TookTooLong:
-            return [self._too_long(part)] * len(completions)
-        except Exception:  # find out for which completion
-            return [self._alone(part, prompts, completions, columns, slice(i, i + 1)) for i in range(len(completions))]
-
-    def _too_long(self, part: Part) -> str:
-        return f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"
-
-    def _alone(
-        self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any], one: slice
-    ) -> float | str:
-        try:
-            return self._called(part, prompts[one], completions[one], {k: v[one] for k, v in columns.items()})[0]
-        except (UserError, RunError):
-            raise
-        except _TookTooLong:
-            return self._too_long(part)
+            return [f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"] * len(completions)
         except Exception as error:  # user code may raise anything
-            return f"{part.name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            if alone:
+                return [f"{part.name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"]
+        found: list[float | str] = []
+        for one in (slice(i, i + 1) for i in range(len(completions))):  # find out for which completion
+            own = {name: values[one] for name, values in columns.items()}
+            found += self._outcomes(part, prompts[one], completions[one], own, alone=True)
+        return found
 
     def _called(
         self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any]
