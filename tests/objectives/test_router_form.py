@@ -1,5 +1,6 @@
-"""router.over_layers=auto is joint for a loaded mixture; a resumed run keeps the form it began with."""
+"""router.over_layers=auto is joint for a loaded mixture; a resumed run keeps the form it began with; KTO's numbers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,16 @@ def test_a_resumed_run_keeps_the_form_it_began_with(mixture: Path, corpus: Path,
     own = trained("own")
     assert own == trained("joint", "router.over_layers=joint")
     assert own[-1] != whole[-1]
+
+
+def test_the_router_losses_of_a_kto_validation_can_be_monitored(mixture: Path, tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    found = [{"prompt": f"{i}", "completion": f" {i % 3}", "label": i % 2 == 0} for i in range(10)]
+    answers.write_text("".join(json.dumps(row) + "\n" for row in found))
+    ended = run("train", *SHORT, "objective=kto", "data=unpaired_jsonl", f"data.path={answers}",
+                "data.val_fraction=0.2", f"model.name_or_path={mixture}", f"run.dir={tmp_path / 'run'}",
+                "callbacks.samples.every_n_validations=0", "checkpoint.monitor=val/router/load_balance",
+                "export.enabled=false",
+                "trainer.max_steps=1", "trainer.val_check_interval=1")  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert any("val/router/load_balance" in row for row in rows(tmp_path / "run" / "metrics.jsonl"))

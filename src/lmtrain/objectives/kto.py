@@ -134,7 +134,7 @@ class KTO(ReferenceObjective):
         return batch["answers"]
 
     def validation_names(self) -> list[str]:
-        return ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "margin")), "logps/mean", "kl"]
+        return [*MARKED, *self.model.router_losses.names()]
 
     def plan_rows(self) -> list[tuple[str, str]]:
         return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference_words()}")]
