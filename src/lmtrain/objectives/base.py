@@ -182,14 +182,13 @@ class Objective(pl.LightningModule):
         Under context parallelism, each rank continues with its slice of the rows.
         """
         context = self.model.context
-        if context is not None and "micro_batches" in batch:
+        if "micro_batches" not in batch:  # a validation's
+            return batch if context is None else context.slice_of(batch)
+        if context is not None:
             batch["micro_batches"] = [context.slice_of(mb) for mb in batch["micro_batches"]]
-        elif context is not None:
-            batch = context.slice_of(batch)
-        if "micro_batches" in batch:
-            parts = [torch.stack([self.count_tokens(mb), self.count_seen(mb)]) for mb in batch["micro_batches"]]
-            counts, self.stop.agreed = agreed(self.trainer, torch.stack(parts).sum(0), self.stop.asked())
-            batch["n_tokens"], batch["seen"] = counts
+        parts = [torch.stack([self.count_tokens(mb), self.count_seen(mb)]) for mb in batch["micro_batches"]]
+        counts, self.stop.agreed = agreed(self.trainer, torch.stack(parts).sum(0), self.stop.asked())
+        batch["n_tokens"], batch["seen"] = counts
         return batch
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:

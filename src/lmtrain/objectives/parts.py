@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 
 # The tests that compare the numbers of real runs with plain loops over the raw rows.
@@ -62,6 +63,13 @@ def with_routers(parts: LossParts, forward: LogProbs) -> LossParts:
     sums = parts.sums | {name: value * n for name, value in forward.aux.items()}
     loss_sum = parts.loss_sum if forward.router_loss is None else parts.loss_sum + forward.router_loss * n
     return LossParts(loss_sum, n, sums)
+
+
+def inputs_of(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns the arguments with which a LanguageModel reads the rows of a micro-batch, padded or of documents."""
+    prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
+    where = {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}  # absent in padded batches
+    return {"input_ids": batch["input_ids"], **where, "prefixes": prefixes}
 
 
 def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> None:

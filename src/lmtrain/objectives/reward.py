@@ -18,11 +18,10 @@ from lmtrain.config.strategies import refuse_split_layers
 from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError
 from lmtrain.losses.preferences import bradley_terry
-from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.models.scalar_head import last_real, padding_of, set_padding
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import Definition, LossParts, of_rows, with_routers
+from lmtrain.objectives.parts import Definition, LossParts, inputs_of, of_rows, with_routers
 
 _TRL = {
     "TRL's RewardTrainer": "tests/parity/test_reward_trl.py::test_losses_and_gradient_norms",
@@ -88,10 +87,8 @@ class RewardModel(Objective):
 
     def rewards(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
         """Returns rewards of the chosen and the rejected answers, fp64 [P, 2], and the output of the forward pass."""
-        ids = batch["input_ids"]
-        prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
-        at = last_real(ids, batch["ends"], padding_of(self.model.model))
-        out = self.model.scores(ids, batch.get("position_ids"), batch.get("cu_seqlens"), prefixes, at=at)
+        at = last_real(batch["input_ids"], batch["ends"], padding_of(self.model.model))
+        out = self.model.scores(**inputs_of(batch), at=at)
         return out.tokens.double().view(-1, 2), out
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
