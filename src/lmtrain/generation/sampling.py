@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from lmtrain.config.schema import GenerateConfig
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
+from lmtrain.models.blocks import evaluating
 from lmtrain.models.denoising import mask_token
 
 
@@ -55,20 +56,17 @@ def sample_texts(
     room = max(1, positions(model) - max_new_tokens)
     rows = [prompt_tokens(tokenizer, prompt)[-room:] for prompt in prompts]
     _check_ids(model, rows)
-    was_training, mask_id = model.training, mask_token(model)
-    model.eval()
-    if mask_id is None:
-        settings = sampling(temperature, top_k, end_ids)
-        # synced_gpus keeps every rank running until all are done, since the others need its shard of the model.
-        # A model whose loss became NaN gives (meaningless) text, not an error.
-        settings |= {"synced_gpus": together, "remove_invalid_values": True}
-        texts = continued(model, tokenizer, rows, max_new_tokens, seed, **settings)
-    else:
+    mask_id = mask_token(model)
+    with evaluating(model):
+        if mask_id is None:
+            settings = sampling(temperature, top_k, end_ids)
+            # synced_gpus keeps every rank running until all are done, since the others need its shard of the model.
+            # A model whose loss became NaN gives (meaningless) text, not an error.
+            settings |= {"synced_gpus": together, "remove_invalid_values": True}
+            return continued(model, tokenizer, rows, max_new_tokens, seed, **settings)
         generator = torch.Generator(model.device).manual_seed(seed)
         settings = {"mask_id": mask_id, "temperature": temperature, "top_k": top_k, "generator": generator}
-        texts = _denoised(model, tokenizer, rows, max_new_tokens, end_ids, **settings)
-    model.train(was_training)
-    return texts
+        return _denoised(model, tokenizer, rows, max_new_tokens, end_ids, **settings)
 
 
 def continued(
