@@ -70,18 +70,16 @@ class BertScore(AnswersMean):
         return torch.nn.functional.normalize(self.encoder(**found).last_hidden_state[0, own], dim=-1)
 
 
+# ROUGE's F1 (Lin 2004), 0 to 1: of the longest common subsequence (rougeLsum would need nltk and its downloads), of
+# single words, of pairs of words.
+_ROUGE = {"rouge": "rougeL", "rouge1": "rouge1", "rouge2": "rouge2"}
 NAMED: dict[str, dict[str, Any]] = {
     # BLEU with sacreBLEU's own tokenization (Post 2018), 0 to 1.
     "bleu": {"_target_": "torchmetrics.text.SacreBLEUScore"},
-    # ROUGE-L, F1 (Lin 2004), 0 to 1. rougeLsum would need nltk and its downloads.
-    "rouge": {"_target_": "torchmetrics.text.ROUGEScore", "rouge_keys": "rougeL"},
-    "rouge1": {"_target_": "torchmetrics.text.ROUGEScore", "rouge_keys": "rouge1"},  # F1 of single words
-    "rouge2": {"_target_": "torchmetrics.text.ROUGEScore", "rouge_keys": "rouge2"},  # F1 of pairs of words
+    **{name: {"_target_": "torchmetrics.text.ROUGEScore", "rouge_keys": kind} for name, kind in _ROUGE.items()},
     "exact_match": {"_target_": "lmtrain.generation.text_metrics.ExactMatch"},
 }
 BERTSCORE = "bertscore:"  # prefix of the encoder's hub name or folder
-# The reported value of metrics that compute several.
-_CHOSEN = {"rouge": "rougeL_fmeasure", "rouge1": "rouge1_fmeasure", "rouge2": "rouge2_fmeasure"}
 
 _ANSWERS = "answers to prompts with a reference"
 _GOOGLES = {"rouge-score": "tests/generation/test_answers.py::test_bleu_and_rouge_are_sacrebleus_and_rouge_scores"}
@@ -163,8 +161,8 @@ class TextMetrics:
         value = metric.compute()
         if not isinstance(value, dict):
             return {name: mean(value)}
-        if name in _CHOSEN:
-            return {name: mean(value[_CHOSEN[name]])}
+        if name in _ROUGE:
+            return {name: mean(value[f"{_ROUGE[name]}_fmeasure"])}
         return {f"{name}_{key}": mean(number) for key, number in value.items()}
 
 

@@ -49,7 +49,6 @@ def check_agreement(objective: Any, batch: dict[str, Tensor], answers: Sequence[
     with evaluating(objective.model):
         policy, _ = objective.answer_log_probs(batch)
     reference = objective.reference_log_probs(batch)
-    assert reference is not None
     absolute, relative = FULL if _is_full(objective) else HALF
     difference = (policy - reference).abs()
     allowed = absolute + relative * reference.abs()
@@ -207,7 +206,7 @@ def answers_move(objective: Any, batch: dict[str, Tensor], before: Tensor) -> Fi
             policy, _ = objective.answer_log_probs(batch)
         reference = objective.reference_log_probs(batch)
         for other, what in ((before, "what they were before the first"), (reference, "the reference's")):
-            if other is not None and torch.equal(policy, other):
+            if torch.equal(policy, other):
                 return f"the policy's log-probabilities of the first micro-batch are still exactly {what}", (
                     f"what is trained is not what the loss is computed with, and nothing would be learned. A reference "
                     f"that is put in the policy's place (objective.reference=frozen_copy) can do that, or a "
