@@ -1,16 +1,13 @@
 """Scores completions with all rewards of the config, with their weights, failures and a timeout."""
 
 import math
-import signal
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, NamedTuple
 
 from lmtrain.config.targets import build_target
+from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
 from lmtrain.errors import RunError, UserError
 from lmtrain.rewards.base import Reward
 
@@ -104,7 +101,7 @@ class Scorer:
             return self._called(part, prompts, completions, columns)
         except (UserError, RunError):
             raise
-        except _TookTooLong:
+        except TookTooLong:
             return [f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"] * len(completions)
         except Exception as error:  # user code may raise anything
             if alone:
@@ -118,7 +115,7 @@ class Scorer:
     def _called(
         self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any]
     ) -> list[float | str]:
-        with at_most(self.timeout):
+        with time_limit(self.timeout):
             values = part.reward(prompts=prompts, completions=completions, **columns)
         who = f"the reward {part.name} ({type(part.reward).__qualname__})"
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
@@ -148,30 +145,3 @@ def _number(value: Any, name: str, who: str) -> float | str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-class _TookTooLong(BaseException):
-    """Raised inside a reward that runs too long; not an Exception, so that its `except Exception` can't swallow it."""
-
-
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raises _TookTooLong inside the context after this many seconds.
-
-    A process alarm interrupts Python code and system calls, but not a long call of C code. Outside the main thread,
-    which alone receives signals, and on systems without setitimer, there is no timeout.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise _TookTooLong
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
