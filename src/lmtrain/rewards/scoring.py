@@ -135,9 +135,8 @@ def _number(value: Any, name: str, who: str) -> float | str:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        said = value if isinstance(value, str | bytes) else repr(value)
         raise UserError(
-            f"{who} returned {_shown(said)} for a completion: a number is needed, or None for no opinion"
+            f"{who} returned {_shown(value)} for a completion: a number is needed, or None for no opinion"
         ) from None
     return number if math.isfinite(number) else f"{name} returned {number}"
 
