@@ -230,8 +230,13 @@ def test_what_cannot_be_trained_on_is_said_once(
 
 def test_it_writes_nothing_and_scores_no_text(pairs: Path, llama: Path, tmp_path: Path) -> None:
     assert train(pairs, llama, tmp_path / "run", "trainer.max_steps=1").code == 0
-    for verb, argv in {"generate": ["hello"], "evaluate": ["data=text", f"data.val_path={pairs}"]}.items():
-        ended = run(verb, str(tmp_path / "run"), *argv)
+    run_dir = str(tmp_path / "run")
+    for argv in (
+        ["generate", run_dir, "hello"],
+        ["evaluate", run_dir, "data=text", f"data.val_path={pairs}"],
+        ["chat", str(llama), run_dir, "--web"],
+    ):
+        ended = run(*argv)
         assert ended.code == 2
         assert "this model gives a reward" in message(ended.err)
 

@@ -1,5 +1,6 @@
-"""router.over_layers=auto is joint for a loaded mixture; a resumed run keeps the form it began with."""
+"""router.over_layers=auto is joint for a loaded mixture; a resumed run keeps the form it began with; KTO's numbers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Qwen3MoeConfig(
         vocab_size=AutoModelForCausalLM.from_pretrained(folder).config.vocab_size, hidden_size=32, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=24, max_position_embeddings=64, router_aux_loss_coef=0.5, initializer_range=0.2,
+        moe_intermediate_size=24, max_position_embeddings=256, router_aux_loss_coef=0.5, initializer_range=0.2,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
@@ -42,3 +43,16 @@ def test_a_resumed_run_keeps_the_form_it_began_with(mixture: Path, corpus: Path,
     own = trained("own")
     assert own == trained("joint", "router.over_layers=joint")
     assert own[-1] != whole[-1]
+
+
+def test_the_router_losses_of_a_kto_validation_can_be_monitored(mixture: Path, tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    found = [{"prompt": f"{i}", "completion": f" {i % 3}", "label": i % 2 == 0} for i in range(10)]
+    answers.write_text("".join(json.dumps(row) + "\n" for row in found))
+    ended = run("train", *SHORT, "objective=kto", "data=unpaired_jsonl", f"data.path={answers}",
+                "data.val_fraction=0.2", f"model.name_or_path={mixture}", f"run.dir={tmp_path / 'run'}",
+                "callbacks.samples.every_n_validations=0", "checkpoint.monitor=val/router/load_balance",
+                "export.enabled=false", "data.chat_template=zephyr", "data.seq_len=128", "trainer.max_steps=1",
+                "trainer.val_check_interval=1")  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert any("val/router/load_balance" in row for row in rows(tmp_path / "run" / "metrics.jsonl"))

@@ -1,7 +1,6 @@
 """Tasks of EleutherAI's lm-evaluation-harness, run on a loaded model through the harness's Hugging Face class."""
 
 import contextlib
-import difflib
 import importlib.util
 import logging
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import numpy as np
 
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, did_you_mean
 from lmtrain.evaluation.results import Evaluated, Scores
 from lmtrain.evaluation.subject import Subject
 from lmtrain.generation.sampling import positions
@@ -50,8 +49,7 @@ def find(config: Config) -> Tasks:
         manager = TaskManager(include_path=folder)  # slow: reads the harness's thousands of tasks
     for name in names:
         if name not in manager.task_index:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            hint = did_you_mean(name, manager.all_tasks, most=3)
             where = f" and {folder}" if folder else ""
             raise UserError(
                 f"evaluate.tasks: lm-evaluation-harness {version('lm-eval')}{where} has no task {name!r}{hint}"
@@ -94,8 +92,7 @@ def evaluate(who: Subject, config: Config, tasks: Tasks) -> Evaluated:
 def run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
     """Returns results, versions and samples with log-likelihoods of the harness's `simple_evaluate`, on every rank."""
     check_limit(config.evaluate.limit)
-    found = world.together(lambda: _run(who, config, tasks))
-    return world.gathered(_kept(found) if found is not None else {})[0]
+    return world.gathered(world.together(lambda: _run(who, config, tasks)))[0]
 
 
 def check_limit(limit: int | None) -> None:
@@ -107,8 +104,8 @@ def check_limit(limit: int | None) -> None:
         )
 
 
-def _run(who: Subject, config: Config, tasks: Tasks) -> Any:
-    """Returns the result of `simple_evaluate` on rank 0, None on all other ranks."""
+def _run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
+    """Returns the used parts of what `simple_evaluate` returns, samples in document order; {} on all but rank 0."""
     import torch
     from lm_eval import simple_evaluate
 
@@ -117,7 +114,7 @@ def _run(who: Subject, config: Config, tasks: Tasks) -> Any:
     with _quiet(), autocast:
         model = _model(who, config)
         try:
-            return simple_evaluate(
+            found = simple_evaluate(
                 model,
                 tasks=tasks.names,
                 task_manager=tasks.manager,
@@ -133,6 +130,10 @@ def _run(who: Subject, config: Config, tasks: Tasks) -> Any:
         except (OSError, ValueError, KeyError) as error:  # datasets and the harness raise these for missing data
             said = " ".join(str(error).split())
             raise UserError(f"evaluate.tasks={','.join(tasks.names)}: {type(error).__name__}: {said}") from error
+    if found is None:
+        return {}
+    samples = {task: sorted(of_task, key=lambda s: s["doc_id"]) for task, of_task in found["samples"].items()}
+    return {"results": found["results"], "versions": found["versions"], "samples": samples}
 
 
 def _model(who: Subject, config: Config) -> Any:
@@ -167,12 +168,6 @@ def _model(who: Subject, config: Config) -> Any:
         max_length=config.evaluate.context or min(positions(hf_model), 2**20),
         softmax_dtype="float32",
     )
-
-
-def _kept(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the used parts of the harness's results, with the samples in document order."""
-    samples = {task: sorted(of_task, key=lambda s: s["doc_id"]) for task, of_task in found["samples"].items()}
-    return {"results": found["results"], "versions": found["versions"], "samples": samples}
 
 
 def _number(value: Any) -> float | None:

@@ -37,15 +37,12 @@ class Scores:
     def parts(self, score: str) -> tuple[np.ndarray, np.ndarray]:
         return self.columns[self.ratios[score][0]], self.columns[self.ratios[score][1]]
 
-    def value(self, score: str) -> float:
-        numerator, denominator = self.parts(score)
-        return float(numerator.sum() / denominator.sum())
-
     def values(self) -> dict[str, float]:
         """Returns every score, and the perplexity if there is a loss per token."""
         found: dict[str, float] = {}
         for score in self.ratios:
-            found[score] = self.value(score)
+            numerator, denominator = self.parts(score)
+            found[score] = float(numerator.sum() / denominator.sum())
             if score == "loss" and "nll" in self.columns:
                 found["perplexity"] = math.exp(min(700.0, found["loss"]))
         return found | self.whole
@@ -121,14 +118,13 @@ class Results:
         known = self.models[0][1].data
         return ", ".join(f"{value:,} {name}" for name, value in known.items() if isinstance(value, int))
 
-    def _interval(self, score: str, other: Scores | None = None) -> Interval:
-        scores = self.models[0][1].scores
+    def _interval(self, scores: Scores, score: str, other: Scores | None = None) -> Interval:
         return interval(scores, score, self.config.evaluate.resamples, self.config.seed, other)
 
     def _cell(self, scores: Scores, score: str) -> str:
         if score not in scores.ratios or len(self.models) > 1 or len(scores.parts(score)[0]) < 2:
             return f"{scores.values()[score]:.4f}"
-        found = self._interval(score)
+        found = self._interval(scores, score)
         return f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
 
     def comparable(self, score: str) -> bool:
@@ -141,7 +137,7 @@ class Results:
     def _difference_cell(self, score: str) -> str:
         if not self.comparable(score):
             return "other tokens" if score == "loss" else ""
-        found = self._interval(score, self.models[1][1].scores)
+        found = self._interval(self.models[0][1].scores, score, self.models[1][1].scores)
         return f"{found.value:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
 
     def as_dict(self) -> dict[str, Any]:
@@ -150,7 +146,7 @@ class Results:
         if len(self.models) > 1:
             other, theirs = self.models[1]
             differences = {
-                score: self._interval(score, theirs.scores)._asdict()
+                score: self._interval(found.scores, score, theirs.scores)._asdict()
                 for score in found.scores.ratios
                 if self.comparable(score)
             }
@@ -158,8 +154,8 @@ class Results:
         return tree | {"versions": versions()}
 
     def _of(self, found: Evaluated) -> dict[str, Any]:
-        e, scores = self.config.evaluate, found.scores
-        intervals = {s: interval(scores, s, e.resamples, self.config.seed)[1:] for s in scores.ratios}
+        scores = found.scores
+        intervals = {score: self._interval(scores, score)[1:] for score in scores.ratios}
         return {"scores": scores.values(), "intervals_95": intervals, "settings": found.settings}
 
     def write(self) -> Path:

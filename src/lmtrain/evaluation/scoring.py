@@ -16,6 +16,7 @@ from lmtrain.config.options import DPOConfig, LoadedModelConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.chat.special_text import reference_of
 from lmtrain.data.examples.pair_rows import margins_of
+from lmtrain.data.examples.rows import padded
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.evaluation import data, subject
@@ -91,18 +92,11 @@ def _batches(stretches: Iterable[Window], batch_size: int) -> Iterator[list[Wind
 
 
 def _summed(model: LanguageModel, batch: list[Window], device: torch.device) -> list[float]:
-    longest = max(len(window.ids) for window in batch)
-    input_ids = np.zeros((len(batch), longest), dtype=np.int64)
-    scored = np.zeros((len(batch), longest), dtype=bool)
-    for b, window in enumerate(batch):
-        input_ids[b, : len(window.ids)] = window.ids
-        scored[b, 1 : len(window.ids)] = window.scored[1:]
-    at = torch.from_numpy(np.flatnonzero(scored)).to(device)  # indices into the flattened [B * T]
-    found = model.log_probs(
-        torch.from_numpy(input_ids).to(device), None, None, None, scored=at, before=at - 1
-    ).tokens.double()
+    laid = padded([(window.ids, window.scored) for window in batch])
+    input_ids, at = laid["input_ids"].to(device), laid["learned"].to(device)  # at: before each scored token
+    found = model.log_probs(input_ids, None, None, None, scored=at + 1, before=at).tokens.double()
     sums = torch.zeros(len(batch), dtype=torch.float64, device=device)
-    return (-sums.index_add(0, at // longest, found)).tolist()
+    return (-sums.index_add(0, at // input_ids.shape[1], found)).tolist()
 
 
 def evaluate(who: Subject, config: Config, chosen: Config) -> Evaluated:
@@ -116,9 +110,11 @@ def evaluate(who: Subject, config: Config, chosen: Config) -> Evaluated:
     longest, most = int(rows.examples.lengths.max()), positions(who.model.model)
     if longest > most:
         raise UserError(f"a row has {longest} tokens and {who.name} positions for {most}: set data.max_length={most}")
+    there = len(rows.examples) // (2 if kind == "pairs" else 1)
+    count = min(there, config.evaluate.limit or there)
     if kind == "conversations":
-        return _conversations(who, config, chosen, rows)
-    return (_rewarded if who.model.has_scalar_head else _pairs)(who, config, chosen, rows)
+        return _conversations(who, config, rows, count)
+    return (_rewarded if who.model.has_scalar_head else _pairs)(who, config, rows, count)
 
 
 def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
@@ -166,17 +162,17 @@ def window_sizes(who: Subject, config: Config) -> tuple[int, int]:
 
 def _sums(model: LanguageModel, stretches: Iterable[Window], config: Config) -> tuple[np.ndarray, np.ndarray]:
     """Returns the negative log-likelihood in nats and the number of scored tokens of each row, fp64 [rows] each."""
-    sums: dict[int, list[float]] = {}
+    found: dict[int, list[tuple[float, int]]] = {}
     e, part = config.evaluate, (world.rank(), world.size())
     score = lambda: list(negative_log_likelihoods(model, stretches, e.batch_size, e.precision, part))  # noqa: E731
     mine = world.together(score)
     for row, nll, tokens in itertools.chain.from_iterable(world.gathered(mine)):
-        sums.setdefault(row, []).append(nll)
-        sums.setdefault(~row, []).append(tokens)
-    count = max(sums, default=-1) + 1
-    # fsum is exactly rounded, so the order of the windows does not matter.
-    totals = np.array([[math.fsum(sums.get(row, [])), math.fsum(sums.get(~row, []))] for row in range(count)])
-    return (totals[:, 0], totals[:, 1]) if count else (np.zeros(0), np.zeros(0))
+        found.setdefault(row, []).append((nll, tokens))
+    totals = np.zeros((max(found, default=-1) + 1, 2))
+    for row, of_windows in found.items():
+        # fsum is exactly rounded, so the order of the windows does not matter.
+        totals[row] = [math.fsum(column) for column in zip(*of_windows, strict=True)]
+    return totals[:, 0], totals[:, 1]
 
 
 def _examples(rows: data.ScoredRows, count: int) -> Iterable[Window]:
@@ -184,9 +180,8 @@ def _examples(rows: data.ScoredRows, count: int) -> Iterable[Window]:
         yield Window(*rows.examples.read(row), row)
 
 
-def _conversations(who: Subject, config: Config, chosen: Config, rows: data.ScoredRows) -> Evaluated:
+def _conversations(who: Subject, config: Config, rows: data.ScoredRows, count: int) -> Evaluated:
     e = config.evaluate
-    count = min(len(rows.examples), e.limit or len(rows.examples))
     nll, tokens = _sums(who.model, _examples(rows, count), config)
     scores = Scores({"nll": nll, "tokens": tokens}, {"loss": ("nll", "tokens")})
     known = {"conversations": count, "tokens": int(tokens.sum()), "rows_fingerprint": rows.fingerprint}
@@ -222,12 +217,11 @@ def _add_answers(
         del scores.whole["exact_match"]
 
 
-def _pairs(who: Subject, config: Config, chosen: Config, rows: data.ScoredRows) -> Evaluated:
+def _pairs(who: Subject, config: Config, rows: data.ScoredRows, count: int) -> Evaluated:
     options = (c.objective for c in (who.own, config) if c is not None)
     objective = next((o for o in options if isinstance(o, DPOConfig)), None)
     if objective is None:
         raise UserError("pairs are judged by a preference loss: set objective=dpo (objective.loss, objective.beta)")
-    e, count = config.evaluate, min(len(rows.examples) // 2, config.evaluate.limit or len(rows.examples) // 2)
     nll, tokens = _sums(who.model, _examples(rows, 2 * count), config)
     reference, named = None, "none"
     if LOSSES[str(objective.loss)].has_reference and objective.reference != "none":
@@ -235,7 +229,7 @@ def _pairs(who: Subject, config: Config, chosen: Config, rows: data.ScoredRows) 
         reference = -_sums(model, _examples(rows, 2 * count), config)[0]
     scores = pair_scores(-nll, reference, tokens, objective)
     known = {"pairs": count, "rows_fingerprint": rows.fingerprint}
-    used = {"precision": e.precision, "loss": objective.loss, "beta": objective.beta, "reference": named}
+    used = {"precision": config.evaluate.precision, "loss": objective.loss, "beta": objective.beta, "reference": named}
     return Evaluated(scores, known, used)
 
 
@@ -264,9 +258,8 @@ def of_pairs(loss: torch.Tensor, chosen: torch.Tensor, rejected: torch.Tensor) -
     return Scores(columns, {score: (column, "pairs") for score, column in named.items()})
 
 
-def _rewarded(who: Subject, config: Config, chosen: Config, rows: data.ScoredRows) -> Evaluated:
+def _rewarded(who: Subject, config: Config, rows: data.ScoredRows, count: int) -> Evaluated:
     """Scores pairs by the rewards that a model with a scalar head assigns to their answers."""
-    e, count = config.evaluate, min(len(rows.examples) // 2, config.evaluate.limit or len(rows.examples) // 2)
     rewards = torch.from_numpy(_rewards(who, rows, 2 * count, config)).double()
     objectives = (c.objective for c in (who.own, config) if c is not None)
     options = next((o for o in objectives if isinstance(o, RewardOptions)), None)
@@ -275,7 +268,7 @@ def _rewarded(who: Subject, config: Config, chosen: Config, rows: data.ScoredRow
     loss = bradley_terry(rewards[::2], rewards[1::2], margin, options.center_rewards_coefficient if options else 0.0)
     scores = of_pairs(loss, rewards[::2], rewards[1::2])
     known = {"pairs": count, "rows_fingerprint": rows.fingerprint}
-    return Evaluated(scores, known, {"precision": e.precision})
+    return Evaluated(scores, known, {"precision": config.evaluate.precision})
 
 
 def _rewards(who: Subject, rows: data.ScoredRows, count: int, config: Config) -> np.ndarray:

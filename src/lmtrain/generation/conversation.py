@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, TextStreamer
 
 from lmtrain import errors
@@ -14,8 +13,7 @@ from lmtrain.config.schema import Config, GenerateConfig
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, reason
-from lmtrain.generation.sampling import positions, sampling
-from lmtrain.models.attention import generation_mode
+from lmtrain.generation.sampling import continued, positions, sampling
 from lmtrain.models.denoising import refuse_denoising
 from lmtrain.run_folder import trained
 from lmtrain.terminal import quiet_libraries, visible
@@ -89,19 +87,9 @@ class Talk:
             self.turns = self.turns[2:]
 
     def _generate(self, ids: list[int], write: Callable[[str], None]) -> str:
-        g, input_ids = self.settings, torch.tensor([ids], device=self.model.device)
-        torch.manual_seed(self.seed + len(self.turns))
-        with torch.no_grad(), generation_mode(self.model):
-            output = self.model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=min(g.max_new_tokens, positions(self.model) - len(ids)),
-                pad_token_id=self.tokenizer.eos_token_id,
-                streamer=Streamer(self.tokenizer, write),
-                tokenizer=self.tokenizer,  # for stop strings in the model's own generation config
-                **sampling(g.temperature, g.top_k, self.end_ids),
-            )
-        return str(self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)).strip()
+        g, seed = self.settings, self.seed + len(self.turns)
+        settings = sampling(g.temperature, g.top_k, self.end_ids) | {"streamer": Streamer(self.tokenizer, write)}
+        return continued(self.model, self.tokenizer, [ids], g.max_new_tokens, seed, **settings)[0].strip()
 
     def _rows(self) -> list[dict[str, Any]]:
         """Returns the rows to save: one with the whole conversation, or one per text if there is no chat template."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from lmtrain.config.schema import GenerateConfig
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
+from lmtrain.models.blocks import evaluating
 from lmtrain.models.denoising import mask_token
 
 
@@ -55,23 +56,23 @@ def sample_texts(
     room = max(1, positions(model) - max_new_tokens)
     rows = [prompt_tokens(tokenizer, prompt)[-room:] for prompt in prompts]
     _check_ids(model, rows)
-    was_training, mask_id = model.training, mask_token(model)
-    model.eval()
-    if mask_id is None:
-        settings = sampling(temperature, top_k, end_ids)
-        # synced_gpus keeps every rank running until all are done, since the others need its shard of the model.
-        texts = _continued(model, tokenizer, rows, max_new_tokens, seed, synced_gpus=together, **settings)
-    else:
+    mask_id = mask_token(model)
+    with evaluating(model):
+        if mask_id is None:
+            settings = sampling(temperature, top_k, end_ids)
+            # synced_gpus keeps every rank running until all are done, since the others need its shard of the model.
+            # A model whose loss became NaN gives (meaningless) text, not an error.
+            settings |= {"synced_gpus": together, "remove_invalid_values": True}
+            return continued(model, tokenizer, rows, max_new_tokens, seed, **settings)
         generator = torch.Generator(model.device).manual_seed(seed)
         settings = {"mask_id": mask_id, "temperature": temperature, "top_k": top_k, "generator": generator}
-        texts = _denoised(model, tokenizer, rows, max_new_tokens, end_ids, **settings)
-    model.train(was_training)
-    return texts
+        return _denoised(model, tokenizer, rows, max_new_tokens, end_ids, **settings)
 
 
-def _continued(
+def continued(
     model: PreTrainedModel, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, seed: int, **settings: Any
 ) -> list[str]:
+    """Returns the continuations of rows of token ids, as one batch; `settings` are arguments of `model.generate`."""
     longest = max(map(len, rows))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
@@ -84,7 +85,6 @@ def _continued(
             attention_mask=mask,
             max_new_tokens=max(1, min(max_new_tokens, positions(model) - longest)),
             pad_token_id=tokenizer.eos_token_id,
-            remove_invalid_values=True,  # a model whose loss became NaN gives (meaningless) text, not an error
             tokenizer=tokenizer,  # for stop strings in the model's own generation config
             **settings,
         )

@@ -13,26 +13,30 @@ from lmtrain.errors import UserError
 from lmtrain.objectives.parts import Definition
 
 
-class ExactMatch(Metric):
-    """The share of answers that equal their reference, ignoring leading and trailing white space."""
+class AnswersMean(Metric):
+    """Base class of metrics that are a mean over answers."""
 
-    right: torch.Tensor
+    total: torch.Tensor
     seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("right", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("seen", torch.tensor(0), dist_reduce_fx="sum")
 
+    def compute(self) -> torch.Tensor:
+        return self.total / self.seen
+
+
+class ExactMatch(AnswersMean):
+    """The share of answers that equal their reference, ignoring leading and trailing white space."""
+
     def update(self, preds: list[str], target: list[str]) -> None:
-        self.right += sum(p.strip() == t.strip() for p, t in zip(preds, target, strict=True))
+        self.total += sum(p.strip() == t.strip() for p, t in zip(preds, target, strict=True))
         self.seen += len(target)
 
-    def compute(self) -> torch.Tensor:
-        return self.right / self.seen
 
-
-class BertScore(Metric):
+class BertScore(AnswersMean):
     """BERTScore F1 (Zhang et al. 2020, arXiv:1904.09675) with the encoder's last layer, averaged over the answers.
 
     Each token is matched with the most similar token of the other text. The implementation of torchmetrics is not used,
@@ -42,15 +46,10 @@ class BertScore(Metric):
         encoder: hub name or folder of the encoder.
     """
 
-    total: torch.Tensor
-    seen: torch.Tensor
-
     def __init__(self, encoder: str) -> None:
         super().__init__()
         self.tokenizer = AutoTokenizer.from_pretrained(encoder)
         self.encoder = AutoModel.from_pretrained(encoder, dtype=torch.float32).eval()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("seen", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, preds: list[str], target: list[str]) -> None:
         for answer, reference in zip(preds, target, strict=True):
@@ -70,22 +69,17 @@ class BertScore(Metric):
         own = found.pop("special_tokens_mask")[0] == 0
         return torch.nn.functional.normalize(self.encoder(**found).last_hidden_state[0, own], dim=-1)
 
-    def compute(self) -> torch.Tensor:
-        return self.total / self.seen
 
-
+# ROUGE's F1 (Lin 2004), 0 to 1: of the longest common subsequence (rougeLsum would need nltk and its downloads), of
+# single words, of pairs of words.
+_ROUGE = {"rouge": "rougeL", "rouge1": "rouge1", "rouge2": "rouge2"}
 NAMED: dict[str, dict[str, Any]] = {
     # BLEU with sacreBLEU's own tokenization (Post 2018), 0 to 1.
     "bleu": {"_target_": "torchmetrics.text.SacreBLEUScore"},
-    # ROUGE-L, F1 (Lin 2004), 0 to 1. rougeLsum would need nltk and its downloads.
-    "rouge": {"_target_": "torchmetrics.text.ROUGEScore", "rouge_keys": "rougeL"},
-    "rouge1": {"_target_": "torchmetrics.text.ROUGEScore", "rouge_keys": "rouge1"},  # F1 of single words
-    "rouge2": {"_target_": "torchmetrics.text.ROUGEScore", "rouge_keys": "rouge2"},  # F1 of pairs of words
+    **{name: {"_target_": "torchmetrics.text.ROUGEScore", "rouge_keys": kind} for name, kind in _ROUGE.items()},
     "exact_match": {"_target_": "lmtrain.generation.text_metrics.ExactMatch"},
 }
 BERTSCORE = "bertscore:"  # prefix of the encoder's hub name or folder
-# The reported value of metrics that compute several.
-_CHOSEN = {"rouge": "rougeL_fmeasure", "rouge1": "rouge1_fmeasure", "rouge2": "rouge2_fmeasure"}
 
 _ANSWERS = "answers to prompts with a reference"
 _GOOGLES = {"rouge-score": "tests/generation/test_answers.py::test_bleu_and_rouge_are_sacrebleus_and_rouge_scores"}
@@ -167,8 +161,8 @@ class TextMetrics:
         value = metric.compute()
         if not isinstance(value, dict):
             return {name: mean(value)}
-        if name in _CHOSEN:
-            return {name: mean(value[_CHOSEN[name]])}
+        if name in _ROUGE:
+            return {name: mean(value[f"{_ROUGE[name]}_fmeasure"])}
         return {f"{name}_{key}": mean(number) for key, number in value.items()}
 
 

@@ -15,7 +15,6 @@ from importlib.resources import files
 from typing import Any
 
 from lmtrain import errors, terminal
-from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, reason
 from lmtrain.generation.conversation import Talk
@@ -48,18 +47,15 @@ def serve(config: Config) -> int:
         UserError: a model can't be loaded, or the port is taken.
     """
     terminal.quiet_libraries()
-    names = [name for name in (config.run_dir, config.chat.against) if name is not None]
-    talks = [Talk(*trained.load_asked(config), config.generate, config.seed)]
-    if config.chat.against is not None:
-        model, tokenizer = trained.load(config.chat.against, config.generate.checkpoint, trust.granted(config))
-        trained.place(model, config.trainer.accelerator)
-        talks.append(Talk(model, tokenizer, config.generate, config.seed))
+    names = [config.run_dir, *([config.chat.against] if config.chat.against is not None else [])]
+    asked = [trained.load_asked(dataclasses.replace(config, run_dir=name)) for name in names]
+    talks = [Talk(model, tokenizer, config.generate, config.seed) for model, tokenizer in asked]
     try:
         listening = socket.create_server(("127.0.0.1", config.chat.port or 0))
     except OSError as error:
         raise UserError(f"chat.port={config.chat.port} can't be opened ({reason(error)}): choose another") from None
     port = listening.getsockname()[1]
-    app = application(names, talks, port)
+    app = application([str(name) for name in names], talks, port)
     terminal.status.stop()
     print(f"http://127.0.0.1:{port} (this machine only; Ctrl-C ends it)", flush=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))

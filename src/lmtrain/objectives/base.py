@@ -26,7 +26,7 @@ from lmtrain.errors import RunError
 from lmtrain.models.denoising import set_mask_token
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.guard import StepGuard
-from lmtrain.objectives.parts import Definition, LossParts, StepResult, add_sums
+from lmtrain.objectives.parts import Definition, LossParts, StepResult, add_sums, means_over
 from lmtrain.objectives.routing import routed
 from lmtrain.objectives.start_check import FirstSteps, check_judged, weights_move
 from lmtrain.optim.groups import set_lr
@@ -146,8 +146,7 @@ class Objective(pl.LightningModule):
 
         All values are numbers, or all are 0-dim tensors; then the code must not wait for the device.
         """
-        count = n_tokens.clamp(min=1) if isinstance(n_tokens, Tensor) else max(n_tokens, 1)
-        return {name: value / count for name, value in sums.items()}
+        return means_over(sums, n_tokens)
 
     def count_seen(self, batch: dict[str, Tensor]) -> Tensor:
         """Counts the tokens of a micro-batch without padding, for tokens_seen and tokens_per_s."""
@@ -183,14 +182,13 @@ class Objective(pl.LightningModule):
         Under context parallelism, each rank continues with its slice of the rows.
         """
         context = self.model.context
-        if context is not None and "micro_batches" in batch:
+        if "micro_batches" not in batch:  # a validation's
+            return batch if context is None else context.slice_of(batch)
+        if context is not None:
             batch["micro_batches"] = [context.slice_of(mb) for mb in batch["micro_batches"]]
-        elif context is not None:
-            batch = context.slice_of(batch)
-        if "micro_batches" in batch:
-            parts = [torch.stack([self.count_tokens(mb), self.count_seen(mb)]) for mb in batch["micro_batches"]]
-            counts, self.stop.agreed = agreed(self.trainer, torch.stack(parts).sum(0), self.stop.asked())
-            batch["n_tokens"], batch["seen"] = counts
+        parts = [torch.stack([self.count_tokens(mb), self.count_seen(mb)]) for mb in batch["micro_batches"]]
+        counts, self.stop.agreed = agreed(self.trainer, torch.stack(parts).sum(0), self.stop.asked())
+        batch["n_tokens"], batch["seen"] = counts
         return batch
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:

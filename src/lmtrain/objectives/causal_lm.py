@@ -8,7 +8,7 @@ from torch import Tensor
 from lmtrain.config.options import CausalLMConfig
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, inputs_of
 
 LIKELIHOOD = {
     "loss": Definition(
@@ -38,18 +38,14 @@ class CausalLM(Objective):
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         out = self.call_model(**{name: value for name, value in batch.items() if name != "seen"})
-        sums = {"loss": out.nll_sum}
-        sums.update({name: value * out.n_tokens for name, value in out.aux.items()})
-        return LossParts(out.loss_sum, out.n_tokens, sums)
+        routers = {name: value * out.n_tokens for name, value in out.aux.items()}
+        return LossParts(out.loss_sum, out.n_tokens, {"loss": out.nll_sum, **routers})
 
     @torch.no_grad()
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Returns `log_probs` of the labels in nats, fp32 [B, T], 0 without one, and the `labels`, int64 [B, T]."""
         labels = batch["labels"]
         at = (labels.flatten() != IGNORE).nonzero()[:, 0]
-        out = self.model.log_probs(
-            batch["input_ids"], batch.get("position_ids"), batch.get("cu_seqlens"), None,
-            scored=at, before=at, targets=labels.flatten()[at],
-        )  # fmt: skip
+        out = self.model.log_probs(**inputs_of(batch), scored=at, before=at, targets=labels.flatten()[at])
         found = torch.zeros(labels.numel(), device=labels.device).index_put((at,), out.tokens.float())
         return {"log_probs": found.view_as(labels), "labels": labels}

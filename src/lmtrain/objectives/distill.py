@@ -19,12 +19,13 @@ from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.config.strategies import refuse_split_layers
 from lmtrain.data import tokenizers
 from lmtrain.data.corpus import Corpus
+from lmtrain.data.examples.rows import padded
 from lmtrain.data.order import mix64
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.distributed.devices import total
 from lmtrain.errors import UserError
 from lmtrain.losses.distillation import OutputHead
-from lmtrain.models.blocks import evaluating, output_head
+from lmtrain.models.blocks import output_head
 from lmtrain.models.build import build_model
 from lmtrain.models.folder import export_of
 from lmtrain.models.language_model import LanguageModel
@@ -132,14 +133,13 @@ class Distill(Objective):
         if not self.is_on_policy:
             return
         prompts = [prompts_of(batch) for batch in micro_batches]
-        gathered = sharding.gathered(self.model) if sharding.is_sharded(self.model) else evaluating(self.model)
-        with gathered:
+        with sharding.gathered(self.model):
             written = self._written(step, [p for some in prompts for p in some])
         for batch, some in zip(micro_batches, prompts, strict=True):
             answers = [written.pop(0) for _ in some]
             if some:
                 batch.clear()
-                batch.update({name: value.to(self.device) for name, value in padded(some, answers).items()})
+                batch.update({name: value.to(self.device) for name, value in with_answers(some, answers).items()})
         counted = sum((self.count_tokens(batch) for batch in micro_batches), torch.zeros((), device=self.device))
         # The step's sums are divided by the number of labels in the data, and the samples have another.
         self.scale = n_tokens / total(self.trainer, counted.double()).clamp(min=1)
@@ -195,14 +195,9 @@ def prompts_of(batch: dict[str, Tensor]) -> list[list[int]]:
     return found
 
 
-def padded(prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Tensor]:
+def with_answers(prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Tensor]:
     """Builds padded fine-tuning rows of prompts with their answers, in which the answers are learned."""
-    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    ids = np.zeros((len(prompts), longest), dtype=np.int64)
-    labels = np.full_like(ids, IGNORE)
-    for b, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        whole = [*prompt, *answer]
-        ids[b, : len(whole)] = whole
-        labels[b, len(prompt) - 1 : len(whole) - 1] = answer
-    learned = torch.from_numpy(np.flatnonzero(labels != IGNORE))
-    return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), "learned": learned}
+    return padded([
+        (np.array([*prompt, *answer]), np.arange(len(prompt) + len(answer)) >= len(prompt))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ])  # fmt: skip

@@ -12,7 +12,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError
 from lmtrain.losses.preferences import LOSSES, REFERENCE_FREE, LossOptions, Pairs, preference_losses
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, with_routers
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, of_rows, with_routers
 from lmtrain.objectives.start_check import check_start
 from lmtrain.objectives.with_reference import ReferenceObjective
 
@@ -47,18 +47,16 @@ PREFERENCE = {
     ),
 }
 
+# The options that only some losses read.
+_FLIPS = ["label_smoothing"]
+_OWN_OPTIONS = {"sigmoid": _FLIPS, "robust": _FLIPS, "simpo": ["gamma"], "dpop": ["dpop_lambda"]}
+
 
 def loss_options(cfg: DPOConfig) -> LossOptions:
     """Builds the options of the loss from the config; length_normalize=auto becomes what the loss's paper uses."""
     per_token = LOSSES[cfg.loss].per_token if cfg.length_normalize == "auto" else bool(cfg.length_normalize)
-    return LossOptions(
-        beta=cfg.beta,
-        label_smoothing=cfg.label_smoothing,
-        gamma=cfg.gamma,
-        dpop_lambda=cfg.dpop_lambda,
-        sft_weight=cfg.sft_weight,
-        length_normalize=per_token,
-    )
+    named_alike = {name: getattr(cfg, name) for name in LossOptions._fields}
+    return LossOptions(**{**named_alike, "length_normalize": per_token})
 
 
 def check_reference(cfg: DPOConfig) -> None:
@@ -95,20 +93,14 @@ class DPO(ReferenceObjective):
         return batch["pairs"]
 
     def validation_names(self) -> list[str]:
-        names = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "margin", "accuracy"))]
-        names += ["logps/chosen", "logps/rejected", *(["kl"] if self.reference != "none" else [])]
-        names += ["preference_loss", *(["sft_loss"] if self.options.sft_weight else [])]
-        return [*names, *self.model.router_losses.names()]
+        absent = {"kl": self.reference == "none", "sft_loss": not self.options.sft_weight}
+        return [*(name for name in PREFERENCE if not absent.get(name)), *self.model.router_losses.names()]
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        shown = {k: v for k, v in self.options._asdict().items() if k in self._loss_keys() and v}
+        keys = ["beta", "sft_weight", "length_normalize", *_OWN_OPTIONS.get(self.loss, [])]
+        shown = {k: v for k, v in self.options._asdict().items() if k in keys and v}
         words = ", ".join([self.loss, *(f"{key}={value:g}" for key, value in shown.items())])
         return [("loss", f"{words}; reference: {self.reference_words()}")]
-
-    def _loss_keys(self) -> list[str]:
-        flips = ["label_smoothing"]
-        own = {"sigmoid": flips, "robust": flips, "simpo": ["gamma"], "dpop": ["dpop_lambda"]}
-        return ["beta", "sft_weight", "length_normalize", *own.get(self.loss, [])]
 
     def check_start(self, batch: dict[str, Tensor]) -> Tensor:
         return check_start(self, batch)
@@ -120,24 +112,20 @@ class DPO(ReferenceObjective):
         base = (None, None) if reference is None else reference.unbind(1)
         pairs = Pairs(*policy.unbind(1), *tokens.unbind(1), *base)
         losses = preference_losses(self.loss, pairs, self.options)
-        n = batch["pairs"]
-        real = (n > 0).to(policy.dtype)  # the dummy pair of an empty micro-batch has weight 0
-        means = {
+        numbers = {
             "rewards/chosen": losses.chosen_rewards,
             "rewards/rejected": losses.rejected_rewards,
             "rewards/margin": losses.chosen_rewards - losses.rejected_rewards,
             "rewards/accuracy": (losses.chosen_rewards > losses.rejected_rewards).to(policy.dtype),
-            "logps/chosen": pairs.chosen.detach(),
-            "logps/rejected": pairs.rejected.detach(),
+            "logps/chosen": pairs.chosen,
+            "logps/rejected": pairs.rejected,
             "preference_loss": losses.preference,
         }
         if reference is not None:
-            means["kl"] = kl_per_token(policy.detach() - reference, tokens)
+            numbers["kl"] = kl_per_token(policy.detach() - reference, tokens)
         if self.options.sft_weight:
-            means["sft_loss"] = losses.sft
-        loss_sum = losses.total.sum() * real
-        sums = {name: value.sum() * real for name, value in means.items()}
-        return with_routers(loss_sum, n, sums | {"loss": loss_sum.detach()}, out)
+            numbers["sft_loss"] = losses.sft
+        return with_routers(of_rows(losses.total, numbers, batch["pairs"]), out)
 
 
 def kl_per_token(log_ratio: Tensor, tokens: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ what TRL calls steps_per_generation, with num_iterations=1. The unused part of a
 With U=1 there is none: a rollout follows from weights, seed and step.
 """
 
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,12 +29,14 @@ from lmtrain.losses.policy import VARIANTS, LossSettings, Sampled, advantages, p
 from lmtrain.models.blocks import evaluating
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.grpo_options import ROLLOUTS, GRPOOptions
-from lmtrain.objectives.parts import LossParts, add_sums, with_routers
+from lmtrain.objectives.parts import LossParts, add_sums, means_over, with_routers
 from lmtrain.objectives.start_check import FirstSteps
 from lmtrain.objectives.with_reference import ReferenceObjective
 from lmtrain.rewards.scoring import SOLE, Scorer, build_rewards
 from lmtrain.rollouts.engine import Engine, Sampling
+from lmtrain.rollouts.in_process import InProcess
 from lmtrain.rollouts.rollout import Group, Maker, keep_old, pack_groups, report_of, tensors_of, unpack_groups
+from lmtrain.rollouts.vllm_engine import VLLM
 from lmtrain.strategies import sharding
 
 OF_TOKENS = ("entropy", "kl", "clip_fraction", "logps/sampler", "logps/trainer", "sampler_difference")
@@ -81,28 +82,22 @@ class GRPO(ReferenceObjective):
 
     def make_engine(self) -> Engine:
         if self.options.engine == "vllm":
-            from lmtrain.rollouts.vllm_engine import VLLM
-
             return VLLM(self.model.model)
-        from lmtrain.rollouts.in_process import InProcess
-
         return InProcess(self.model.model, self.options.rollout_batch_size)
 
     def check_room(self, corpus: Corpus) -> None:
         """Raises UserError if a prompt and its completion may together exceed the model's positions."""
         most = getattr(self.model.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
         room = most - self.options.max_new_tokens
-        for rows in (corpus.train, corpus.val):
-            if rows is None:
-                continue
-            longest = int(rows.examples.lengths.max())  # type: ignore[attr-defined]
-            if longest > room:
-                raise UserError(
-                    f"a prompt has {longest:,} tokens, and the model's {most:,} positions less "
-                    f"objective.max_new_tokens={self.options.max_new_tokens} leave room for {max(room, 0):,}: set "
-                    f"data.max_prompt_length={max(room, 1)}, which leaves longer prompts out, or lower "
-                    f"objective.max_new_tokens"
-                )
+        splits: list[Any] = [rows for rows in (corpus.train, corpus.val) if rows is not None]
+        longest = max(int(rows.examples.lengths.max()) for rows in splits)
+        if longest > room:
+            raise UserError(
+                f"a prompt has {longest:,} tokens, and the model's {most:,} positions less "
+                f"objective.max_new_tokens={self.options.max_new_tokens} leave room for {max(room, 0):,}: set "
+                f"data.max_prompt_length={max(room, 1)}, which leaves longer prompts out, or lower "
+                f"objective.max_new_tokens"
+            )
 
     def on_placed(self) -> None:
         super().on_placed()
@@ -128,11 +123,8 @@ class GRPO(ReferenceObjective):
         words = [f"{p.weight:g} x {type(p.reward).__name__}" + f" ({p.name})" * (p.name != SOLE) for p in parts]
         return [*rows, ("reward", " + ".join(words))]
 
-    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
-        raise NotImplementedError("what is compared with the reference is sampled first: see _check_reference")
-
     def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
-        return Objective.looks(self, batch)
+        return Objective.looks(self, batch)  # what could be compared with the reference is sampled first
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
@@ -182,7 +174,7 @@ class GRPO(ReferenceObjective):
         dataset = getattr(self.trainer.train_dataloader, "dataset", None)
         batches |= {later: dataset[later]["micro_batches"] for later in range(step + 1, last)}  # type: ignore[index]
         self.failures = Counter()
-        with self._whole_model():
+        with sharding.gathered(self.model):
             for later, some in batches.items():
                 prompts = [prompt for batch in some for prompt in prompts_of(batch)]
                 groups = self._with_signal(later, prompts)
@@ -215,9 +207,10 @@ class GRPO(ReferenceObjective):
         row = mix64(self.seed, step, prompt.epoch, prompt.row, attempt) % len(self.prompts)
         return self.prompts.prompt(prompt.epoch, row)
 
-    def _whole_model(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context within which each rank can call the model by itself."""
-        return sharding.gathered(self.model) if sharding.is_sharded(self.model) else contextlib.nullcontext()
+    def _judged(self, batch: dict[str, Tensor]) -> list[Group]:
+        """Samples and scores a greedy completion of each prompt."""
+        with sharding.gathered(self.model):
+            return self.judge.groups(-1, prompts_of(batch))[0]
 
     def _score_old(self, groups: list[Group]) -> None:
         """Stores the completions' log-probabilities under the weights that sampled them, by the trainer's forward."""
@@ -245,7 +238,6 @@ class GRPO(ReferenceObjective):
         if reference is not None and self.variant.kl_in_reward:
             sampled = sampled._replace(advantages=self._with_kl(batch, sampled, reference))
         loss = policy_loss(policy, sampled, self.variant, self.loss_settings, self.completions_per_token)
-        n = batch["sampled"]
         sums = {
             "loss": loss.loss.detach(),
             "clip_fraction": loss.clipped,
@@ -259,7 +251,7 @@ class GRPO(ReferenceObjective):
             sums["kl"] = loss.kl
         report = batch["report"].view(torch.float64)
         sums |= dict(zip(report_of([], self.reward_names), report, strict=True))
-        return with_routers(loss.loss, n, sums, out)
+        return with_routers(LossParts(loss.loss, batch["sampled"], sums), out)
 
     def _with_kl(self, batch: dict[str, Tensor], sampled: Sampled, reference: Tensor) -> Tensor:
         """Computes advantages [A] of the rewards minus kl_coef times each completion's log-ratio to the reference."""
@@ -276,16 +268,12 @@ class GRPO(ReferenceObjective):
         tokens = sums.pop("tokens", 1)
         of_rewards = {"reward": sums.pop("scored")}
         of_rewards |= {f"reward/{name}": sums.pop(f"scored/{name}") for name in self.reward_names}
-        counts = {**dict.fromkeys(OF_TOKENS, tokens), **of_rewards}
-        own = {name: (sums.pop(name), count) for name, count in counts.items() if name in sums}
-        means = super().means_of(sums, n_tokens)
-        return means | {n: value / count for n, (value, count) in own.items() if isinstance(count, Tensor) or count}
+        return means_over(sums, n_tokens, {**dict.fromkeys(OF_TOKENS, tokens), **of_rewards})
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Samples a greedy completion of each prompt; the loss is minus its reward, so that the lowest loss is best."""
-        with self._whole_model():
-            groups, _ = self.judge.groups(-1, prompts_of(batch))
+        groups = self._judged(batch)
         found = report_of(groups, self.reward_names)
         keep = [*self.validation_names(), "scored", *(f"scored/{name}" for name in self.reward_names)]
         sums = {name: torch.tensor(value, device=self.device) for name, value in found.items() if name in keep}
@@ -297,8 +285,7 @@ class GRPO(ReferenceObjective):
         mine = {step: ([*groups], pack_groups([*groups.values()])) for step, groups in self.pending.items()}
         # Each rank has sampled its own prompts; on resume, ranks look up theirs among those of all.
         everywhere = world.gathered(mine) if self.options.updates_per_rollout > 1 else [mine]
-        part = data_parallel(self.trainer)
-        checkpoint["rollout"] = everywhere[:: part.copies]
+        checkpoint["rollout"] = everywhere[:: data_parallel(self.trainer).copies]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
@@ -311,8 +298,7 @@ class GRPO(ReferenceObjective):
     @torch.no_grad()
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Returns `texts`, a greedy completion of each prompt, and `rewards`, fp64 [prompts]."""
-        with self._whole_model():
-            groups, _ = self.judge.groups(-1, prompts_of(batch))
+        groups = self._judged(batch)
         return {"texts": [g.texts[0] for g in groups], "rewards": torch.stack([g.rewards[0] for g in groups])}
 
 

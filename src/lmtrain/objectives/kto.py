@@ -17,8 +17,7 @@ from lmtrain.distributed.devices import total
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.language_model import LogProbs
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, add_sums
-from lmtrain.objectives.start_check import check_agreement
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, add_sums, means_over, of_rows, with_routers
 from lmtrain.objectives.with_reference import ReferenceObjective
 
 _LOOP = {"plain loop": f"{RECOMPUTED}::test_marked_answers"}
@@ -135,13 +134,10 @@ class KTO(ReferenceObjective):
         return batch["answers"]
 
     def validation_names(self) -> list[str]:
-        return ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "margin")), "logps/mean", "kl"]
+        return [*MARKED, *self.model.router_losses.names()]
 
     def plan_rows(self) -> list[tuple[str, str]]:
         return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference_words()}")]
-
-    def check_start(self, batch: dict[str, Tensor]) -> Tensor:
-        return check_agreement(self, batch, ("answer",))[0]
 
     def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:
         """Sets z for the step: max(0, mean log-ratio of its prompts with other rows' completions), 0-dim fp64."""
@@ -166,43 +162,32 @@ class KTO(ReferenceObjective):
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         log_ratios, log_probs, out = self._log_ratios(batch)
         parts = self.parts(Answers(log_ratios, log_probs, batch["label"], batch["answers"]), self.reference_point)
-        sums = parts.sums | {name: value * parts.n_tokens for name, value in out.aux.items()}
-        loss_sum = parts.loss_sum if out.router_loss is None else parts.loss_sum + out.router_loss * parts.n_tokens
-        return LossParts(loss_sum, parts.n_tokens, sums)
+        return with_routers(parts, out)
 
     def parts(self, answers: Answers, z: Tensor) -> LossParts:
         """Computes loss and sums of some answers, given the reference point z of the whole step or validation."""
-        real = (answers.number > 0).to(answers.log_ratios.dtype)
         losses = kto_losses(answers.log_ratios, answers.desirable, z, self.options)
-        loss_sum = losses.sum() * real
         rewards = self.options.beta * answers.log_ratios.detach()
-        each = {
+        numbers = {
             "rewards/chosen": rewards * answers.desirable,
             "rewards/rejected": rewards * ~answers.desirable,
             "desirable": answers.desirable.to(rewards.dtype),
             "logps/mean": answers.log_probs,
             "kl": z.expand_as(rewards),
         }
-        sums = {"loss": loss_sum.detach(), **{name: value.sum() * real for name, value in each.items()}}
-        return LossParts(loss_sum, answers.number, sums)
+        return of_rows(losses, numbers, answers.number)
 
     def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
         """Computes the means; rewards are averaged over answers of their kind, left out (tensors: NaN) without any."""
         sums = dict(sums)
-        counts = {"rewards/chosen": sums["desirable"], "rewards/rejected": n_tokens - sums.pop("desirable")}
-        rewards = {name: (sums.pop(name), count) for name, count in counts.items()}
-        means = super().means_of(sums, n_tokens)
-        means |= {n: value / count for n, (value, count) in rewards.items() if isinstance(count, Tensor) or count}
+        good = sums.pop("desirable")
+        means = means_over(sums, n_tokens, {"rewards/chosen": good, "rewards/rejected": n_tokens - good})
         if "rewards/chosen" in means and "rewards/rejected" in means:
             means["rewards/margin"] = means["rewards/chosen"] - means["rewards/rejected"]
         return means
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
-        self.validated = {}
-
-    def on_test_epoch_start(self) -> None:
-        super().on_test_epoch_start()
         self.validated = {}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -53,14 +53,13 @@ class MDLMOptions(ObjectiveConfig):
     min_time: Annotated[float, TRAJECTORY, above_zero, share]
 
     def check(self, config: Config) -> None:
-        needed = {
-            "data.isolate_documents": (config.data.isolate_documents, False),
-            "data.packing": (config.data.packing, None),  # rows without padding
+        has_adapter = config.peft.method != "none"  # its folder has no config, so its base would attend causally
+        unmet = {
+            "data.isolate_documents=false": config.data.isolate_documents,
+            "data.packing=null": config.data.packing is not None,  # rows without padding
+            "export.enabled=false": has_adapter and config.export.enabled,
         }
-        if config.peft.method != "none":  # an adapter's folder has no config, so its base would attend causally
-            needed["export.enabled"] = (config.export.enabled, False)
-        unmet = {key: due for key, (found, due) in needed.items() if found != due}
-        wrong = [f"{key}={'null' if due is None else str(due).lower()}" for key, due in unmet.items()]
+        wrong = [setting for setting, is_wrong in unmet.items() if is_wrong]
         if wrong:
             raise UserError(
                 f"objective=mdlm trains a model that attends in both directions over whole rows: set {' '.join(wrong)}"

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 
 # The tests that compare the numbers of real runs with plain loops over the raw rows.
@@ -45,13 +46,43 @@ class StepResult(NamedTuple):
     sums: dict[str, Tensor]  # this rank's sums
 
 
-def with_routers(loss_sum: Tensor, n: Tensor, sums: dict[str, Tensor], forward: LogProbs) -> LossParts:
-    """Builds the LossParts of a micro-batch of weight `n`, adding the router losses of its forward pass."""
-    sums = sums | {name: value * n for name, value in forward.aux.items()}
-    return LossParts(loss_sum if forward.router_loss is None else loss_sum + forward.router_loss * n, n, sums)
+def of_rows(losses: Tensor, numbers: dict[str, Tensor], n: Tensor) -> LossParts:
+    """Builds the LossParts of a micro-batch of `n` rows from the loss and other numbers of each row, [rows] each.
+
+    An empty micro-batch has n = 0 and one dummy row, whose weight is 0.
+    """
+    real = (n > 0).to(losses.dtype)
+    loss_sum = losses.sum() * real
+    sums = {name: value.detach().sum() * real for name, value in numbers.items()}
+    return LossParts(loss_sum, n, {"loss": loss_sum.detach(), **sums})
+
+
+def with_routers(parts: LossParts, forward: LogProbs) -> LossParts:
+    """Adds the router losses of a micro-batch's forward pass, weighted as its other numbers are."""
+    n = parts.n_tokens
+    sums = parts.sums | {name: value * n for name, value in forward.aux.items()}
+    loss_sum = parts.loss_sum if forward.router_loss is None else parts.loss_sum + forward.router_loss * n
+    return LossParts(loss_sum, n, sums)
+
+
+def inputs_of(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns the arguments with which a LanguageModel reads the rows of a micro-batch, padded or of documents."""
+    prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
+    where = {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}  # absent in padded batches
+    return {"input_ids": batch["input_ids"], **where, "prefixes": prefixes}
 
 
 def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> None:
     """Adds the values of `part` to those of `total`, in place."""
     for name, value in part.items():
         total[name] = total[name] + value if name in total else value
+
+
+def means_over(sums: Mapping[str, Any], count: Any, own: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Divides sums, numbers or 0-dim tensors, by `count`, which counts as 1 if it is less, or by their `own` counts.
+
+    A mean over an own count of 0 is left out; of a tensor it is NaN.
+    """
+    at_least_one = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+    means = {name: value / at_least_one for name, value in sums.items() if name not in own}
+    return means | {name: sums[name] / n for name, n in own.items() if name in sums and (isinstance(n, Tensor) or n)}

@@ -18,11 +18,10 @@ from lmtrain.config.strategies import refuse_split_layers
 from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError
 from lmtrain.losses.preferences import bradley_terry
-from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.models.scalar_head import last_real, padding_of, set_padding
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import Definition, LossParts, with_routers
+from lmtrain.objectives.parts import Definition, LossParts, inputs_of, of_rows, with_routers
 
 _TRL = {
     "TRL's RewardTrainer": "tests/parity/test_reward_trl.py::test_losses_and_gradient_norms",
@@ -88,28 +87,23 @@ class RewardModel(Objective):
 
     def rewards(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
         """Returns rewards of the chosen and the rejected answers, fp64 [P, 2], and the output of the forward pass."""
-        ids = batch["input_ids"]
-        prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
-        at = last_real(ids, batch["ends"], padding_of(self.model.model))
-        out = self.model.scores(ids, batch.get("position_ids"), batch.get("cu_seqlens"), prefixes, at=at)
+        at = last_real(batch["input_ids"], batch["ends"], padding_of(self.model.model))
+        out = self.model.scores(**inputs_of(batch), at=at)
         return out.tokens.double().view(-1, 2), out
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         rewards, out = self.rewards(batch)
         chosen, rejected = rewards.unbind(1)
-        n = batch["pairs"]
-        real = (n > 0).to(rewards.dtype)  # the dummy pair of an empty micro-batch has weight 0
         margin = batch["margin"].view(torch.float64) if "margin" in batch else None
-        loss_sum = bradley_terry(chosen, rejected, margin, self.centring).sum() * real
-        means = {
+        losses = bradley_terry(chosen, rejected, margin, self.centring)
+        numbers = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margin": chosen - rejected,
             "rewards/mean": rewards.mean(1),
             "rewards/accuracy": (chosen > rejected).to(rewards.dtype),
         }
-        sums = {"loss": loss_sum.detach(), **{name: value.detach().sum() * real for name, value in means.items()}}
-        return with_routers(loss_sum, n, sums, out)
+        return with_routers(of_rows(losses, numbers, batch["pairs"]), out)
 
     @torch.no_grad()
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lmtrain.distributed.devices import total
 from lmtrain.distributed.dtensor import held
 from lmtrain.errors import RunError
-from lmtrain.losses.preferences import LOSSES, LossOptions, Pairs, Ratios, preference_losses
+from lmtrain.losses.preferences import LOSSES, Loss, LossOptions, Pairs, Ratios, preference_losses
 from lmtrain.models.blocks import evaluating
 
 FULL = (1e-4, 1e-6)  # absolute and relative tolerance of log-probabilities in fp32
@@ -49,7 +49,6 @@ def check_agreement(objective: Any, batch: dict[str, Tensor], answers: Sequence[
     with evaluating(objective.model):
         policy, _ = objective.answer_log_probs(batch)
     reference = objective.reference_log_probs(batch)
-    assert reference is not None
     absolute, relative = FULL if _is_full(objective) else HALF
     difference = (policy - reference).abs()
     allowed = absolute + relative * reference.abs()
@@ -70,13 +69,13 @@ def check_start(objective: Any, batch: dict[str, Tensor]) -> Tensor:
     """
     policy, reference, allowed = check_agreement(objective, batch, ("chosen answer of pair", "rejected answer of pair"))
     tokens = batch["lengths"].view(-1, 2)
-    pairs = Pairs(policy[:, 0], policy[:, 1], tokens[:, 0], tokens[:, 1], reference[:, 0], reference[:, 1])
+    pairs = Pairs(*policy.unbind(1), *tokens.unbind(1), *reference.unbind(1))
     loss = preference_losses(objective.loss, pairs, objective.options).preference
-    at_zero = LOSSES[objective.loss].at_zero
-    assert at_zero is not None
-    expected = at_zero(objective.options)
+    kind = LOSSES[objective.loss]
+    assert kind.at_zero is not None
+    expected = kind.at_zero(objective.options)
     off = (loss - expected).abs().max().item()
-    if not off <= loss_slack(objective.loss, objective.options, allowed.max().item()):
+    if not off <= loss_slack(kind, objective.options, expected, allowed.max().item()):
         raise RunError(
             f"at the first step objective.loss={objective.loss} is {loss[0].item():.6g} where policy and reference "
             f"agree, instead of {expected:.6g}: please report this"
@@ -207,30 +206,24 @@ def answers_move(objective: Any, batch: dict[str, Tensor], before: Tensor) -> Fi
             policy, _ = objective.answer_log_probs(batch)
         reference = objective.reference_log_probs(batch)
         for other, what in ((before, "what they were before the first"), (reference, "the reference's")):
-            if other is not None and torch.equal(policy, other):
-                return _what_stood_still(objective, what)
+            if torch.equal(policy, other):
+                return f"the policy's log-probabilities of the first micro-batch are still exactly {what}", (
+                    f"what is trained is not what the loss is computed with, and nothing would be learned. A reference "
+                    f"that is put in the policy's place (objective.reference=frozen_copy) can do that, or a "
+                    f"trainer.precision ({objective.trainer.precision} here) that rounds the updates away: "
+                    f"trainer.precision=bf16-mixed and 32-true keep weights in fp32. If they don't help, please report "
+                    f"this"
+                )
         return None
 
     return FirstSteps(MUST_SHOW[0] if _is_full(objective) else MUST_SHOW[1], wrong)
 
 
-def _what_stood_still(objective: Any, what: str) -> tuple[str, str]:
-    return f"the policy's log-probabilities of the first micro-batch are still exactly {what}", (
-        f"what is trained is not what the loss is computed with, and nothing would be learned. A reference that is "
-        f"put in the policy's place (objective.reference=frozen_copy) can do that, or a trainer.precision "
-        f"({objective.trainer.precision} here) that rounds the updates away: trainer.precision=bf16-mixed and 32-true "
-        f"keep weights in fp32. If they don't help, please report this"
-    )
-
-
-def loss_slack(name: str, options: LossOptions, ratio: float) -> float:
+def loss_slack(loss: Loss, options: LossOptions, at_zero: float, ratio: float) -> float:
     """Returns how far a loss may be from its value at log-ratios of 0 if they are up to `ratio` instead."""
-    options = options._replace(sft_weight=0.0)
-    at_zero = LOSSES[name].at_zero
-    assert at_zero is not None
     corners = torch.tensor([[ratio, ratio], [ratio, -ratio], [-ratio, ratio], [-ratio, -ratio]], dtype=torch.float64)
-    losses = LOSSES[name].function(Ratios(corners[:, 0], corners[:, 1]), options)
-    return (losses - at_zero(options)).abs().max().item() + 1e-6 * max(1.0, at_zero(options))
+    losses = loss.function(Ratios(*corners.unbind(1)), options)
+    return (losses - at_zero).abs().max().item() + 1e-6 * max(1.0, at_zero)
 
 
 def _what_differs(objective: Any, policy: Tensor, reference: Tensor, wrong: Tensor, answers: Sequence[str]) -> str:

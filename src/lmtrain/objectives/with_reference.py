@@ -1,6 +1,5 @@
 """The base class of objectives with a reference: log-probabilities of answers under policy and reference."""
 
-from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,11 +16,11 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import evaluating
-from lmtrain.models.documents import Prefixes
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.base import Objective
+from lmtrain.objectives.parts import inputs_of
 from lmtrain.objectives.reference import Choice, FrozenCopy, Precomputed, choose, first_values_hash
-from lmtrain.objectives.start_check import FirstSteps, answers_move
+from lmtrain.objectives.start_check import FirstSteps, answers_move, check_agreement
 
 
 def why_not_precomputed(config: Config, corpus: Corpus | None) -> str:
@@ -104,13 +103,13 @@ class ReferenceObjective(Objective):
         """Returns a description of the reference for the plan."""
         return self.reference + (f" ({self.why_reference})" if self.why_reference else "")
 
-    @abstractmethod
     def check_start(self, batch: dict[str, Tensor]) -> Tensor:
         """Checks that policy and reference agree; returns log-probabilities [rows, answers] of the first micro-batch.
 
         Raises:
             RunError: the policy's log-probabilities differ from the reference's.
         """
+        return check_agreement(self, batch, ["answer"] * self.answers)[0]
 
     def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
         if self.reference == "none":
@@ -152,10 +151,8 @@ class ReferenceObjective(Objective):
 
     def token_log_probs(self, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, LogProbs]:
         """Returns fp64 log-probabilities [C] of the answers' tokens under this model, and the forward's output."""
-        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "scored", "before")}
-        inputs |= {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}  # absent in padded batches
-        prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
-        out = self.model.log_probs(**inputs, prefixes=prefixes, temperature=temperature)
+        where: dict[str, Any] = {name: batch[name] for name in ("scored", "before")}
+        out = self.model.log_probs(**inputs_of(batch), **where, temperature=temperature)
         # In fp32, hundreds of terms added one by one lose 1e-3, and a value in the hundreds is only exact to 3e-5.
         return out.tokens.double(), out
 

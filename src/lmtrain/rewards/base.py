@@ -43,6 +43,21 @@ class Reward(ABC):
         return None
 
 
+class ComparedWithReference(Reward):
+    """Base class of rewards of `right` if a completion is right by a reference in a column of its row, else `wrong`."""
+
+    def __init__(self, column: str = "answer", right: float = 1.0, wrong: float = 0.0) -> None:
+        self.column, self.right, self.wrong = column, right, wrong
+
+    @abstractmethod
+    def is_right(self, completion: str, reference: Any) -> bool:
+        """Returns whether the completion is right."""
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        pairs = zip(completions, needed(columns, self.column, type(self).__name__), strict=True)
+        return [self.right if self.is_right(*pair) else self.wrong for pair in pairs]
+
+
 def needed(columns: dict[str, Sequence[Any]], name: str, who: str) -> Sequence[Any]:
     """Returns the column that a reward reads; raises UserError if the rows have none of that name."""
     if name not in columns:

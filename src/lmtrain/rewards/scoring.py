@@ -1,16 +1,13 @@
 """Scores completions with all rewards of the config, with their weights, failures and a timeout."""
 
 import math
-import signal
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, NamedTuple
 
 from lmtrain.config.targets import build_target
+from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
 from lmtrain.errors import RunError, UserError
 from lmtrain.rewards.base import Reward
 
@@ -89,37 +86,36 @@ class Scorer:
         return scores
 
     def _outcomes(
-        self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any]
+        self,
+        part: Part,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Any],
+        alone: bool = False,
     ) -> list[float | str]:
-        """Returns for each completion a number, NaN if the reward returned None, or a message if it failed."""
+        """Returns for each completion a number, NaN if the reward returned None, or a message if it failed.
+
+        alone: it is one of several for which the reward raised, so that an exception is its own.
+        """
         try:
             return self._called(part, prompts, completions, columns)
         except (UserError, RunError):
             raise
-        except _TookTooLong:
-            return [self._too_long(part)] * len(completions)
-        except Exception:  # find out for which completion
-            return [self._alone(part, prompts, completions, columns, slice(i, i + 1)) for i in range(len(completions))]
-
-    def _too_long(self, part: Part) -> str:
-        return f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"
-
-    def _alone(
-        self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any], one: slice
-    ) -> float | str:
-        try:
-            return self._called(part, prompts[one], completions[one], {k: v[one] for k, v in columns.items()})[0]
-        except (UserError, RunError):
-            raise
-        except _TookTooLong:
-            return self._too_long(part)
+        except TookTooLong:
+            return [f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"] * len(completions)
         except Exception as error:  # user code may raise anything
-            return f"{part.name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            if alone:
+                return [f"{part.name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"]
+        found: list[float | str] = []
+        for one in (slice(i, i + 1) for i in range(len(completions))):  # find out for which completion
+            own = {name: values[one] for name, values in columns.items()}
+            found += self._outcomes(part, prompts[one], completions[one], own, alone=True)
+        return found
 
     def _called(
         self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any]
     ) -> list[float | str]:
-        with at_most(self.timeout):
+        with time_limit(self.timeout):
             values = part.reward(prompts=prompts, completions=completions, **columns)
         who = f"the reward {part.name} ({type(part.reward).__qualname__})"
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
@@ -139,9 +135,8 @@ def _number(value: Any, name: str, who: str) -> float | str:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        said = value if isinstance(value, str | bytes) else repr(value)
         raise UserError(
-            f"{who} returned {_shown(said)} for a completion: a number is needed, or None for no opinion"
+            f"{who} returned {_shown(value)} for a completion: a number is needed, or None for no opinion"
         ) from None
     return number if math.isfinite(number) else f"{name} returned {number}"
 
@@ -149,30 +144,3 @@ def _number(value: Any, name: str, who: str) -> float | str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-class _TookTooLong(BaseException):
-    """Raised inside a reward that runs too long; not an Exception, so that its `except Exception` can't swallow it."""
-
-
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raises _TookTooLong inside the context after this many seconds.
-
-    A process alarm interrupts Python code and system calls, but not a long call of C code. Outside the main thread,
-    which alone receives signals, and on systems without setitimer, there is no timeout.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise _TookTooLong
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

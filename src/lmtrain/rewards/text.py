@@ -6,7 +6,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from lmtrain.errors import UserError
-from lmtrain.rewards.base import Reward, needed
+from lmtrain.rewards.base import ComparedWithReference, Reward, needed
 
 _NUMBER = re.compile(r"[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
 
@@ -24,7 +24,7 @@ def final_number(text: str, after: str | None = None) -> Decimal | None:
         return None
 
 
-class ExactNumber(Reward):
+class ExactNumber(ComparedWithReference):
     """A reward of `right` if the completion's last number equals the reference's, as decimals: 1,000.0 is 1000."""
 
     def __init__(
@@ -41,28 +41,21 @@ class ExactNumber(Reward):
             after: only what follows the last of these in a completion counts, such as "####"; None: all of it.
             reference_after: the same for the reference.
         """
-        self.column, self.after, self.reference_after = column, after, reference_after
-        self.right, self.wrong = right, wrong
+        super().__init__(column, right, wrong)
+        self.after, self.reference_after = after, reference_after
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
-        found = []
-        for completion, reference in zip(completions, needed(columns, self.column, "ExactNumber"), strict=True):
-            wanted = final_number(str(reference), self.reference_after)
-            if wanted is None:
-                raise ValueError(f"the column {self.column} holds no number: {str(reference)[:80]!r}")
-            found.append(self.right if final_number(completion, self.after) == wanted else self.wrong)
-        return found
+    def is_right(self, completion: str, reference: Any) -> bool:
+        wanted = final_number(str(reference), self.reference_after)
+        if wanted is None:
+            raise ValueError(f"the column {self.column} holds no number: {str(reference)[:80]!r}")
+        return final_number(completion, self.after) == wanted
 
 
-class Equal(Reward):
+class Equal(ComparedWithReference):
     """A reward of `right` if the completion equals the reference, ignoring white space around both."""
 
-    def __init__(self, column: str = "answer", right: float = 1.0, wrong: float = 0.0) -> None:
-        self.column, self.right, self.wrong = column, right, wrong
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
-        pairs = zip(completions, needed(columns, self.column, "Equal"), strict=True)
-        return [self.right if completion.strip() == str(wanted).strip() else self.wrong for completion, wanted in pairs]
+    def is_right(self, completion: str, reference: Any) -> bool:
+        return completion.strip() == str(reference).strip()
 
 
 class Regex(Reward):

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_MASK64 = (1 << 64) - 1
 _BITS = 40  # probabilities are rounded down to multiples of 2**-40
 
 
@@ -103,4 +102,4 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 def as_keys(requests: Sequence[Request], device: torch.device) -> Tensor:
     """Returns the keys of the requests, int64 [B]."""
-    return torch.tensor([_signed(r.key & _MASK64) for r in requests], dtype=torch.int64, device=device)
+    return torch.tensor([_signed(r.key) for r in requests], dtype=torch.int64, device=device)

@@ -101,35 +101,27 @@ def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> 
         [A], the number of the completion, group after group; sampled int64 []: A, or 0 if there are none and a dummy of
         two tokens is in their place.
     """
-    if not groups:
-        batch = lay_answers([(np.zeros(2, dtype=np.int64), np.array([False, True]))], [0])
-        blank = _bits([0.0])
-        batch |= {"sampler": blank, "advantages": blank, "entropy": blank, "rewards": blank}
-        batch |= {"weight": torch.zeros(1, dtype=torch.int64), "place": torch.zeros(1, dtype=torch.int64)}
-        if padded:
-            pad_answers(batch)
-        return {**batch, "sampled": torch.tensor(0)}
     each = _laid(groups)
     answers = []
     for group, i in each:
         prompt, ids = group.prompt.ids, group.completions[i].ids
         scored = np.arange(len(prompt) + len(ids)) >= len(prompt)
         answers.append((np.array([*prompt, *ids], dtype=np.int64), scored))
+    answers = answers or [(np.zeros(2, dtype=np.int64), np.array([False, True]))]
     batch = lay_answers(answers, [0] * len(answers))
     if padded:
         pad_answers(batch)
-    if all(group.old is not None for group in groups):
+    if groups and all(group.old is not None for group in groups):
         batch["old"] = _bits([p for group, i in each for p in group.old[i]])  # type: ignore[index]
-    size, number = len(groups[0].completions), {id(group): i for i, group in enumerate(groups)}
-    weights = [int(group.completions[i].ended or not mask_cut_off) for group, i in each]
+    number = {id(group): i for i, group in enumerate(groups)}
     return {
         **batch,
         "sampler": _bits([p for group, i in each for p in group.completions[i].log_probs]),
         "advantages": _bits([float(group.advantages[i]) for group, i in each]),
         "entropy": _bits([group.completions[i].entropy for group, i in each]),
         "rewards": _bits([float(group.rewards[i]) for group, i in each]),
-        "weight": torch.tensor(weights),
-        "place": torch.tensor([number[id(group)] * size + i for group, i in each]),
+        "weight": torch.tensor([int(group.completions[i].ended or not mask_cut_off) for group, i in each] or [0]),
+        "place": torch.tensor([number[id(group)] * len(group.completions) + i for group, i in each] or [0]),
         "sampled": torch.tensor(len(each)),
     }
 
@@ -155,8 +147,11 @@ def keep_old(groups: Sequence[Group], log_probs: Tensor) -> None:
 
 
 def _bits(values: Sequence[float]) -> Tensor:
-    """Returns fp64 as int64 bits: floating-point tensors of a batch are rounded to the model's dtype on transfer."""
-    return torch.tensor(list(values), dtype=torch.float64).view(torch.int64)
+    """Returns fp64 as int64 bits: floating-point tensors of a batch are rounded to the model's dtype on transfer.
+
+    Without values there is one 0, for the dummy in their place.
+    """
+    return torch.tensor(list(values) or [0.0], dtype=torch.float64).view(torch.int64)
 
 
 def report_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:

@@ -16,22 +16,20 @@ from transformers import PreTrainedModel
 from lmtrain.errors import UserError
 from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
 
+MEMORY_SHARE = 0.3  # share of the device's memory for vLLM's weights and cache
+
 
 class VLLM(Engine):
     """An engine that is created at the first rollout; the trained weights are copied into it before each rollout."""
 
-    def __init__(self, model: PreTrainedModel, memory_share: float = 0.3) -> None:
-        """memory_share: share of the device's memory for vLLM's weights and cache.
-
-        Raises:
-            UserError: vLLM is not installed.
-        """
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises UserError if vLLM is not installed."""
         if importlib.util.find_spec("vllm") is None:
             raise UserError(
                 "objective.engine=vllm needs vLLM: pip install 'lmtrain[vllm]'; objective.engine=in_process samples "
                 "with the weights in training, without it"
             )
-        self.model, self.memory_share = model, memory_share
+        self.model = model
         self.engine: Any = None
 
     def _started(self) -> Any:
@@ -43,7 +41,7 @@ class VLLM(Engine):
                 model=folder,
                 skip_tokenizer_init=True,
                 dtype="bfloat16",
-                gpu_memory_utilization=self.memory_share,
+                gpu_memory_utilization=MEMORY_SHARE,
                 enforce_eager=True,
                 distributed_executor_backend="external_launcher",
                 logprobs_mode="processed_logprobs",  # at the sampling temperature

@@ -63,8 +63,8 @@ _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, Re
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class _TooLong(BaseException):
-    """Raised in a template that takes too long; not an Exception, which libraries in between may catch."""
+class TookTooLong(BaseException):
+    """Raised in code that runs longer than `time_limit` allows; not an Exception, which that code may catch."""
 
 
 class Endless(UserError):
@@ -72,7 +72,26 @@ class Endless(UserError):
 
 
 def _too_long(*_: object) -> None:
-    raise _TooLong
+    raise TookTooLong
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TookTooLong inside the context after this many seconds.
+
+    A process alarm interrupts Python code and system calls, but not a long call of C code. Outside the main thread,
+    which alone receives signals, and on systems without setitimer, there is no timeout.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, _too_long)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Template:
@@ -167,22 +186,15 @@ class Template:
 
     @contextlib.contextmanager
     def _in_time(self, where: str) -> Iterator[None]:
-        """Raises Endless after PATIENCE seconds of rendering; only in the main thread, which alone gets signals."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGALRM, _too_long)
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        """Raises Endless after PATIENCE seconds of rendering, where there is a `time_limit`."""
         try:
-            yield
-        except _TooLong:
+            with time_limit(PATIENCE):
+                yield
+        except TookTooLong:
             raise Endless(
                 f"{where + ': ' if where else ''}the chat template ({self.label}) has not rendered a conversation "
                 f"after {PATIENCE:g} seconds; it loops too often: choose another with data.chat_template"
             ) from None
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
 
     def _spelt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns messages in the template's form: reasoning under its key, and contents as parts if it needs them."""

@@ -5,6 +5,7 @@ restarted run gets the same rows.
 """
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,11 +151,7 @@ class PaddedRows:
             computed only there; seen int64 []: number of tokens that are not padding.
         """
         parts = [self.examples.read(int(self.order[row])) for _, row in rows]
-        longest = max(len(ids) for ids, _ in parts)
-        batch = _blank(len(parts), -(-longest // _MULTIPLE) * _MULTIPLE)
-        for b, (ids, trained) in enumerate(parts):
-            _lay(batch, b, 0, ids, trained)
-        return {**_tensors(batch), "seen": torch.tensor(sum(len(ids) for ids, _ in parts))}
+        return {**padded(parts, _MULTIPLE), "seen": torch.tensor(sum(len(ids) for ids, _ in parts))}
 
     def empty(self) -> dict[str, torch.Tensor]:
         return {**_tensors(_blank(1, _MULTIPLE)), "seen": torch.tensor(0)}
@@ -219,6 +216,15 @@ def example_rows(examples: Examples, config: Config, seed: int | None) -> tuple[
         f"{packing.utilisation:.1%} full, {kept_apart}"
     )
     return PackedRows(examples, packing, isolate_documents=data.isolate_documents), words
+
+
+def padded(parts: Sequence[tuple[np.ndarray, np.ndarray]], multiple: int = 1) -> dict[str, torch.Tensor]:
+    """Lays out (ids, trained) as padded rows of a length that is a multiple of `multiple`; see `PaddedRows.read`."""
+    longest = max(len(ids) for ids, _ in parts)
+    batch = _blank(len(parts), -(-longest // multiple) * multiple)
+    for b, (ids, trained) in enumerate(parts):
+        _lay(batch, b, 0, ids, trained)
+    return _tensors(batch)
 
 
 def _blank(rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
