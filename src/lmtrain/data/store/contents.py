@@ -7,7 +7,6 @@ and not at every start. Changed files are read again and must match the hash rec
 import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from lmtrain.errors import UserError
+from lmtrain.errors import RunError, UserError
+from lmtrain.files import write_atomic
 
 REMEMBER_FROM = 1 << 24  # bytes; smaller files are hashed again, in milliseconds
 Version = list[int]
@@ -90,16 +90,12 @@ class Facts:
     def _save(self, known: dict[str, Any]) -> bool:
         if self.store is None:
             return False
-        temporary = self.store.with_name(f"{self.store.name}.{os.getpid()}.tmp")
         try:
             self.store.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(known))
-            os.replace(temporary, self.store)
-            return True
-        except OSError:  # only a shortcut is lost
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            write_atomic(self.store, json.dumps(known))
+        except (OSError, RunError):  # only a shortcut is lost
             return False
+        return True
 
 
 def version_of(path: Path) -> Version:
