@@ -37,7 +37,8 @@ class PrepareProgress:
         for part in text:
             yield part
             self.advance(len(part.encode()), 0)
-        self.bar.update(self.task, description="learn the vocabulary", counts="")
+        self.finish_bar()
+        self.bar.add_task("learn the vocabulary", total=None, counts="")  # how long it takes is unknown
 
     def start(self, name: str, total_bytes: int | None, doing: str = "tokenize") -> None:
         """Starts a new split of about total_bytes UTF-8 bytes of text; None if unknown."""
