@@ -176,21 +176,18 @@ class _StreamReading:
 
     def pieces(self) -> Iterator[Piece]:
         """Yields the pieces; ends if reading fails, too, so that the encoder still returns what was read before."""
+        row, character = self.start.row, self.start.character
         try:
-            yield from self._pieces()
+            for part in range(self.start.part, self.source.parts):
+                for block in self.source.rows(part, row):
+                    text = block.text[character:]
+                    if text:
+                        self.blocks.append((part, block.row, character, len(text)))
+                    character = 0
+                    yield Piece(text, block.ends)
+                row, character = 0, 0
         except ReadError as error:
             self.error = error
-
-    def _pieces(self) -> Iterator[Piece]:
-        part, row, character = self.start.part, self.start.row, self.start.character
-        while part < self.source.parts:
-            for block in self.source.rows(part, row):
-                text = block.text[character:]
-                if text:
-                    self.blocks.append((part, block.row, character, len(text)))
-                character = 0
-                yield Piece(text, block.ends)
-            part, row, character = part + 1, 0, 0
 
     def place(self, inside: bool) -> Place:
         """Returns the place of the next character, from which reading can resume."""
