@@ -74,11 +74,10 @@ def _data_of(data: DataConfig, keys: dict[str, Any]) -> DataConfig:
     """Returns the run's data config with a set's own source, all of which is prepared as a training split."""
     keys = dict(keys)
     split = keys.pop("split", data.val_split or data.train_split)
-    own = copy.deepcopy(data)
     source = {"source": "files" if keys.get("path") else "hub", "path": None, "name": None, "config_name": None,
               "revision": None, "mixture": None, "format": "auto"}  # fmt: skip
     whole = {"val_path": None, "val_split": None, "val_fraction": 0.0, "train_split": split}
-    return dataclasses.replace(own, **(source | whole | keys))
+    return dataclasses.replace(copy.deepcopy(data), **(source | whole | keys))
 
 
 def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:

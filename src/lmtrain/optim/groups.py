@@ -68,7 +68,9 @@ def parameter_groups(
     for rule in rules:
         _check_matches(rule, owners)
 
-    adamw_pattern = _adamw_pattern(cfg)
+    adamw_pattern = cfg.adamw_pattern if isinstance(cfg, MuonConfig) else None
+    if adamw_pattern is not None:
+        check_pattern("optimizer.adamw_pattern", adamw_pattern)
     members: dict[tuple[_Rule, str, bool], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, p in trainable.items():
         members[owners[name], _algorithm(name, p, adamw_pattern), is_matrix(name, p)][name] = p
@@ -143,16 +145,11 @@ def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:
     )
 
 
-def _adamw_pattern(cfg: OptimizerConfig) -> str | None:
-    """Returns the pattern of matrices that AdamW takes although Muon could, or None for all other optimizers."""
-    if not isinstance(cfg, MuonConfig):
-        return None
-    check_pattern("optimizer.adamw_pattern", cfg.adamw_pattern)
-    return cfg.adamw_pattern
-
-
 def _algorithm(name: str, parameter: nn.Parameter, adamw_pattern: str | None) -> str:
-    """Returns muon for hidden matrices (2D, or experts stacked along a third axis), else adamw; "" without Muon."""
+    """Returns muon for hidden matrices (2D, or experts stacked along a third axis), else adamw; "" without Muon.
+
+    adamw_pattern: matrices that AdamW takes although Muon could; None for all other optimizers.
+    """
     if adamw_pattern is None:
         return ""
     stacked_experts = parameter.ndim == 3 and "experts" in name

@@ -225,14 +225,10 @@ def fingerprint(meta: Meta, hashes: dict[str, str]) -> str:
     hashes: SHA-256 of the folder's files, by name.
     """
     return contents.fingerprint(
-        [[name, meta["dtype"], [_identity(shard, hashes) for shard in split["shards"]]]
+        [[name, meta["dtype"], [[s["tokens"], *(hashes.get(file) for file, _ in _files(s, has_documents=True))]
+                                for s in split["shards"]]]
          for name, split in meta["splits"].items()]
     )  # fmt: skip
-
-
-def _identity(shard: ShardMeta, hashes: dict[str, str]) -> list[int | str | None]:
-    tokens, docs, *sides = (hashes.get(file) for file, _ in _files(shard, has_documents=True))
-    return [shard["tokens"], tokens, docs, *sides]
 
 
 def sampled_fingerprint(splits: list[SplitBins]) -> str:
