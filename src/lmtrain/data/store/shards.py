@@ -68,7 +68,7 @@ class Shard:
             self._versions = {f: tuple(version_of(f)) for f in (self.path, docs, mask, labels, texts) if f is not None}
         except OSError as error:
             raise UserError(f"token bin {error.filename} is missing or unreadable: {error.strerror}") from None
-        self.documents = self._size(docs) // END_BYTES if docs is not None else 0
+        self.documents = self._size(docs) // END_BYTES
         self._check_size(docs, f"the ends of {self.documents} documents", self.documents * END_BYTES)
         self._check_size(self.path, f"{tokens} {dtype} tokens", tokens * self.dtype.itemsize)
         self._check_size(mask, f"the loss mask of {tokens} tokens", tokens)
@@ -81,10 +81,11 @@ class Shard:
                 f"belongs to other data; delete its folder and prepare again"
             )
 
-    def _size(self, file: Path) -> int:
-        return self._versions[file][0]
+    def _size(self, file: Path | None) -> int:
+        return 0 if file is None else self._versions[file][0]
 
-    def _array(self, file: Path, dtype: np.dtype | str, start: int, count: int) -> np.ndarray:
+    def _array(self, file: Path | None, dtype: np.dtype | str, start: int, count: int) -> np.ndarray:
+        assert file is not None  # asked only for what the shard has
         size = np.dtype(dtype).itemsize
         return np.frombuffer(_pread(file, self._versions[file], start * size, count * size), dtype=dtype)
 
@@ -96,17 +97,14 @@ class Shard:
 
     def read_mask(self, start: int, count: int) -> np.ndarray:
         """Returns which of the tokens start .. start + count - 1 are learned, bool [count]; requires a mask."""
-        assert self.mask is not None
         return self._array(self.mask, "u1", start, count).astype(bool)
 
     def read_labels(self) -> np.ndarray:
         """Returns the label of each document that ends in the shard, int64; requires labels."""
-        assert self.labels is not None
         return self._array(self.labels, "<i8", 0, self.documents).astype(np.int64)
 
     def read_texts(self) -> list[str]:
         """Returns the line of text of each document that ends in the shard; requires texts."""
-        assert self.texts is not None
         return self._array(self.texts, "u1", 0, self._size(self.texts)).tobytes().decode().split("\n")[:-1]
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
@@ -128,5 +126,4 @@ class Shard:
         return np.concatenate(found)
 
     def _ends(self, first: int, count: int) -> np.ndarray:
-        assert self.docs is not None
         return self._array(self.docs, "<u8", first, count).astype(np.int64)
