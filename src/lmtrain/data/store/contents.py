@@ -28,8 +28,8 @@ _SECONDS_BETWEEN_LINES = 10.0
 class Facts:
     """A cache of values computed from large files, in <cache_dir>/files.json; those of changed files are dropped."""
 
-    def __init__(self, cache_dir: str | Path | None) -> None:
-        self.store = None if cache_dir is None else Path(cache_dir).expanduser() / "files.json"
+    def __init__(self, cache_dir: str | Path) -> None:
+        self.store = Path(cache_dir).expanduser() / "files.json"
 
     def digest(self, paths: list[Path]) -> str:
         """Returns the SHA-256 over the files' contents, in order; their names don't matter."""
@@ -47,7 +47,7 @@ class Facts:
 
     def of(self, path: Path, name: str, find: Callable[[], Any]) -> Any:
         """Returns the value called `name` for a file, from the cache or computed by `find()`."""
-        if self.store is None or path.stat().st_size < REMEMBER_FROM:
+        if path.stat().st_size < REMEMBER_FROM:
             return find()
         version = version_of(path)
         known = self.recall([path], name)
@@ -69,12 +69,16 @@ class Facts:
             entry = known.get(str(path.resolve()), {})
             others = entry if entry.get("version") == version else {"version": version}
             known[str(path.resolve())] = {**others, name: fact}
-        return self._save(known)
+        try:
+            self.store.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.store, json.dumps(known))
+        except (OSError, RunError):  # only a shortcut is lost
+            return False
+        return True
 
     @contextlib.contextmanager
     def one_process(self) -> Iterator[None]:
         """Lets one process at a time do slow work in the block; the others wait, and can then recall its results."""
-        assert self.store is not None
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):  # if the cache can't be written, each process does the work itself
                 self.store.parent.mkdir(parents=True, exist_ok=True)
@@ -83,19 +87,9 @@ class Facts:
 
     def _load(self) -> dict[str, Any]:
         try:
-            return {} if self.store is None else dict(json.loads(self.store.read_text()))
+            return dict(json.loads(self.store.read_text()))
         except (OSError, ValueError):
             return {}
-
-    def _save(self, known: dict[str, Any]) -> bool:
-        if self.store is None:
-            return False
-        try:
-            self.store.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.store, json.dumps(known))
-        except (OSError, RunError):  # only a shortcut is lost
-            return False
-        return True
 
 
 def version_of(path: Path) -> Version:
