@@ -107,28 +107,25 @@ class SplitBins:
         return self.bytes / self.tokens if self.bytes else None
 
 
-def has_split(path: Path | str, split: str) -> bool:
+def has_split(folder: Path, split: str) -> bool:
     """Returns whether a folder of bins, lmtrain's or nanoGPT's, has that split."""
-    folder = Path(path).expanduser()
     if (folder / META).exists():
         return split in load_meta(folder)["splits"]
     return (folder / f"{split}.bin").exists()
 
 
-def open_bins(path: Path | str, split: str, *, seq_len: int | None = None) -> SplitBins:
+def open_bins(folder: Path, split: str, *, seq_len: int | None = None) -> SplitBins:
     """Opens the bins of split "train" or "val" in a folder of lmtrain's or nanoGPT's.
 
     Args:
-        path: the folder.
         split: a split that the folder has (`has_split`).
         seq_len: if given, a split with no room for one row (seq_len tokens and the label of the last) is refused.
 
     Raises:
         UserError: there are no bins, a file disagrees with meta.json, or there are too few tokens.
     """
-    folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise UserError(f"data.path={path}: no such folder; give the folder that holds train.bin or {META}")
+        raise UserError(f"data.path={folder}: no such folder; give the folder that holds train.bin or {META}")
     if not has_split(folder, split):
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:10]) or "nothing"
         raise UserError(f"{folder} holds no {split} bins, neither in {META} nor as {split}.bin (it holds {names})")
