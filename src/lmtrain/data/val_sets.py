@@ -45,18 +45,12 @@ def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
         except UserError as error:
             raise UserError(f"data.val_sets.{name}: {error}") from None
     if config.data.val_train_rows:
-        found[TRAIN_ROWS] = ValSet(
-            spread_rows(_as_written(corpus.train), config.data.val_train_rows), None, corpus.fingerprint
-        )
+        rows = corpus.train
+        if isinstance(rows, Windows):  # without fill-in-the-middle: documents in their original order, as in validation
+            rows = copy.copy(rows)
+            rows.fim = None
+        found[TRAIN_ROWS] = ValSet(spread_rows(rows, config.data.val_train_rows), None, corpus.fingerprint)
     return found
-
-
-def _as_written(rows: Rows) -> Rows:
-    """Returns the rows without fill-in-the-middle: documents stand in their original order, as in validation."""
-    if isinstance(rows, Windows):
-        rows = copy.copy(rows)
-        rows.fim = None
-    return rows
 
 
 def _check(name: str, keys: Any) -> None:
