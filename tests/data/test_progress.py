@@ -1,8 +1,10 @@
-"""What preparation prints while it runs without a terminal for a progress bar."""
+"""What preparation prints while it runs without a terminal, and its progress bar on one."""
 
+import io
 import re
 
 import pytest
+from rich.console import Console
 
 from lmtrain.data.store import progress
 
@@ -33,3 +35,12 @@ def test_a_split_of_rows_counts_tokens(rows: int, capsys) -> None:
     show.advance(0, rows)
     show.finish()
     assert capsys.readouterr().err.startswith(f"tokenized train: {rows} tokens, ")
+
+
+def test_the_bar_shows_no_share_of_the_vocabulary(monkeypatch) -> None:
+    """How much of it has been learned is not known, so the bar must not stay full as it was after reading the text."""
+    monkeypatch.setattr(progress.terminal, "console", lambda **_: Console(file=io.StringIO(), force_terminal=True))
+    with progress.PrepareProgress(True) as show:
+        assert list(show.watch(iter("abc"), 3)) == ["a", "b", "c"]
+        (task,) = show.bar.tasks
+        assert (task.description, task.total) == ("learn the vocabulary", None)

@@ -4,6 +4,7 @@ import resource
 import signal
 import zlib
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -72,32 +73,22 @@ def validation_places(index: int, micro_batch_size: int, rank: int, world_size: 
     return np.arange(index * span, (index + 1) * span)[rank::world_size]
 
 
+@dataclass(eq=False)
 class StepDataset(Dataset):
     """A dataset whose item s is this rank's share of step s: {"step": s, "rows": hash, "micro_batches": [...]}.
 
     `rows` is a checksum of the (epoch, row) pairs of the whole step over all ranks: equal checksums mean equal data.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        *,
-        seed: int,
-        sizes: Stages,
-        micro_batch_size: int,
-        max_epochs: int | None,
-        rank: int,
-        world_size: int,
-        lengths: Stages | None = None,
-    ) -> None:
-        """
-        Args:
-            sizes: number of rows in each step.
-            lengths: row length in tokens at each step, to which rows of text are cut; None leaves them whole.
-        """
-        self.rows, self.seed, self.max_epochs = rows, seed, max_epochs
-        self.sizes, self.micro_batch_size, self.lengths = sizes, micro_batch_size, lengths
-        self.rank, self.world_size = rank, world_size
+    rows: Rows
+    _: KW_ONLY
+    seed: int
+    sizes: Stages  # number of rows in each step
+    micro_batch_size: int
+    max_epochs: int | None
+    rank: int
+    world_size: int
+    lengths: Stages | None = None  # row length in tokens at each step, to which rows of text are cut; None: not cut
 
     def row_ids(self, step: int) -> np.ndarray:
         """Returns the (epoch, row) pairs of the whole step over all ranks, int64 [n, 2]."""

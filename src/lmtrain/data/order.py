@@ -56,7 +56,7 @@ def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """Returns the image of `index` (int64, each in [0, size)) under the epoch's permutation of range(size)."""
     if size <= 1:
         return index.copy()
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    half_bits = ((size - 1).bit_length() + 1) // 2
     mask = np.uint64((1 << half_bits) - 1)
     shift = np.uint64(half_bits)
     keys = [mix64(seed, epoch, r) for r in range(_ROUNDS)]

@@ -9,6 +9,7 @@ import copy
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,10 +223,9 @@ def _load(cfg: TokenizerConfig, named: Identity) -> PreTrainedTokenizerFast:
     name = str(cfg.name_or_path)
     folder = Path(name).expanduser()
     is_folder, offline = folder.is_dir(), named.resolved is None
-    place, options = str(folder) if is_folder else name, dict[str, Any]()
-    if not is_folder:
-        # By the name of the revision, not its commit: a cached copy can be found offline only by that name.
-        options = {"revision": cfg.revision, "local_files_only": offline}
+    place = str(folder) if is_folder else name
+    # By the name of the revision, not its commit: a cached copy can be found offline only by that name.
+    options: dict[str, Any] = {} if is_folder else {"revision": cfg.revision, "local_files_only": offline}
     try:
         if not cfg.trust_remote_code and _has_fast_file(place, is_folder, options):
             # Directly from tokenizer.json: model classes rebuild it by their own rules and may split text differently.
@@ -279,14 +279,12 @@ def _train_bpe(cfg: TokenizerConfig, text: Iterator[str]) -> Backend:
 
 def _at_most(text: Iterator[str], characters: int | None) -> Iterator[str]:
     """Yields the first `characters` characters of a text, or all of it for None."""
-    left = characters
+    left = sys.maxsize if characters is None else characters
     for part in text:
-        if left is not None:
-            if left <= 0:
-                return
-            part = part[:left]
-            left -= len(part)
-        yield part
+        if left <= 0:
+            return
+        yield part[:left]
+        left -= len(part)
 
 
 def _bytes() -> Backend:

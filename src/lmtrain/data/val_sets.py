@@ -45,18 +45,12 @@ def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
         except UserError as error:
             raise UserError(f"data.val_sets.{name}: {error}") from None
     if config.data.val_train_rows:
-        found[TRAIN_ROWS] = ValSet(
-            spread_rows(_as_written(corpus.train), config.data.val_train_rows), None, corpus.fingerprint
-        )
+        rows = corpus.train
+        if isinstance(rows, Windows):  # without fill-in-the-middle: documents in their original order, as in validation
+            rows = copy.copy(rows)
+            rows.fim = None
+        found[TRAIN_ROWS] = ValSet(spread_rows(rows, config.data.val_train_rows), None, corpus.fingerprint)
     return found
-
-
-def _as_written(rows: Rows) -> Rows:
-    """Returns the rows without fill-in-the-middle: documents stand in their original order, as in validation."""
-    if isinstance(rows, Windows):
-        rows = copy.copy(rows)
-        rows.fim = None
-    return rows
 
 
 def _check(name: str, keys: Any) -> None:
@@ -74,11 +68,10 @@ def _data_of(data: DataConfig, keys: dict[str, Any]) -> DataConfig:
     """Returns the run's data config with a set's own source, all of which is prepared as a training split."""
     keys = dict(keys)
     split = keys.pop("split", data.val_split or data.train_split)
-    own = copy.deepcopy(data)
     source = {"source": "files" if keys.get("path") else "hub", "path": None, "name": None, "config_name": None,
               "revision": None, "mixture": None, "format": "auto"}  # fmt: skip
     whole = {"val_path": None, "val_split": None, "val_fraction": 0.0, "train_split": split}
-    return dataclasses.replace(own, **(source | whole | keys))
+    return dataclasses.replace(copy.deepcopy(data), **(source | whole | keys))
 
 
 def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:

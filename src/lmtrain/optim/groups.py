@@ -5,7 +5,9 @@ in GPT-2/3, Llama and nanoGPT; biases and norms never do. (OLMo 2, arXiv:2501.00
 `optimizer.groups=[{pattern: embed|wte|wpe, weight_decay: 0}]`.)
 """
 
+import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -51,10 +53,13 @@ def parameter_groups(
 
     Raises UserError if nothing is trainable, or an entry of cfg.groups is malformed or matches nothing.
     """
-    trainable, n_frozen = _trainable(named_parameters)
+    first_names: dict[nn.Parameter, str] = {}
+    for name, parameter in named_parameters:
+        first_names.setdefault(parameter, name)
+    trainable = {name: parameter for parameter, name in first_names.items() if parameter.requires_grad}
     if not trainable:
         raise UserError(
-            f"the model has no trainable parameter ({n_frozen} are frozen): nothing would be learned; "
+            f"the model has no trainable parameter ({len(first_names)} are frozen): nothing would be learned; "
             f"unfreeze some of them, or train an adapter on top"
         )
     rules = [_rule(entry, index, cfg) for index, entry in enumerate(cfg.groups)]
@@ -63,22 +68,14 @@ def parameter_groups(
     for rule in rules:
         _check_matches(rule, owners)
 
-    adamw_pattern = _adamw_pattern(cfg)
-    algorithms = ("muon", "adamw") if adamw_pattern else ("",)
-    groups = []
-    for rule in (rest, *rules):
-        for algorithm in algorithms:
-            for decays in (True, False):
-                members = {
-                    name: p
-                    for name, p in trainable.items()
-                    if owners[name] is rule
-                    and _algorithm(name, p, adamw_pattern) == algorithm
-                    and is_matrix(name, p) == decays
-                }
-                if members:
-                    groups.append(_group(rule, algorithm, decays, members))
-    return groups
+    adamw_pattern = cfg.adamw_pattern if isinstance(cfg, MuonConfig) else None
+    if adamw_pattern is not None:
+        check_pattern("optimizer.adamw_pattern", adamw_pattern)
+    members: dict[tuple[_Rule, str, bool], dict[str, nn.Parameter]] = defaultdict(dict)
+    for name, p in trainable.items():
+        members[owners[name], _algorithm(name, p, adamw_pattern), is_matrix(name, p)][name] = p
+    in_order = itertools.product(dict.fromkeys((rest, *rules)), ("", "muon", "adamw"), (True, False))
+    return [_group(*which, members[which]) for which in in_order if which in members]
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
@@ -98,21 +95,6 @@ def table_rows(groups: Iterable[dict[str, Any]]) -> list[tuple[str, int, int, fl
         (g["name"], len(g["params"]), sum(p.numel() for p in g["params"]), g["base_lr"], g["weight_decay"])
         for g in groups
     ]
-
-
-def _trainable(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[dict[str, nn.Parameter], int]:
-    trainable: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
-    n_frozen = 0
-    for name, parameter in named_parameters:
-        if id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        if parameter.requires_grad:
-            trainable[name] = parameter
-        else:
-            n_frozen += 1
-    return trainable, n_frozen
 
 
 def _rule(entry: dict[str, Any], index: int, cfg: OptimizerConfig) -> _Rule:
@@ -163,16 +145,11 @@ def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:
     )
 
 
-def _adamw_pattern(cfg: OptimizerConfig) -> str | None:
-    """Returns the pattern of matrices that AdamW takes although Muon could, or None for all other optimizers."""
-    if not isinstance(cfg, MuonConfig):
-        return None
-    check_pattern("optimizer.adamw_pattern", cfg.adamw_pattern)
-    return cfg.adamw_pattern
-
-
 def _algorithm(name: str, parameter: nn.Parameter, adamw_pattern: str | None) -> str:
-    """Returns muon for hidden matrices (2D, or experts stacked along a third axis), else adamw; "" without Muon."""
+    """Returns muon for hidden matrices (2D, or experts stacked along a third axis), else adamw; "" without Muon.
+
+    adamw_pattern: matrices that AdamW takes although Muon could; None for all other optimizers.
+    """
     if adamw_pattern is None:
         return ""
     stacked_experts = parameter.ndim == 3 and "experts" in name

@@ -32,9 +32,9 @@ def build_optimizer(
 
     Raises UserError for an invalid value, or a package that isn't installed.
     """
-    if cfg._target_ is not None:
-        return _custom(parameter_groups(named_parameters, cfg), cfg, allow_target)
     groups = parameter_groups(named_parameters, cfg)
+    if cfg._target_ is not None:
+        return _custom(groups, cfg, allow_target)
     try:
         return _BUILDERS[cfg.name](groups, cfg)
     except ValueError as error:  # each optimizer checks its own ranges

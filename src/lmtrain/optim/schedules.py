@@ -119,23 +119,21 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int | None) -> f
     Raises UserError for a missing total_steps.
     """
     warmup = warmup_steps(schedule, total_steps)
-    if isinstance(schedule, RangeTestConfig):
+    if isinstance(schedule, RangeTestConfig | ToFloorConfig):
         if total_steps is None:
-            raise UserError("schedule.name=range_test needs the run's length: set trainer.max_steps")
-        return schedule.min_lr_ratio ** (1 - min(1.0, step / max(1, total_steps - 1)))
-    if not isinstance(schedule, ToFloorConfig):  # independent of the length of the run
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        return _inverse_sqrt(schedule.timescale, step - warmup) if isinstance(schedule, InverseSqrtConfig) else 1.0
-
-    if total_steps is None:
-        raise UserError(f"schedule.name={schedule.name} needs the run's length: set trainer.max_steps")
-    floor = schedule.min_lr_ratio
-    if step >= total_steps:
-        return floor
+            raise UserError(f"schedule.name={schedule.name} needs the run's length: set trainer.max_steps")
+        if isinstance(schedule, RangeTestConfig):
+            return schedule.min_lr_ratio ** (1 - min(1.0, step / max(1, total_steps - 1)))
+        if step >= total_steps:
+            return schedule.min_lr_ratio
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    start = warmup
+    if isinstance(schedule, InverseSqrtConfig):
+        return math.sqrt(schedule.timescale / (schedule.timescale + step - warmup))
+    if not isinstance(schedule, ToFloorConfig):
+        return 1.0
+    assert total_steps is not None
+    start, floor = warmup, schedule.min_lr_ratio
     if isinstance(schedule, WarmupStableDecayConfig):
         decay_from = schedule.decay_from
         if decay_from is None:
@@ -169,10 +167,6 @@ def _decay(schedule: ToFloorConfig, progress: float) -> float:
     if isinstance(schedule, WarmupStableDecayConfig):
         return DECAY_SHAPES[schedule.decay_shape](progress)
     return DECAY_SHAPES[schedule.name](progress)
-
-
-def _inverse_sqrt(timescale: int, steps_after_warmup: int) -> float:
-    return math.sqrt(timescale / (timescale + steps_after_warmup))
 
 
 def _share(ratio: float, total_steps: int) -> int:

@@ -42,7 +42,7 @@ class ByteBPE:
 
     def __init__(self, backend: Tokenizer) -> None:
         """backend: a tokenizer for which `covers` is true."""
-        settings = _settings(backend)
+        settings: dict[str, Any] = json.loads(backend.to_str())
         model, begins = settings["model"], _begins(settings["pre_tokenizer"])
         assert begins is not None
         self._backend, self._begins = backend, begins
@@ -59,7 +59,7 @@ class ByteBPE:
     @staticmethod
     def covers(backend: Tokenizer) -> bool:
         """Returns whether this class can reproduce the tokenizer's ids."""
-        settings = _settings(backend)
+        settings = json.loads(backend.to_str())
         plain = settings["normalizer"] is None or settings["normalizer"]["type"] == "NFC"
         added = any(not token["special"] for token in settings["added_tokens"])
         return plain and not added and is_plain(settings["model"]) and _begins(settings["pre_tokenizer"]) is not None
@@ -178,12 +178,6 @@ class ByteBPE:
             if (found[:-1] - found[0]).tolist() != expected:
                 strange.add(new[n // len(_PROBES)])
         self._strange, self._kinds = self._strange | strange, kinds
-
-
-def _settings(backend: Tokenizer) -> dict[str, Any]:
-    """Returns the contents of the tokenizer's tokenizer.json."""
-    settings: dict[str, Any] = json.loads(backend.to_str())
-    return settings
 
 
 def _begins(pre_tokenizer: dict[str, Any] | None) -> words.Begins | None:

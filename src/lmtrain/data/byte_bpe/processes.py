@@ -37,6 +37,14 @@ def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
     )
 
 
+def end(process: subprocess.Popen[bytes]) -> int:
+    """Closes the pipes of a process from `start`, which ends its work, and returns its exit code."""
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):
+            _open(pipe).close()
+    return process.wait()
+
+
 def ignore_interrupts() -> None:
     """Makes the calling worker process ignore Ctrl-C, which its parent process handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -84,10 +92,7 @@ class EncodeProcesses:
         for process in self._all:
             if kind is not None:
                 process.kill()
-            for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(BrokenPipeError):
-                    _open(pipe).close()
-            process.wait()
+            end(process)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns the token ids of each text, uint32 [n].

@@ -41,10 +41,7 @@ def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text:
         process.kill()
         raise
     finally:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        process.stdout.close()
-        code = process.wait()
+        code = processes.end(process)
     if code != 0:
         raise RunError(f"the process that trained the tokenizer {processes.why(code, 'tokenizer.train_characters')}")
     return Tokenizer.from_str(trained.decode())

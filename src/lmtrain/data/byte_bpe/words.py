@@ -123,13 +123,9 @@ def _with_contractions(begins: np.ndarray, characters: np.ndarray, any_case: boo
     first, second = characters[at + 1], characters[at + 2]
     if any_case:
         first, second = first | 32, second | 32  # ASCII letters to lower case
-    one = np.isin(first, _codes("stmd"))
-    two = (first == ord("l")) & (second == ord("l")) | np.isin(first, _codes("rv")) & (second == ord("e"))
+    one = np.isin(first, list(b"stmd"))
+    two = (first == ord("l")) & (second == ord("l")) | np.isin(first, list(b"rv")) & (second == ord("e"))
     begins[at[one | two] + 1] = False
     begins[at[one] + 2] = True
     begins[at[two] + 3] = True
     return begins
-
-
-def _codes(characters: str) -> np.ndarray:
-    return np.array([ord(character) for character in characters], np.uint8)

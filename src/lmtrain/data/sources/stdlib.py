@@ -57,7 +57,7 @@ class StdlibSource:
 
     def __init__(self, cfg: DataConfig) -> None:
         self.cfg, self.files = cfg, stdlib_files()
-        self.resolved: str | None = Facts(None).digest(self.files)
+        self.resolved: str | None = Facts(cfg.cache_dir).digest(self.files)
         self.settings: dict[str, Any] = {"kind": "python_stdlib"}
         if cfg.rows != "text":
             self.settings["questions"] = VERSION

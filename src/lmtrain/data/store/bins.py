@@ -107,33 +107,29 @@ class SplitBins:
         return self.bytes / self.tokens if self.bytes else None
 
 
-def has_split(path: Path | str, split: str) -> bool:
+def has_split(folder: Path, split: str) -> bool:
     """Returns whether a folder of bins, lmtrain's or nanoGPT's, has that split."""
-    folder = Path(path).expanduser()
     if (folder / META).exists():
         return split in load_meta(folder)["splits"]
     return (folder / f"{split}.bin").exists()
 
 
-def open_bins(path: Path | str, split: str, *, seq_len: int | None = None, dtype: str = "uint16") -> SplitBins:
+def open_bins(folder: Path, split: str, *, seq_len: int | None = None) -> SplitBins:
     """Opens the bins of split "train" or "val" in a folder of lmtrain's or nanoGPT's.
 
     Args:
-        path: the folder.
         split: a split that the folder has (`has_split`).
         seq_len: if given, a split with no room for one row (seq_len tokens and the label of the last) is refused.
-        dtype: of plain .bin files without meta.json (nanoGPT writes uint16).
 
     Raises:
         UserError: there are no bins, a file disagrees with meta.json, or there are too few tokens.
     """
-    folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise UserError(f"data.path={path}: no such folder; give the folder that holds train.bin or {META}")
+        raise UserError(f"data.path={folder}: no such folder; give the folder that holds train.bin or {META}")
     if not has_split(folder, split):
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:10]) or "nothing"
         raise UserError(f"{folder} holds no {split} bins, neither in {META} nor as {split}.bin (it holds {names})")
-    found = _open_prepared(folder, split) if (folder / META).exists() else _open_plain(folder, split, dtype)
+    found = _open_prepared(folder, split) if (folder / META).exists() else _open_plain(folder, split)
     longest = max((s.tokens for s in found.shards), default=0)
     if seq_len is not None and longest < seq_len + 1:
         raise UserError(
@@ -173,8 +169,8 @@ def side_files(folder: Path, entry: ShardMeta) -> dict[str, Path]:
     }
 
 
-def _open_plain(folder: Path, split: str, dtype: str) -> SplitBins:
-    file = folder / f"{split}.bin"
+def _open_plain(folder: Path, split: str) -> SplitBins:
+    file, dtype = folder / f"{split}.bin", "uint16"  # as nanoGPT writes it
     tokens, rest = divmod(file.stat().st_size, np.dtype(dtype).itemsize)
     if rest:
         raise UserError(f"{file} is not a whole number of {dtype} tokens ({file.stat().st_size} bytes)")
@@ -226,24 +222,20 @@ def fingerprint(meta: Meta, hashes: dict[str, str]) -> str:
     hashes: SHA-256 of the folder's files, by name.
     """
     return contents.fingerprint(
-        [[name, meta["dtype"], [_identity(shard, hashes) for shard in split["shards"]]]
+        [[name, meta["dtype"], [[s["tokens"], *(hashes.get(file) for file, _ in _files(s, has_documents=True))]
+                                for s in split["shards"]]]
          for name, split in meta["splits"].items()]
     )  # fmt: skip
 
 
-def _identity(shard: ShardMeta, hashes: dict[str, str]) -> list[int | str | None]:
-    tokens, docs, *sides = (hashes.get(file) for file, _ in _files(shard, has_documents=True))
-    return [shard["tokens"], tokens, docs, *sides]
-
-
-def sampled_fingerprint(splits: list[SplitBins], samples: int = 16) -> str:
-    """Returns the fingerprint that earlier versions put in checkpoints: sizes and up to `samples` blocks per shard."""
+def sampled_fingerprint(splits: list[SplitBins]) -> str:
+    """Returns the fingerprint that earlier versions put in checkpoints: sizes and 16 blocks of each shard."""
     digest = sha256()
     for bins in splits:
         digest.update(f"split {bins.dtype} {bins.tokens}\n".encode())
         for shard in bins.shards:
             count = min(2048, shard.tokens)
             digest.update(f"shard {shard.tokens} {shard.documents}\n".encode())
-            for i in range(samples):
-                digest.update(shard.read((shard.tokens - count) * i // max(1, samples - 1), count).tobytes())
+            for i in range(16):
+                digest.update(shard.read((shard.tokens - count) * i // 15, count).tobytes())
     return digest.hexdigest()

@@ -7,7 +7,6 @@ and not at every start. Changed files are read again and must match the hash rec
 import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from lmtrain.errors import UserError
+from lmtrain.errors import RunError, UserError
+from lmtrain.files import write_atomic
 
 REMEMBER_FROM = 1 << 24  # bytes; smaller files are hashed again, in milliseconds
 Version = list[int]
@@ -28,8 +28,8 @@ _SECONDS_BETWEEN_LINES = 10.0
 class Facts:
     """A cache of values computed from large files, in <cache_dir>/files.json; those of changed files are dropped."""
 
-    def __init__(self, cache_dir: str | Path | None) -> None:
-        self.store = None if cache_dir is None else Path(cache_dir).expanduser() / "files.json"
+    def __init__(self, cache_dir: str | Path) -> None:
+        self.store = Path(cache_dir).expanduser() / "files.json"
 
     def digest(self, paths: list[Path]) -> str:
         """Returns the SHA-256 over the files' contents, in order; their names don't matter."""
@@ -47,7 +47,7 @@ class Facts:
 
     def of(self, path: Path, name: str, find: Callable[[], Any]) -> Any:
         """Returns the value called `name` for a file, from the cache or computed by `find()`."""
-        if self.store is None or path.stat().st_size < REMEMBER_FROM:
+        if path.stat().st_size < REMEMBER_FROM:
             return find()
         version = version_of(path)
         known = self.recall([path], name)
@@ -69,12 +69,16 @@ class Facts:
             entry = known.get(str(path.resolve()), {})
             others = entry if entry.get("version") == version else {"version": version}
             known[str(path.resolve())] = {**others, name: fact}
-        return self._save(known)
+        try:
+            self.store.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.store, json.dumps(known))
+        except (OSError, RunError):  # only a shortcut is lost
+            return False
+        return True
 
     @contextlib.contextmanager
     def one_process(self) -> Iterator[None]:
         """Lets one process at a time do slow work in the block; the others wait, and can then recall its results."""
-        assert self.store is not None
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):  # if the cache can't be written, each process does the work itself
                 self.store.parent.mkdir(parents=True, exist_ok=True)
@@ -83,23 +87,9 @@ class Facts:
 
     def _load(self) -> dict[str, Any]:
         try:
-            return {} if self.store is None else dict(json.loads(self.store.read_text()))
+            return dict(json.loads(self.store.read_text()))
         except (OSError, ValueError):
             return {}
-
-    def _save(self, known: dict[str, Any]) -> bool:
-        if self.store is None:
-            return False
-        temporary = self.store.with_name(f"{self.store.name}.{os.getpid()}.tmp")
-        try:
-            self.store.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(known))
-            os.replace(temporary, self.store)
-            return True
-        except OSError:  # only a shortcut is lost
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            return False
 
 
 def version_of(path: Path) -> Version:

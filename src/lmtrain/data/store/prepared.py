@@ -3,7 +3,6 @@
 The key is computed from every setting that shapes the tokens.
 """
 
-import functools
 import hashlib
 import json
 import re
@@ -118,8 +117,17 @@ def prepare_folder(
         UserError: a file is missing, was truncated or changed after it was prepared; the cache can't be written.
         RunError: the disk is full.
     """
+
+    def fill_or_explain(folder: Path) -> None:
+        try:
+            fill(folder)
+        except Exception as error:
+            if disk_full(error):
+                raise RunError(_explain_full(folder, show)) from None
+            raise
+
     if not is_complete(target):
-        build_once(target, is_complete, functools.partial(_fill_or_explain, fill, show), show.say)
+        build_once(target, is_complete, fill_or_explain, show.say)
         written = bins.recorded_hashes(bins.load_meta(target))
         contents.remember(target, {name: digest for name, digest in written.items() if digest}, cfg.cache_dir)
     meta = bins.load_meta(target)
@@ -153,16 +161,6 @@ def new_meta(tokenizer: PreTrainedTokenizerFast, key: dict[str, Any]) -> bins.Me
         "splits": {},
         "key": key,
     }
-
-
-def _fill_or_explain(fill: Callable[[Path], None], show: PrepareProgress, folder: Path) -> None:
-    """Fills a folder; if the disk is full, raises a RunError that says how much space is needed."""
-    try:
-        fill(folder)
-    except Exception as error:
-        if disk_full(error):
-            raise RunError(_explain_full(folder, show)) from None
-        raise
 
 
 def _explain_full(folder: Path, show: PrepareProgress) -> str:

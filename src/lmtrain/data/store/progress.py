@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Self
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lmtrain import terminal
 
@@ -17,13 +17,12 @@ class PrepareProgress:
 
     def __init__(self, show: bool) -> None:
         self.console = terminal.console(stderr=True, quiet=not show)
-        self.bar: Progress | None = None
-        self.task: TaskID | None = None
-        if show and self.console.is_terminal:
-            self.bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"), TimeElapsedColumn(),
-                console=self.console, transient=True,
-            )  # fmt: skip
+        self.live = show and self.console.is_terminal
+        self.bar = Progress(  # of one task at a time; draws nothing if disabled
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"), TimeElapsedColumn(),
+            console=self.console, transient=True, disable=not self.live,
+        )  # fmt: skip
+        if self.live:
             terminal.status.stop()  # two live displays on one terminal garble each other
             self.bar.start()
         self.text_bytes = self.tokens = 0
@@ -38,8 +37,8 @@ class PrepareProgress:
         for part in text:
             yield part
             self.advance(len(part.encode()), 0)
-        if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, description="learn the vocabulary", total=None, counts="")
+        self.finish_bar()
+        self.bar.add_task("learn the vocabulary", total=None, counts="")  # how long it takes is unknown
 
     def start(self, name: str, total_bytes: int | None, doing: str = "tokenize") -> None:
         """Starts a new split of about total_bytes UTF-8 bytes of text; None if unknown."""
@@ -47,25 +46,23 @@ class PrepareProgress:
         self.title, self.name, self.total = f"{doing} {name}", name, total_bytes
         self.text_bytes = self.tokens = 0
         self.began = self.shown = time.perf_counter()
-        if self.bar is not None:
-            self.task = self.bar.add_task(self.title, total=total_bytes, counts="")
+        self.task = self.bar.add_task(self.title, total=total_bytes, counts="")
 
     def advance(self, text_bytes: int, tokens: int) -> None:
         self.text_bytes += text_bytes
         self.tokens += tokens
         now = time.perf_counter()
-        if now - self.shown < (0.2 if self.bar else _SECONDS_BETWEEN_LINES):
+        if now - self.shown < (0.2 if self.live else _SECONDS_BETWEEN_LINES):
             return
         self.shown = now
-        if self.bar is not None and self.task is not None:
+        if self.live:
             self.bar.update(self.task, completed=self.text_bytes, counts=self._counts())
         else:
             self.say(f"{self.title}: {self._counts()}")
 
     def finish_bar(self) -> None:
-        if self.bar is not None and self.task is not None:
-            self.bar.remove_task(self.task)
-        self.task = None
+        for task in self.bar.task_ids:
+            self.bar.remove_task(task)
 
     def finish(self) -> None:
         self.finish_bar()
@@ -79,7 +76,7 @@ class PrepareProgress:
         self.stop()
 
     def stop(self) -> None:
-        if self.bar is not None:
+        if self.live:
             self.bar.stop()
         sys.stderr.flush()
 

@@ -4,6 +4,7 @@ Resident memory doesn't grow with what was read, as it does with a memory map, a
 message instead of a SIGBUS.
 """
 
+import bisect
 import io
 import os
 from functools import lru_cache
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lmtrain.data.store.contents import version_of
 from lmtrain.errors import RunError, UserError
 
 SIDES = ("docs", "mask", "labels", "texts")  # suffixes of the side files of a file of tokens
@@ -45,11 +47,6 @@ def _pread(path: Path, version: tuple[int, ...], offset: int, size: int) -> byte
     return b"".join(parts)
 
 
-def _version(path: Path) -> tuple[int, ...]:
-    stat = path.stat()
-    return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-
-
 class Shard:
     """One file of tokens. Small, picklable, and safe to use after a fork: files are opened when they are read."""
 
@@ -68,24 +65,27 @@ class Shard:
         self.texts = texts
         self.dtype = np.dtype(dtype).newbyteorder("<")
         try:
-            self._versions = {file: _version(file) for file in (self.path, docs, mask, labels, texts) if file}
+            self._versions = {f: tuple(version_of(f)) for f in (self.path, docs, mask, labels, texts) if f is not None}
         except OSError as error:
             raise UserError(f"token bin {error.filename} is missing or unreadable: {error.strerror}") from None
-        self.documents = self._versions[docs][1] // END_BYTES if docs else 0
+        self.documents = self._size(docs) // END_BYTES
         self._check_size(docs, f"the ends of {self.documents} documents", self.documents * END_BYTES)
         self._check_size(self.path, f"{tokens} {dtype} tokens", tokens * self.dtype.itemsize)
         self._check_size(mask, f"the loss mask of {tokens} tokens", tokens)
         self._check_size(labels, f"labels of {self.documents} documents", self.documents * END_BYTES)
 
     def _check_size(self, file: Path | None, holds: str, wanted: int) -> None:
-        found = wanted if file is None else self._versions[file][1]
-        if found != wanted:
+        if file is not None and self._size(file) != wanted:
             raise UserError(
-                f"{file} has {found} bytes, but {holds} take {wanted}: the file was cut short or "
+                f"{file} has {self._size(file)} bytes, but {holds} take {wanted}: the file was cut short or "
                 f"belongs to other data; delete its folder and prepare again"
             )
 
-    def _array(self, file: Path, dtype: np.dtype | str, start: int, count: int) -> np.ndarray:
+    def _size(self, file: Path | None) -> int:
+        return 0 if file is None else self._versions[file][0]
+
+    def _array(self, file: Path | None, dtype: np.dtype | str, start: int, count: int) -> np.ndarray:
+        assert file is not None  # asked only for what the shard has
         size = np.dtype(dtype).itemsize
         return np.frombuffer(_pread(file, self._versions[file], start * size, count * size), dtype=dtype)
 
@@ -97,18 +97,15 @@ class Shard:
 
     def read_mask(self, start: int, count: int) -> np.ndarray:
         """Returns which of the tokens start .. start + count - 1 are learned, bool [count]; requires a mask."""
-        assert self.mask is not None
         return self._array(self.mask, "u1", start, count).astype(bool)
 
     def read_labels(self) -> np.ndarray:
         """Returns the label of each document that ends in the shard, int64; requires labels."""
-        assert self.labels is not None
         return self._array(self.labels, "<i8", 0, self.documents).astype(np.int64)
 
     def read_texts(self) -> list[str]:
         """Returns the line of text of each document that ends in the shard; requires texts."""
-        assert self.texts is not None
-        return self._array(self.texts, "u1", 0, self._versions[self.texts][1]).tobytes().decode().split("\n")[:-1]
+        return self._array(self.texts, "u1", 0, self._size(self.texts)).tobytes().decode().split("\n")[:-1]
 
     def check_borders(self, instead: str) -> None:
         """Raises UserError if the file comes without document ends; `instead` is the setting that needs none."""
@@ -121,27 +118,16 @@ class Shard:
     def document_ends(self, start: int, stop: int) -> np.ndarray:
         """Returns the document ends with start <= end < stop: int64, ascending, exclusive, in tokens of this shard."""
         self.check_borders("data.isolate_documents=false")
-        first = self._first_end_at_least(start)
-        found = []
-        while first < self.documents:
+        found = [np.empty(0, dtype=np.int64)]
+        blocks = range(0, self.documents, _BLOCK_ENDS)
+        # The last block whose first end is before `start` may hold the first end that is not.
+        before = bisect.bisect_left(blocks, start, key=lambda first: int(self._ends(first, 1)[0])) - 1
+        for first in blocks[max(0, before) :]:
             ends = self._ends(first, min(_BLOCK_ENDS, self.documents - first))
-            found.append(ends[ends < stop])
-            if len(found[-1]) < len(ends):
+            found.append(ends[(ends >= start) & (ends < stop)])
+            if ends[-1] >= stop:
                 break
-            first += len(ends)
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        return np.concatenate(found)
 
     def _ends(self, first: int, count: int) -> np.ndarray:
-        assert self.docs is not None
         return self._array(self.docs, "<u8", first, count).astype(np.int64)
-
-    def _first_end_at_least(self, value: int) -> int:
-        """Returns the index of the first document whose end is >= value, by bisection over blocks of the .docs file."""
-        low, high = 0, self.documents
-        while high - low > _BLOCK_ENDS:
-            middle = (low + high) // 2
-            if int(self._ends(middle, 1)[0]) < value:
-                low = middle + 1
-            else:
-                high = middle
-        return low + int(np.searchsorted(self._ends(low, high - low), value)) if high > low else low

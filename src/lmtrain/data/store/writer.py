@@ -125,6 +125,8 @@ class BinWriter:
             documents have a text, the others get an empty one.
         """
         self.bytes += text_bytes
+        self.tokens += len(ids)
+        self._document_tokens += len(ids)
         shard = self._open
         if shard is not None and shard.document_start > 0 and shard.tokens + len(ids) > self.shard_tokens:
             new = self._start_shard(index=len(self.shards) + 1)
@@ -137,7 +139,10 @@ class BinWriter:
                 self._finish_shard()
                 self._open = self._start_shard(index=len(self.shards))
             part = slice(done, done + self.shard_tokens - self._open.tokens)
-            self._write(self._open, ids[part], None if mask is None else mask[part])
+            self._open.streams["bin"].write(ids[part])
+            if mask is not None:
+                self._open.streams["mask"].write(mask[part])
+            self._open.tokens += len(ids[part])
             done += len(ids[part])
         if ends_document and self._document_tokens:
             self._end_document(label, text)
@@ -168,14 +173,6 @@ class BinWriter:
         for stream in self._open.streams.values() if self._open is not None else ():
             stream.file.close()
         self._open = None
-
-    def _write(self, shard: _OpenShard, ids: np.ndarray, mask: np.ndarray | None) -> None:
-        shard.streams["bin"].write(ids)
-        if mask is not None:
-            shard.streams["mask"].write(mask)
-        shard.tokens += len(ids)
-        self.tokens += len(ids)
-        self._document_tokens += len(ids)
 
     def _start_shard(self, index: int) -> _OpenShard:
         return _OpenShard(self.folder / f"{self.split}_{index:05d}", self.dtypes)

@@ -66,9 +66,7 @@ def make_ring(config: Config, dtype: str) -> Ring:
             f"data.ring_shard_tokens={d.ring_shard_tokens} has no room for one row of data.seq_len={d.seq_len} tokens "
             f"and the label of its last: set data.ring_shard_tokens={d.seq_len + 1} or more"
         )
-    ring = Ring(
-        d.ring_bytes, shard_rows, d.ring_window, d.seq_len, d.global_batch_size, dtype, d.isolate_documents
-    )  # fmt: skip
+    ring = Ring(d.ring_bytes, shard_rows, d.ring_window, d.seq_len, d.global_batch_size, dtype, d.isolate_documents)
     needed = 2 * ring.window_shards * ring.shard_tokens * np.dtype(dtype).itemsize
     if needed > ring.bytes:
         raise UserError(

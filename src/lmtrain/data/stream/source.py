@@ -4,7 +4,7 @@ A stream is read part by part and epoch by epoch, and cut into shards of a fixed
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -68,7 +68,7 @@ class _FileStream:
         path, format = self.files[part]
         if format == "text" and self.cfg.sample_by == "document":
             return self._document(path, start)
-        return self._rows(path, format, start)
+        return _blocks(self._texts(path, format, start), self.cfg)
 
     def _document(self, path: File, start: int) -> Iterator[Block]:
         shortest = self.cfg.min_length or 0
@@ -79,11 +79,6 @@ class _FileStream:
             start += len(text.encode())
         if start:  # a compressed file may be empty inside
             yield Block(start, "", True)
-
-    def _rows(self, path: File, format: str, start: int) -> Iterator[Block]:
-        for row, text in self._texts(path, format, start):
-            if len(text) >= max(1, self.cfg.min_length or 0):
-                yield Block(row, text, True)
 
     def _texts(self, path: File, format: str, start: int) -> Iterator[tuple[int, str]]:
         columns, separator = columns_of(self.cfg.text_column), self.cfg.column_separator or ""
@@ -127,7 +122,12 @@ class _HubStream:
         texts = enumerate(
             hub.read_rows({split: self.dataset.shard(self.parts, part).skip(start)}, split, self.cfg), start
         )
-        return (Block(n, text, True) for n, text in texts if len(text) >= max(1, self.cfg.min_length or 0))
+        return _blocks(texts, self.cfg)
+
+
+def _blocks(texts: Iterable[tuple[int, str]], cfg: DataConfig) -> Iterator[Block]:
+    """Returns the documents of rows, given by number and text, without empty ones and those that are too short."""
+    return (Block(row, text, True) for row, text in texts if len(text) >= max(1, cfg.min_length or 0))
 
 
 class Place(NamedTuple):
@@ -173,21 +173,18 @@ class _StreamReading:
 
     def pieces(self) -> Iterator[Piece]:
         """Yields the pieces; ends if reading fails, too, so that the encoder still returns what was read before."""
+        row, character = self.start.row, self.start.character
         try:
-            yield from self._pieces()
+            for part in range(self.start.part, self.source.parts):
+                for block in self.source.rows(part, row):
+                    text = block.text[character:]
+                    if text:
+                        self.blocks.append((part, block.row, character, len(text)))
+                    character = 0
+                    yield Piece(text, block.ends)
+                row, character = 0, 0
         except ReadError as error:
             self.error = error
-
-    def _pieces(self) -> Iterator[Piece]:
-        part, row, character = self.start.part, self.start.row, self.start.character
-        while part < self.source.parts:
-            for block in self.source.rows(part, row):
-                text = block.text[character:]
-                if text:
-                    self.blocks.append((part, block.row, character, len(text)))
-                character = 0
-                yield Piece(text, block.ends)
-            part, row, character = part + 1, 0, 0
 
     def place(self, inside: bool) -> Place:
         """Returns the place of the next character, from which reading can resume."""
