@@ -153,6 +153,12 @@ def _check_names(c: Config) -> None:
         _check_given("data", c.data, "train_on", "on_too_long", "on_bad_row", "packing")
 
 
+def check_pretrained_name(init: str | None, name: str | None) -> None:
+    """Raises UserError if a pretrained model has no name. Checked first, since other keys follow from the name."""
+    if init == "pretrained" and not name:
+        raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
+
+
 def _check_given(section: str, options: Any, *names: str) -> None:
     for name in names:
         if getattr(options, name) is None:

@@ -15,7 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
-from lmtrain.config.checks import check_values
+from lmtrain.config.checks import check_pretrained_name, check_values
 from lmtrain.config.config_files import composed_files, folders_of, hydra_over
 from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
@@ -219,8 +219,7 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     tree = OmegaConf.create(interpolations.escaped(plain))
     assert isinstance(tree, DictConfig)
     init, name = (OmegaConf.select(tree, f"model.{key}") for key in ("init", "name_or_path"))
-    if init == "pretrained" and not name:  # before data.seq_len, for which such a model has no default
-        raise UserError("model.init=pretrained needs a model: set model.name_or_path to a hub name or a folder")
+    check_pretrained_name(init, name)  # before data.seq_len, for which such a model has no default
     sections.complete(tree)
     found = sections.classes(tree)
     try:

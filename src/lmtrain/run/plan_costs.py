@@ -123,4 +123,4 @@ def longest_row(model: PreTrainedModel, c: Config, room: int) -> int:
         tried.data.seq_len = multiple * step
         return sum(flops.memory_estimate(model, tried, room).values())
 
-    return step * bisect.bisect_right(range(1, _MOST), room, key=needed)
+    return step * bisect.bisect_right(range(1, _MOST), float(room), key=needed)
