@@ -119,7 +119,7 @@ def longest_row(model: PreTrainedModel, c: Config, room: int) -> int:
     """Returns the longest row, in multiples of 256 tokens per device, whose estimated memory fits in `room` bytes."""
     step, tried = _STEP * context_parallel(c.trainer), copy.deepcopy(c)
 
-    def needed(multiple: int) -> float:
+    def needed(multiple: int) -> int:
         tried.data.seq_len = multiple * step
         return sum(flops.memory_estimate(model, tried, room).values())
 
