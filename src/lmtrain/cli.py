@@ -4,7 +4,6 @@ Imports neither torch nor lightning, so `--help` and messages about misspelt key
 """
 
 import argparse
-import functools
 import importlib
 import os
 import shlex
@@ -54,7 +53,11 @@ FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config", "--config-dir", 
 
 def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
     """Returns the `main` of a verb that takes a config; it maps the arguments after the verb to an exit code."""
-    return functools.partial(run, verb, action)
+
+    def main(argv: list[str] | None = None) -> int:
+        return run(verb, action, argv)
+
+    return main
 
 
 def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:

@@ -31,7 +31,7 @@ def test_a_depth_that_the_text_cannot_feed_is_named_with_the_one_that_it_can(
              "trainer.limit_val_batches=1", "export.enabled=false", "report.enabled=false"]  # fmt: skip
     run = lmtrain.build(lmtrain.compose(["run.name=deep", *words]))
     notes = " ".join(advice(run._run))
-    fed = math.floor((2 * run._run.corpus.epoch_tokens / (12 * 32**2)) ** (1 / 3))
+    fed = math.floor((1.25 * run._run.corpus.epoch_tokens / (12 * 32**2)) ** (1 / 3))
     assert f"seen 1.6 times, are too many: it will memorize them; model.depth={fed} is what" in notes
 
 

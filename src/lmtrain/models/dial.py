@@ -17,7 +17,7 @@ DEPTHS = range(1, 17)
 E, A, ALPHA, B, BETA = 1.067, 87.22, 0.5, 512.5, 0.5
 _TOKEN, _WEIGHT = 19.0, 8.5e-5  # training time of a token, in relative units: a constant part, and a part per weight
 _WORN = 15.4  # epochs after which a repeated token is worth little (R* of Muennighoff et al.)
-FED = 2  # at most so many weights of the layers per token of the text; larger models memorize it at once
+FED = 1.25  # at most so many weights of the layers per token of the text; larger models memorize it
 # Text that is seen more than once is memorized without weight decay. With it, weights are an average of the updates of
 # the last 1 / (learning rate x weight decay) steps (Wang & Aitchison 2024, arXiv:2405.13698), and in our runs so many
 # epochs of them are best (benchmarks/RESULTS.md), up to the largest weight decay that was measured to help.
