@@ -146,8 +146,8 @@ def typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Said:
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 COMPOSED: dict[str, dict[str, Any]] = {
     # a data file
-    "train my_book.txt": {"data.path": "my_book.txt", "objective.name": "causal_lm", "trainer.max_epochs": 20},
-    "train data.path=my_book.txt": {"data.format": "text", "trainer.max_epochs": 20, "trainer.max_steps": 1000},
+    "train my_book.txt": {"data.path": "my_book.txt", "objective.name": "causal_lm", "trainer.max_epochs": 15},
+    "train data.path=my_book.txt": {"data.format": "text", "trainer.max_epochs": 15, "trainer.max_steps": 1000},
     "train my_book.txt trainer.max_steps=90": {"trainer.max_epochs": None, "trainer.max_steps": 90},
     "train notes.md": {"data.path": "notes.md", "data.format": "text"},
     "train notes.rst": {"data.path": "notes.rst", "data.format": "text"},

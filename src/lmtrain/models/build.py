@@ -95,8 +95,7 @@ def build_model(
             model = left or _load(cfg, config, scalar_head, loading)
         _grow_vocabulary(model, vocab_size)
     _let_padding_learn(model)
-    if cfg.dropout and not any(hasattr(model.config.get_text_config(), name) for name in DROPOUTS):
-        _add_dropout(model, cfg.dropout)
+    _add_dropout(model, cfg.dropout)
     set_attention(cfg.attention, model, seq_len)
     use_experts(model)
     return model.train()
@@ -389,9 +388,11 @@ def init_residual_projections(model: PreTrainedModel) -> None:
 def _add_dropout(model: PreTrainedModel, share: float) -> None:
     """Adds dropout to the outputs of attention, convolutions and feed-forward layers, which enter the residual stream.
 
-    For families that have no dropout of their own, such as LFM2. The added modules have no weights, so that checkpoints
-    and exports are the same.
+    Only for families that have no dropout of their own, such as LFM2. The added modules have no weights, so that
+    checkpoints and exports are the same.
     """
+    if share == 0 or any(hasattr(model.config.get_text_config(), name) for name in DROPOUTS):
+        return
     names = [n.removesuffix(".weight") for n, _ in model.named_parameters() if n.endswith(RESIDUAL_PROJECTIONS)]
     if not names:
         raise UserError(f"model.dropout={share}: {model.config.model_type} has no dropout, and no layers to add it to")
