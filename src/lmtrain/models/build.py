@@ -86,8 +86,7 @@ def build_model(
         model = _instantiate(cfg, config, scalar_head)
         init_residual_projections(model)
     else:
-        on_meta = torch.get_default_device().type == "meta"
-        if on_meta:
+        if torch.get_default_device().type == "meta":
             model = _instantiate(cfg, config, scalar_head)
         else:
             grows = vocab_size > config.get_text_config().vocab_size  # the mean of existing rows is needed then
