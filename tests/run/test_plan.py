@@ -9,7 +9,7 @@ import pytest
 import lmtrain
 from inprocess import train_tiny
 from lmtrain.config import compose as rules
-from lmtrain.run.plan import advice, for_repeats
+from lmtrain.run.plan import advice, for_budget, for_repeats
 
 
 def test_a_cpu_has_no_16_mixed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,3 +67,21 @@ def test_many_passes_ask_for_what_helps_the_model_at_hand(words: list[str], epoc
     notes = " ".join(for_repeats(config, epochs, 1580))
     assert said in notes
     assert bool(notes) is bool(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "said"),
+    [
+        (["budget.tokens=1e6"], 30, "budget.tokens=1e+06 chose 30 steps"),
+        (["budget.minutes=10"], 30, "budget.minutes=10 chose 30 steps from the measured time"),
+        # 15 epochs of 100 rows in steps of 16 rows take 93.75 steps.
+        (["budget.minutes=10"], 94, "the data is small for budget.minutes=10: the run ends after 15 passes over it"),
+        (["trainer.max_steps=9"], 9, ""),
+    ],
+)
+def test_a_budget_says_what_ends_the_run(words: list[str], steps: int, said: str) -> None:
+    config = rules.check(rules.compose(["experiment=dial", "data=text", "data.path=book.txt", *words]))
+    config.trainer.max_epochs = 15
+    notes = for_budget(config, steps, rows=100)
+    assert len(notes) == bool(said)
+    assert said in "".join(notes)

@@ -35,7 +35,7 @@ from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
 from lmtrain.run import plan_costs
-from lmtrain.run.build import Run
+from lmtrain.run.build import Run, at_most, rows_to_train
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
@@ -283,6 +283,24 @@ def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
     ]
 
 
+def for_budget(c: Config, steps: int, rows: int) -> list[str]:
+    """Returns a note on how a budget chose the number of steps, or on epochs that end the run before its minutes do."""
+    if c.budget.chosen is None:
+        return []
+    budget = f"budget.{c.budget.chosen}={getattr(c.budget, c.budget.chosen):g}"
+    if c.budget.minutes is None:
+        return [f"{budget} chose {counted(steps, 'step')}"]
+    if steps == at_most(c, rows):
+        return [
+            f"the data is small for {budget}: the run ends after {c.trainer.max_epochs} passes over it, because "
+            f"further passes rarely help (trainer.max_epochs=40, for example, sets another limit)"
+        ]
+    return [
+        f"{budget} chose {counted(steps, 'step')} from the measured time of a few steps on this machine; during "
+        f"training the number is adjusted to the time that is left"
+    ]
+
+
 def advice(run: Run) -> list[str]:
     """Returns the notes that a practitioner would make on the plan."""
     c, corpus, notes = run.config, run.corpus, []
@@ -292,20 +310,7 @@ def advice(run: Run) -> list[str]:
     notes += for_size(run, epochs)
     if unheard := overruled(c):
         notes.append(f"{c.trainer.deepspeed.config}: the run's own config overrides {', '.join(unheard)}")
-    if c.budget.chosen is not None:
-        how = f"chose {counted(run.total_steps, 'step')}"
-        if c.budget.minutes is not None:
-            how += (
-                " from the measured time of a few steps on this machine; during training the number is "
-                "adjusted to the time that is left"
-            )
-        notes.append(f"budget.{c.budget.chosen}={getattr(c.budget, c.budget.chosen):g} {how}")
-    if c.budget.minutes is not None and round(epochs, 2) == c.trainer.max_epochs:
-        notes.append(
-            f"the data is small for budget.minutes={c.budget.minutes:g}: the run ends after "
-            f"{c.trainer.max_epochs} passes over it, because further passes rarely help (trainer.max_epochs=40, "
-            "for example, sets another limit)"
-        )
+    notes += for_budget(c, run.total_steps, len(rows_to_train(c, corpus)))
     notes += for_mixtures(corpus.train, run.total_steps)
     notes += effect.inference_note(ranks.typed(), c, ranks.proposed())
     notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))
