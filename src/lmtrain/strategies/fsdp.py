@@ -105,7 +105,7 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
         each rank's sharded ones if all ranks write together."""
         module = self.lightning_module
         assert module is not None
-        return self._gathered(without_frozen(module, module.state_dict(keep_vars=True)))
+        return self._gathered(without_frozen(module, dict(module.state_dict(keep_vars=True))))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
