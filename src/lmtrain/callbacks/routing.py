@@ -37,7 +37,10 @@ class Routing(pl.Callback):
         self.told: set[tuple[str, int]] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        return {kind: steps.tolist() for kind, steps in self.in_a_row.items()}
+        found = {}
+        for kind, steps in self.in_a_row.items():
+            found[kind] = steps.tolist()
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.in_a_row = {kind: torch.tensor(steps) for kind, steps in state_dict.items()}
