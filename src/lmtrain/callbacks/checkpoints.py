@@ -82,9 +82,12 @@ class Checkpoints(Checkpoint):
         due = self.due(trainer)
         if due or trainer.should_stop:
             self.interim = not due
-            io_of(trainer).published = self.prune
             with self.metrics.clock.pause():
-                trainer.save_checkpoint(self.folder / store.name_of(trainer.global_step))
+                self.save(trainer)
+
+    def save(self, trainer: pl.Trainer) -> None:
+        io_of(trainer).published = self.prune
+        trainer.save_checkpoint(self.folder / store.name_of(trainer.global_step))
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
