@@ -284,21 +284,22 @@ def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
 
 
 def for_budget(c: Config, steps: int, rows: int) -> list[str]:
-    """Returns a note on how a budget chose the number of steps, or on epochs that end the run before its minutes do."""
+    """Returns notes on the number of steps that a budget chose, and on epochs that end the run before its minutes."""
     if c.budget.chosen is None:
         return []
     budget = f"budget.{c.budget.chosen}={getattr(c.budget, c.budget.chosen):g}"
     if c.budget.minutes is None:
         return [f"{budget} chose {counted(steps, 'step')}"]
-    if steps == at_most(c, rows):
-        return [
-            f"the data is small for {budget}: the run ends after {c.trainer.max_epochs} passes over it, because "
-            f"further passes rarely help (trainer.max_epochs=40, for example, sets another limit)"
-        ]
-    return [
+    notes = [
         f"{budget} chose {counted(steps, 'step')} from the measured time of a few steps on this machine; during "
         f"training the number is adjusted to the time that is left"
     ]
+    if steps == at_most(c, rows):
+        notes.append(
+            f"the data is small for {budget}: the run ends after {c.trainer.max_epochs} passes over it, because "
+            f"further passes rarely help (trainer.max_epochs=40, for example, sets another limit)"
+        )
+    return notes
 
 
 def advice(run: Run) -> list[str]:
