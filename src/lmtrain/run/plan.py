@@ -267,11 +267,12 @@ def for_size(run: Run, epochs: float) -> list[str]:
 def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
     """Returns notes on training for many epochs on the same data."""
     found = {"optimizer.weight_decay": c.optimizer.weight_decay, "model.dropout": c.model.dropout}
-    best = dict.fromkeys(found, 0.0)
+    best: dict[str, float] = {}
     if dial.is_measured(c) and epochs > 1:
-        best = dict(zip(found, (dial.weight_decay(c.optimizer.lr, steps / epochs), dial.dropout(epochs)), strict=True))
+        decay = dial.weight_decay(c.optimizer.lr, steps / epochs)
+        best = {"optimizer.weight_decay": decay, "model.dropout": dial.dropout(epochs)}
     missing = [f"{key}={value:g}" for key, value in best.items() if found[key] < value / 2]
-    if any(best.values()) and not missing:
+    if best and not missing:
         used = " and ".join(f"{key}={value:g}" for key, value in found.items() if value)
         return [f"{epochs:.2g} epochs over the training data, with {used} against memorizing it"]
     if epochs <= dial.FEW_EPOCHS:
