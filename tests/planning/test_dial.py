@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lmtrain.callbacks.time_budget import Forecast
+from lmtrain.callbacks.time_budget import Forecast, Length
 from lmtrain.config import compose as rules
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.errors import UserError
 from lmtrain.models import dial
 from lmtrain.objectives.causal_lm import CausalLM
+from lmtrain.run import build_callbacks
 from support import Run
 
 
@@ -140,6 +141,26 @@ def test_a_forecast_does_not_depend_on_where_the_validations_stand() -> None:
     # interpolated and extrapolated between validations, to 47.5 and 66.5 of 100 steps, by hand
     found = dial.forecast([(20, 2.4), (40, 2.2), (60, 2.0)], 100, decayed=False)
     assert found == pytest.approx(1.8057, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("typed", "forecasts"),
+    [
+        ((), True),
+        (("model.dropout=0",), False),
+        (("optimizer.weight_decay=1.2",), False),
+        (("model.depth=4",), False),  # more weights than a text that is repeated is enough for
+        (("trainer.max_epochs=1", "optimizer.weight_decay=0", "model.dropout=0", "model.depth=4"), True),
+    ],
+)
+def test_a_run_is_forecast_if_the_fit_has_runs_like_it(typed: tuple[str, ...], forecasts: bool) -> None:
+    usual = dial.regularization(6.9e-3, 1500, 15)
+    words = ["experiment=dial", "model.depth=3", "budget.minutes=10", "trainer.max_epochs=15"]
+    words += [f"{key}={value}" for key, value in usual.items()]
+    config = rules.check(rules.compose([*words, *typed]))
+    metrics: Any = SimpleNamespace(last_val={})
+    made = build_callbacks._forecast(config, metrics, Length(1500, 1500, 100), Console(file=io.StringIO()))
+    assert (made is not None) == forecasts
 
 
 def forecaster(out: io.StringIO) -> Forecast:

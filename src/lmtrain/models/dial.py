@@ -36,7 +36,7 @@ LEVEL, SLOPE, DECAYED, SPREAD = -0.0201, 0.732, -0.0124, 0.03
 
 
 def is_measured(config: Config) -> bool:
-    """Returns whether `weight_decay` and `dropout` were measured for this model and optimizer."""
+    """Returns whether `regularization` was measured for this model and optimizer."""
     return config.model.name == NAME and config.optimizer.name == "muon"
 
 
@@ -63,6 +63,17 @@ def weight_decay(lr: float, epoch_steps: float) -> float:
 def dropout(epochs: float) -> float:
     """Returns the dropout for text that is seen so many times."""
     return DROPOUT if epochs > FEW_EPOCHS else 0.0
+
+
+def regularization(lr: float, steps: int, epochs: float) -> dict[str, float]:
+    """Returns the weight decay and the dropout, by their keys, for text that is seen `epochs` times in `steps` steps.
+
+    Args:
+        lr: Muon's highest learning rate.
+    """
+    if epochs <= 1:
+        return {}
+    return {"optimizer.weight_decay": weight_decay(lr, steps / epochs), "model.dropout": dropout(epochs)}
 
 
 def worth(tokens: float, unique: float) -> float:

@@ -136,7 +136,8 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         if "trainer.val_check_interval" not in typed:
             config.trainer.val_check_interval = before["trainer"].get("val_check_interval")
         if dial.is_measured(config):
-            _regularize(config, typed, before["optimizer"]["weight_decay"], before["model"]["dropout"])
+            decay, dropout = before["optimizer"]["weight_decay"], before["model"]["dropout"]
+            _set_untyped(config, typed, {"optimizer.weight_decay": decay, "model.dropout": dropout})
         return []
     quiet_libraries()
     devices.resolve_auto(config)
@@ -162,18 +163,17 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         config.trainer.val_check_interval = math.ceil(min(most, steps_within(left, took, config)) / _VALIDATIONS)
     config.trainer.max_steps = min(most, steps_within(left, took, config))
     epochs = step_sizes(config.data).before(config.trainer.max_steps) / rows
-    if epochs > 1 and dial.is_measured(config):
-        epoch_steps = config.trainer.max_steps / epochs
-        _regularize(config, typed, dial.weight_decay(config.optimizer.lr, epoch_steps), dial.dropout(epochs))
+    if dial.is_measured(config):
+        _set_untyped(config, typed, dial.regularization(config.optimizer.lr, config.trainer.max_steps, epochs))
     return []
 
 
-def _regularize(config: Config, typed: Mapping[str, Any], decay: float, dropout: float) -> None:
-    """Sets the weight decay and the dropout of model=dial, which depend on the number of epochs, unless typed."""
-    if "optimizer.weight_decay" not in typed:
-        config.optimizer.weight_decay = decay
-    if "model.dropout" not in typed:
-        config.model.dropout = dropout
+def _set_untyped(config: Config, typed: Mapping[str, Any], values: Mapping[str, float]) -> None:
+    """Sets the keys that were not typed."""
+    for key, value in values.items():
+        if key not in typed:
+            section, name = key.split(".")
+            setattr(getattr(config, section), name, value)
 
 
 _expected: list[Measured] = []  # for the depth just chosen; used when the command is composed again with that depth

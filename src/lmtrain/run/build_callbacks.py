@@ -125,8 +125,14 @@ def _forecast(config: Config, metrics: Metrics, length: Length, console: Console
         return None
     if (schedule.decay_ratio, schedule.decay_shape) != dial.LR_DECAY or schedule.decay_from is not None:
         return None
-    decay, epoch_steps = config.optimizer.weight_decay, length.at_most / epochs if epochs is not None else math.inf
-    if decay > 1.1 * dial.weight_decay(config.optimizer.lr, epoch_steps):  # more than in the runs of the fit
+    epoch_steps = length.at_most / epochs if epochs is not None else math.inf
+    # The fit has no runs with more weight decay, with another dropout, or with a model too large for a repeated text.
+    decay, repeats = config.optimizer.weight_decay, length.steps / epoch_steps
+    too_much = decay > 1.1 * dial.weight_decay(config.optimizer.lr, epoch_steps)
+    if too_much or config.model.dropout != dial.dropout(repeats):
+        return None
+    tokens = epoch_steps * config.data.global_batch_size * config.data.seq_len
+    if repeats > 1 and config.model.num_hidden_layers > dial.fed_by(tokens)[-1]:  # type: ignore[attr-defined]
         return None
     return Forecast(metrics, schedule, minutes, console, decayed=decay > 0)
 

@@ -267,10 +267,7 @@ def for_size(run: Run, epochs: float) -> list[str]:
 def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
     """Returns notes on training for many epochs on the same data."""
     found = {"optimizer.weight_decay": c.optimizer.weight_decay, "model.dropout": c.model.dropout}
-    best: dict[str, float] = {}
-    if dial.is_measured(c) and epochs > 1:
-        decay = dial.weight_decay(c.optimizer.lr, steps / epochs)
-        best = {"optimizer.weight_decay": decay, "model.dropout": dial.dropout(epochs)}
+    best = dial.regularization(c.optimizer.lr, steps, epochs) if dial.is_measured(c) else {}
     missing = [f"{key}={value:g}" for key, value in best.items() if found[key] < value / 2]
     if best and not missing:
         used = " and ".join(f"{key}={value:g}" for key, value in found.items() if value)
