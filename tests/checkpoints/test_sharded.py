@@ -1,5 +1,6 @@
 """The safetensors file that ranks write together can be read by any safetensors reader."""
 
+import datetime
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from lmtrain.checkpoints import checksums, sharded, store
+from lmtrain.distributed import process_group as world
+from lmtrain.errors import RunError
 
 
 @pytest.fixture
@@ -56,3 +59,11 @@ def test_damage_is_seen(tensors: dict[str, torch.Tensor], tmp_path: Path) -> Non
     file.write_bytes(data)
     changed = [r for r in ranges if checksums.sha256(file, r["offset"], r["bytes"]) != r["sha256"]]
     assert len(changed) == 1
+
+
+def test_a_rank_that_is_late_is_waited_for_as_long_as_the_config_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "_patience", datetime.timedelta(seconds=0.2))
+    with pytest.raises(RunError, match=r"rank 0 has not written .* within 0.2 s: .*trainer.rank_timeout"):
+        sharded._gather(tmp_path, ranks=1)

@@ -21,6 +21,7 @@ _FLIGHT_RECORDER = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "
 
 
 _patience: datetime.timedelta | None = None  # the timeout of the group that `connect` made
+_TORCH_PATIENCE = 1800.0  # seconds, where `connect` made no group
 
 
 def connect(accelerator: str, patience: float) -> None:
@@ -53,6 +54,11 @@ def equal_patience() -> None:
     if _patience is not None:
         for group in list(distributed_c10d._world.pg_map):
             distributed_c10d._set_pg_timeout(_patience, group)
+
+
+def patience() -> float:
+    """Returns the seconds that this rank waits for others before it gives up."""
+    return _TORCH_PATIENCE if _patience is None else _patience.total_seconds()
 
 
 def write_traces_to(folder: Path) -> None:
