@@ -6,6 +6,7 @@ A run writes only inside its own folder, even if the folder came from someone el
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from lmtrain.files import read_regular, temporary_beside, write_atomic
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import counted
+
+_CHECKPOINT = re.compile(r"step_\d{8,}")  # as checkpoints/store.py names them, which imports torch
 
 
 class RunDir:
@@ -92,7 +95,8 @@ def note_start(run: RunDir, step: int) -> None:
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    return [p.name for p in folder.glob("step_*")]
+    """Returns the names of the checkpoints in a folder, without those that a kill left half written or removed."""
+    return [p.name for p in folder.glob("step_*") if _CHECKPOINT.fullmatch(p.name)]
 
 
 def locate(config: Config) -> Path:
@@ -132,7 +136,7 @@ def resume_mode(config: Config) -> str:
     """
     cooldown_from = config.run.cooldown_from
     if cooldown_from is not None:
-        return "auto" if any(locate(config).glob("checkpoints/step_*")) else cooldown_from
+        return "auto" if checkpoint_names(RunDir(locate(config)).checkpoints) else cooldown_from
     if config.run.resume is not None:
         return config.run.resume
     return "auto" if config.run.name is not None else "none"
