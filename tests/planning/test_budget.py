@@ -112,6 +112,22 @@ def test_a_larger_budget_trains_a_finished_run_further(lmtrain, corpus: Path, tm
     assert json.loads((tmp_path / "timed" / "summary.json").read_text())["step"] > 4
 
 
+def test_more_minutes_train_no_further_than_the_epochs(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beyond them there are no rows: the run would wait for the next one for ever."""
+    words = [*TINY, "data=text", f"data.path={corpus}/file_00.txt", f"run.dir={tmp_path}/run", "run.resume=auto",
+             "trainer.max_epochs=1", "trainer.accelerator=cpu", "callbacks.samples.every_n_validations=0",
+             "export.enabled=false"]  # fmt: skip
+    done = lmtrain.build(lmtrain.compose([*words, "budget.minutes=1"])).fit()
+    assert done["status"] == "finished"
+    assert "budget.minutes=2" not in capsys.readouterr().out  # not among the commands to type next
+    longer = lmtrain.build(lmtrain.compose([*words, "budget.minutes=2"]))
+    assert longer.objective.total_steps == done["step"]
+    assert longer.fit() == done
+    assert "where trainer.max_epochs=1 ends it: more minutes add no step" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_typed_length_wins(corpus: Path, tmp_path: Path) -> None:
     words = [*TINY, *WORDS, f"data.path={corpus}", "budget.minutes=0.6", f"run.root={tmp_path}", "trainer.max_steps=3"]
     done = run("train", *words)

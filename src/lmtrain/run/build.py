@@ -122,6 +122,11 @@ def at_most(config: Config, rows: int) -> int:
     return ENDLESS if epochs is None else horizon(None, epochs, rows, step_sizes(config.data))
 
 
+def out_of_epochs(config: Config, steps: int, rows: int) -> bool:
+    """Returns whether trainer.max_epochs, and not the clock, ends a run with a time budget after `steps` steps."""
+    return config.budget.minutes is not None and steps == at_most(config, rows)
+
+
 def ranking(config: Config, corpus: Corpus, val_sets: dict[str, ValSet]) -> str:
     """Returns how checkpoint.monitor ranks checkpoints: min, max, or LAST if it is measured on too few rows."""
     rows, _ = measured_on(corpus, val_sets, config.checkpoint.monitor)

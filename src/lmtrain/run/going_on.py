@@ -11,7 +11,7 @@ from lmtrain.config.schema import BUDGETS
 from lmtrain.data.chat.templates import own_template
 from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
-from lmtrain.run.build import Run, rows_to_train
+from lmtrain.run.build import Run, out_of_epochs, rows_to_train
 from lmtrain.secrets import command
 
 _PROMPT = 40  # maximum number of characters of a prompt
@@ -36,8 +36,9 @@ def next_commands(run: Run, status: str) -> list[str]:
     first = command("chat", [here]) if chats else command("generate", [here, _prompt(run)])
     lines = [] if run.config.objective.scalar_head else [first]  # a scalar head generates no text
     lines += [command("evaluate", [here])] if run.corpus.val is not None else []
-    if status != "stopped_early":  # more steps would not help
-        lines.append(continuing(run, *longer(run)))
+    changes = longer(run)
+    if status != "stopped_early" and changes:  # else more steps would not help
+        lines.append(continuing(run, *changes))
     return lines
 
 
@@ -68,11 +69,16 @@ def _prompt(run: Run) -> str:
 
 
 def longer(run: Run) -> list[str]:
-    """Returns overrides that double the key that ended the run and unset the other key if it would end it earlier."""
-    chosen = run.config.budget.chosen
+    """Returns overrides that double the key that ended the run and unset the other key if it would end it earlier.
+
+    None if a run with a time budget has used up its epochs: more of them rarely help.
+    """
+    chosen, rows = run.config.budget.chosen, len(rows_to_train(run.config, run.corpus))
+    if out_of_epochs(run.config, run.total_steps, rows):
+        return []
     if chosen is not None:
         return [f"budget.{chosen}={2 * getattr(run.config.budget, chosen):g}"]
-    t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(rows_to_train(run.config, run.corpus))
+    t, sizes = run.config.trainer, step_sizes(run.config.data)
     steps, epochs = t.max_steps, t.max_epochs
     if epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps:
         too_few = steps is not None and steps < horizon(None, 2 * epochs, rows, sizes)

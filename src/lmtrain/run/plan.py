@@ -35,7 +35,7 @@ from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
 from lmtrain.run import plan_costs
-from lmtrain.run.build import Run, at_most, rows_to_train
+from lmtrain.run.build import Run, out_of_epochs, rows_to_train
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
@@ -292,10 +292,10 @@ def for_budget(c: Config, steps: int, rows: int) -> list[str]:
         f"{budget} chose {counted(steps, 'step')} from the measured time of a few steps on this machine; during "
         f"training the number is adjusted to the time that is left"
     ]
-    if steps == at_most(c, rows):
+    if out_of_epochs(c, steps, rows):
         notes.append(
             f"the data is small for {budget}: the run ends after {c.trainer.max_epochs} passes over it, because "
-            f"further passes rarely help (trainer.max_epochs=40, for example, sets another limit)"
+            f"further passes rarely help (trainer.max_epochs=40, for example, decides the length instead of the budget)"
         )
     return notes
 

@@ -184,10 +184,13 @@ def nothing_to_do(folder: RunDir) -> str:
     for budget in BUDGETS:
         if asked.get(budget) is not None:
             key = f"budget.{budget}={2 * asked[budget]:g}"
-    return (
-        f"{folder.path} is finished: nothing to do after {counted(step, 'step')}. To train it further, the same "
-        f"command with {key}; for a new run, another run.name"
-    )
+    finished = f"{folder.path} is finished: nothing to do after {counted(step, 'step')}"
+    if summary.get("ended_by") is not None:
+        return (
+            f"{finished}, where trainer.max_epochs={epochs} ends it: more minutes add no step, and further passes over "
+            f"its data rarely help. For a new run, another run.name"
+        )
+    return f"{finished}. To train it further, the same command with {key}; for a new run, another run.name"
 
 
 def foreign_files(run: RunDir) -> list[Path]:
