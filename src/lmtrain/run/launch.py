@@ -202,14 +202,19 @@ def launch(run: RunDir, config: Config, processes: int) -> int:
     before = run.read_summary()  # of an earlier start; removed when training begins
     code = launch_ranks("lmtrain.run.launch", config, run.ranks, processes, config.trainer.max_restarts)
     if code <= 0:  # after a signal the ranks have saved, if possible
-        code = _by_summary(run, before)
+        code = _by_summary(run, before if code < 0 else None)
     if code != errors.FAILED:  # only a failed launch keeps its rank logs
         shutil.rmtree(run.ranks, ignore_errors=True)
     return code
 
 
 def _by_summary(run: RunDir, before: dict[str, Any] | None) -> int:
-    """Returns the exit code of a launch in which no rank failed, from summary.json."""
+    """Returns the exit code of a launch in which no rank failed, from summary.json.
+
+    Args:
+        before: the summary before ranks that a signal ended, which they replace if they save; None: all ranks ended by
+            themselves, and leave the summary of a run that had nothing to do as it was.
+    """
     summary = run.read_summary()
     status = summary["status"] if summary is not None else None
     if status is None or (summary == before and status != "preempted"):
