@@ -12,7 +12,7 @@ from tiny import tiny, write
 from inprocess import Ended, run
 from lmtrain.config import compose
 from lmtrain.errors import UserError
-from lmtrain.stages import definition, plan, state
+from lmtrain.stages import definition, plan, report, state
 from lmtrain.stages import run as stages
 from support import REPO, thinned
 from support import rows as read_rows
@@ -240,6 +240,22 @@ def test_skips_continues_and_runs_again(tree: Tree, monkeypatch: pytest.MonkeyPa
     kept = Path("outputs/tiny/replaced")
     assert [p.name for p in kept.iterdir()] == ["sft_1"]
     assert (kept / "sft_1" / "export" / "model.safetensors").exists()
+
+
+def test_only_answers_to_the_same_prompts_stand_side_by_side(tree: Tree) -> None:
+    """Two evaluations of other data ask other prompts, also of a stage that both of them score."""
+    tree["evaluations"]["more"] = {**tree["evaluations"]["answers"], "of": ["sft", "dpo"]}
+    made = planned(tree)
+    for one in made.evaluations:
+        file = one.file.with_name(f"{one.file.stem}.rows.jsonl")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"prompt": f"asked in {one.evaluation.name}", "answer": f"of {one.name}."}) + "\n")
+    shown = "".join(report._answers(made)).split("<h3>")[1:]
+    for part, name, stages_ in zip(shown, ("answers", "more"), (("pretrain", "sft"), ("sft", "dpo")), strict=True):
+        assert part.startswith(f"asked in {name}")
+        assert [f"of {name}-{stage}." in part for stage in ("pretrain", "sft", "dpo")] == [
+            stage in stages_ for stage in ("pretrain", "sft", "dpo")
+        ]
 
 
 def test_a_stage_that_fails_ends_the_pipeline(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
