@@ -1,5 +1,6 @@
 """How long ranks wait for each other, where NCCL writes traces of a hang, and how ranks share a reference's work."""
 
+import datetime
 import json
 import os
 from pathlib import Path
@@ -11,9 +12,11 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
+from lmtrain.checkpoints import sharded
 from lmtrain.config.compose import check, compose
 from lmtrain.data.store.cache import PART, compute_share
 from lmtrain.distributed import process_group as world
+from lmtrain.errors import RunError
 from lmtrain.objectives.reference import Precomputed
 from lmtrain.run import launch
 
@@ -34,6 +37,14 @@ def rank_of_two(rank: int, folder: str) -> None:
     world.equal_patience()
     Path(f"{folder}/{rank}.json").write_text(json.dumps([before, seconds()]))
     dist.destroy_process_group()
+
+
+def test_a_checkpoint_waits_for_the_parts_of_the_ranks_as_long_as_they_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "_patience", datetime.timedelta(seconds=0.1))
+    with pytest.raises(RunError, match=r"rank 0 has not written its part within 0 s \(trainer.rank_timeout\)"):
+        sharded._gather(tmp_path, 1)
 
 
 @pytest.mark.slow

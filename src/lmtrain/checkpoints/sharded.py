@@ -25,7 +25,7 @@ from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError, reason
 from lmtrain.files import write_atomic
 
-_POLL_SECONDS, _PATIENCE_SECONDS = 0.02, 1800.0  # the second: the default of trainer.rank_timeout
+_POLL_SECONDS = 0.02
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -134,12 +134,13 @@ def _write(temporary: Path, found: dict[str, list[FilePiece]], rank: int) -> Non
 def _gather(temporary: Path, ranks: int) -> list[dict[str, Any]]:
     """Waits for the notes of all ranks, removes and returns them. Raises RunError if one is late or holds an error."""
     notes: list[dict[str, Any]] = []
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    patience = world.patience()
+    deadline = time.monotonic() + patience
     for rank in range(ranks):
         note = _note(temporary, rank)
         while not note.exists():
             if time.monotonic() > deadline:
-                raise RunError(f"rank {rank} has not written its part within {_PATIENCE_SECONDS:.0f} s")
+                raise RunError(f"rank {rank} has not written its part within {patience:.0f} s (trainer.rank_timeout)")
             time.sleep(_POLL_SECONDS)
         notes.append(json.loads(note.read_text()))
         if "error" in notes[-1]:

@@ -48,6 +48,11 @@ def connect(accelerator: str, patience: float) -> None:
     dist.init_process_group(backend, timeout=timeout, store=store, rank=int(os.environ["RANK"]), world_size=ranks)
 
 
+def patience() -> float:
+    """Returns the seconds that a rank waits for the others: trainer.rank_timeout, by default half an hour."""
+    return 1800.0 if _patience is None else _patience.total_seconds()
+
+
 def equal_patience() -> None:
     """Sets the timeout of all process groups of this rank to that of the first; torch gives each new one its own."""
     if _patience is not None:
