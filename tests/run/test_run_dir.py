@@ -70,6 +70,19 @@ def test_a_finished_run_that_is_asked_for_no_more_steps_is_left_as_it_is(length:
     assert {name: content for name, (_, content) in snapshot(here).items()} == before
 
 
+def test_a_run_that_stopped_early_says_what_trains_it_further(corpus: Path, here: Path) -> None:
+    """Twice the steps it has taken may be what it was asked for before, and would do nothing."""
+    stop = [f"callbacks.early_stopping.{key}" for key in ("enabled=true", "patience=1", "threshold=100")]
+    words = ["run.name=first", "trainer.max_steps=4", "export.enabled=false", *stop]
+    assert train_tiny(corpus, *words).code == 0
+    again = train_tiny(corpus, *words)
+    assert "stopped early: nothing to do after 2 steps" in again.out
+    told = re.search(r"the same command with (\S+ \S+);", again.out)
+    assert told is not None
+    assert train_tiny(corpus, *words, *told[1].split()).code == 0
+    assert trained_steps(here / "outputs" / "first")[-1] == 8
+
+
 def test_a_named_run_continues(corpus: Path, here: Path) -> None:
     """With more steps, the same command keeps what exists, and each step is recorded once."""
     assert train_tiny(corpus, "run.name=first", "schedule=constant").code == 0

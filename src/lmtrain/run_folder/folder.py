@@ -177,19 +177,22 @@ def nothing_to_do(folder: RunDir) -> str:
     """Returns the message for a finished run, which names the setting that would train it further."""
     summary = folder.read_summary() or {}
     asked, step = summary.get("asked") or {}, summary.get("step", 0)
-    epochs = asked.get("max_epochs")
-    key = f"trainer.max_steps={2 * step}"
+    epochs, early = asked.get("max_epochs"), summary.get("status") == "stopped_early"
+    key = f"trainer.max_steps={2 * max(step, (asked.get('max_steps') or 0) if early else 0)}"
     if epochs is not None and asked.get("max_steps") != step:
         key = f"trainer.max_epochs={2 * epochs}"
     for budget in BUDGETS:
         if asked.get(budget) is not None:
             key = f"budget.{budget}={2 * asked[budget]:g}"
-    finished = f"{folder.path} is finished: nothing to do after {counted(step, 'step')}"
+    finished = (
+        f"{folder.path} {'stopped early' if early else 'is finished'}: nothing to do after {counted(step, 'step')}"
+    )
     if summary.get("ended_by") is not None:
         return (
             f"{finished}, where trainer.max_epochs={epochs} ends it: more minutes add no step, and further passes over "
             f"its data rarely help. For a new run, another run.name"
         )
+    key += " callbacks.early_stopping.enabled=false" if early else ""
     return f"{finished}. To train it further, the same command with {key}; for a new run, another run.name"
 
 
