@@ -102,6 +102,21 @@ def test_an_early_sample_is_written_and_changes_nothing(corpus: Path, tmp_path: 
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+def test_an_early_sample_is_no_part_of_the_time_of_steps(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Samples, "_continue", lambda *_: time.sleep(2) or "")
+    words = [*TINY, "data=text", f"data.path={corpus}", f"run.dir={tmp_path}/run", "trainer.max_steps=3",
+             "trainer.val_check_interval=null", "trainer.accelerator=cpu", "export.enabled=false"]  # fmt: skip
+    run = lmtrain.build(lmtrain.compose(words))
+    next(callback for callback in run.trainer.callbacks if isinstance(callback, Samples)).early = 2
+    run.fit()
+    steps = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "step_ms" in row]
+    assert len(steps) == 3
+    assert max(row["data_wait_ms"] for row in steps) < 1000
+    assert max(row["step_ms"] for row in steps[1:]) < 2000
+
+
 @pytest.mark.slow
 def test_a_larger_budget_trains_a_finished_run_further(lmtrain, corpus: Path, tmp_path: Path) -> None:
     words = [*TINY, *WORDS, f"data.path={corpus}", f"run.root={tmp_path}"]
