@@ -116,6 +116,9 @@ def test_refusals(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         lmtrain.compose(["optimizer.lrr=1"])
     with pytest.raises(UserError, match="a run from Python has one process"):
         lmtrain.build(lmtrain.compose(settings(corpus, "trainer.devices=2", "data.global_batch_size=8")))
+    for word in ("budget.minutes=1", "budget.tokens=1e6", "trainer.num_nodes=2", "debug=replay"):
+        with pytest.raises(UserError, match=word.partition("=")[0]):
+            lmtrain.build(lmtrain.compose(settings(corpus, word)))
     assert list(tmp_path.iterdir()) == []
 
 

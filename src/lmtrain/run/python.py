@@ -50,6 +50,7 @@ def build(config: Config) -> "PythonRun":
         raise UserError(
             "lmtrain.build makes a run with a single process: with torchrun or srun start -m lmtrain.train ... instead"
         )
+    _refuse(config)
     folder = run_dir.open_run(config)
     try:
         devices.resolve_auto(config)
@@ -63,6 +64,21 @@ def build(config: Config) -> "PythonRun":
     except BaseException:
         folder.discard_if_unused(folder.existed)
         raise
+
+
+def _refuse(config: Config) -> None:
+    """Raises UserError for what lmtrain.train does before a run is built, or in several processes."""
+    chosen = config.budget.chosen
+    if chosen is not None:
+        raise UserError(
+            f"budget.{chosen} chooses the number of steps on the command line only, before the run is built: set "
+            f"trainer.max_steps, or start python -m lmtrain.train"
+        )
+    if config.debug.get("mode") == "replay":
+        raise UserError("debug=replay trains no run: start python -m lmtrain.train with it")
+    nodes = config.trainer.num_nodes
+    if nodes > 1:
+        raise UserError(f"trainer.num_nodes={nodes}: a run from Python has one process; leave it out")
 
 
 class PythonRun:
