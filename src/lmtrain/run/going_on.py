@@ -12,6 +12,7 @@ from lmtrain.data.chat.templates import own_template
 from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
 from lmtrain.run.build import Run, out_of_epochs, rows_to_train
+from lmtrain.run_folder.folder import begins_elsewhere, checkpoint_names
 from lmtrain.secrets import command
 
 _PROMPT = 40  # maximum number of characters of a prompt
@@ -20,7 +21,7 @@ _PROMPT = 40  # maximum number of characters of a prompt
 def say_how_to_go_on(run: Run) -> None:
     """Prints why the run stopped and the command that continues it, which a sweep or pipeline prints itself."""
     step = run.trainer.global_step
-    saved = "the checkpoint is written" if step > 0 else "there is no checkpoint yet"
+    saved = "the checkpoint is written" if checkpoint_names(run.dir.checkpoints) else "there is no checkpoint yet"
     stopped = f"stopped by {run.preemption.stop.why()} at step {step:,} of {run.total_steps:,}; {saved}"
     if os.environ.get(TRIAL):
         run.console.print(f"{stopped}.")
@@ -47,7 +48,9 @@ def continuing(run: Run, *changes: str) -> str:
     words = typed()
     keys = typed_keys(words)
     named = run.config.run.name is not None and "run.dir" not in keys and keys.get("run.resume", "auto") == "auto"
-    where = [] if named else [f"run.dir={bare_or_quoted(near(run.dir.path))}", "run.resume=auto"]
+    where = [] if named else [f"run.dir={bare_or_quoted(near(run.dir.path))}"]
+    if not named and (not begins_elsewhere(words) or checkpoint_names(run.dir.path / "checkpoints")):
+        where.append("run.resume=auto")
     set_again = {*typed_keys([*changes, *where]), *(f"budget.{name}" for name in BUDGETS if changes)}
     kept = [w for w in words if w.startswith("-") or "=" not in w or not set_again & typed_keys([w]).keys()]
     return command("train", [*kept, *where, *changes])

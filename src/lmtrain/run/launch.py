@@ -26,7 +26,7 @@ from lmtrain.distributed import process_group as world
 from lmtrain.distributed import ranks
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import write_atomic
-from lmtrain.run_folder.folder import RunDir
+from lmtrain.run_folder.folder import RunDir, continue_after_restart
 from lmtrain.terminal import lenient
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
@@ -230,9 +230,10 @@ def rank_main(words: Sequence[str]) -> int:
     from lmtrain.run.session import Session
 
     def train(config: Config) -> int:
+        folder = RunDir(Path(words[0]).parents[1])
         if ranks.was_restarted():
-            config.run.resume = "auto"
-        return Session(config, RunDir(Path(words[0]).parents[1])).run()
+            continue_after_restart(config, folder)
+        return Session(config, folder).run()
 
     code = as_rank(words, train)
     return errors.FINISHED if code == errors.PREEMPTED else code

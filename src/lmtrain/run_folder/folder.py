@@ -9,12 +9,13 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from lmtrain.config import compose as config_rules
+from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import BUDGETS, Config
 from lmtrain.errors import RunError, UserError, disk_full, reason
 from lmtrain.files import read_regular, temporary_beside, write_atomic
@@ -140,6 +141,20 @@ def resume_mode(config: Config) -> str:
     if config.run.resume is not None:
         return config.run.resume
     return "auto" if config.run.name is not None else "none"
+
+
+def begins_elsewhere(words: Sequence[str]) -> bool:
+    """Returns whether the overrides let a run begin at the checkpoint of another: run.resume=<path>."""
+    return typed_keys(words).get("run.resume", "null") not in ("null", "none", "auto")
+
+
+def continue_after_restart(config: Config, run: RunDir) -> None:
+    """Makes ranks that were restarted after a failure continue from the run's newest checkpoint.
+
+    Without one they begin where the run began, which may be another run's checkpoint.
+    """
+    if checkpoint_names(run.checkpoints) or resume_mode(config) == "none":
+        config.run.resume = "auto"
 
 
 def asked(config: Config) -> dict[str, Any]:
