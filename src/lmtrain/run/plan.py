@@ -96,7 +96,7 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
         ("length", f"{counted(run.total_steps, 'step')}{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
                    f" = {si(tokens)} tokens = {tokens / corpus.epoch_tokens:.2f} "
                    f"{'epochs' if corpus.stream is None else 'windows'} of {si(corpus.epoch_tokens)}"),
-        ("time", plan_costs.time_words(run, tokens - per_row * sizes.before(done), per_token)),
+        ("time", plan_costs.time_words(run, tokens - per_row * run.metrics.numbers.rows_before(done), per_token)),
         *run.objective.plan_rows(),
         ("validation", validation_words(run)),
         *([("average", average_words(c))] if c.callbacks.ema.enabled else []),
