@@ -167,6 +167,14 @@ def test_a_pipeline_takes_one_value_of_a_key(tree: Tree) -> None:
     assert "stage sft: trainer.max_steps=1,2: several values are a sweep" in refused(tree, "sft.trainer.max_steps=1,2")
 
 
+def test_a_stage_with_another_budget_runs_again(tree: Tree) -> None:
+    known = []
+    for word in ("pretrain.seed=1337", "pretrain.budget.tokens=1e4", "pretrain.budget.tokens=2e4"):
+        made = planned(tree, word)
+        known.append(made.identity(made.stages[0], {}))
+    assert len(set(known)) == 3
+
+
 def test_what_a_stage_is_known_by(tree: Tree, tmp_path: Path) -> None:
     """It is known by its settings and inputs, not by display settings or the pipeline's folder."""
     exports = {"pretrain": "a", "sft": "b"}
