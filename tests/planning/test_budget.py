@@ -15,8 +15,9 @@ import lmtrain
 from inprocess import message, run
 from lmtrain.callbacks.samples import Samples
 from lmtrain.config import compose as rules
-from lmtrain.distributed import devices
+from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
+from lmtrain.planning import budget
 from lmtrain.planning.budget import Measured, settle, steps_within
 from lmtrain.run.start import start
 from support import TINY, rows
@@ -155,10 +156,27 @@ def test_a_typed_length_wins(corpus: Path, tmp_path: Path) -> None:
     assert "measuring" not in done.err
 
 
+@pytest.mark.parametrize(
+    ("word", "decides"),
+    [("trainer.fast_dev_run=true", True), ("debug=fast", True), ("trainer.max_epochs=3", True),
+     ("trainer.fast_dev_run=false", False), ("trainer.max_epochs=null", False)],
+)  # fmt: skip
+def test_what_else_decides_the_length(
+    word: str, decides: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A quick look at a command with a budget is quick; a limit that is turned off decides nothing."""
+    monkeypatch.setattr(budget, "_settle_minutes", lambda *_: [])
+    asked = config("budget.minutes=1", word)
+    ranks.note_typed(["budget.minutes=1", word])
+    assert settle(asked, time.time()) == []
+    assert asked.budget.minutes == (None if decides else 1)
+    assert (f"{word} was typed and decides the length" in capsys.readouterr().out) is decides
+
+
 def test_ranks_of_another_launcher_are_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
-    for name, value in ranks.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     done = run("train", *TINY, "data=text", f"data.path={corpus}", "budget.minutes=1")
     assert done.code == 2, done.out + done.err
