@@ -33,9 +33,13 @@ def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     cases = {
         ("data", "my_thing"): "objective, model, optimizer, schedule, callback, metric",
         ("metric", "My-Thing"): "name a module",
+        ("schedule", "lambda"): "no word of Python's",
     }
     for argv, said in cases.items():
         ended = run("new", *argv)
         assert ended.code == 2
         assert said in ended.err
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "test_mine.py").touch()
+    assert "test_mine.py is there already" in run("new", "metric", "mine").err
+    assert [p.name for p in tmp_path.iterdir()] == ["test_mine.py"]

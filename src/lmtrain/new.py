@@ -1,6 +1,7 @@
 """Creates the skeleton of a custom class with its test: `python -m lmtrain.new objective my_thing`."""
 
 import argparse
+import keyword
 import re
 import sys
 from pathlib import Path
@@ -21,13 +22,15 @@ def write(kind: str, name: str) -> int:
     """
     if kind not in KINDS:
         raise UserError(f"there is no skeleton of {kind!r}: {', '.join(KINDS)}")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise UserError(f"{name!r} can't name a module: use small letters, digits and _, such as my_thing")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise UserError(
+            f"{name!r} can't name a module: use small letters, digits and _, and no word of Python's, such as my_thing"
+        )
     cls = "".join(part.capitalize() for part in name.split("_"))
     files = [Path(f"{name}.py"), Path(f"test_{name}.py")]
+    for file in (file for file in files if file.exists()):
+        raise UserError(f"{file} is there already: choose another name, or move it away")
     for file, skeleton in zip(files, (f"{kind}.txt", f"{kind}_test.txt"), strict=True):
-        if file.exists():
-            raise UserError(f"{file} is there already: choose another name, or move it away")
         text = (SKELETONS / skeleton).read_text(encoding="utf-8")
         file.write_text(Template(text).substitute(name=name, cls=cls), encoding="utf-8")
     print(f"{files[0]}  (its first lines say how to train with it; python -m pytest {files[1]} tests it)")

@@ -45,7 +45,7 @@ _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
 def si(value: float, unit: str = "") -> str:
     """Formats a number with an SI prefix: 1234567 -> '1.23 M'."""
     for size, letter in _SI:
-        if abs(value) >= size:
+        if abs(value) >= 0.9995 * size:  # what rounds to 1,000 of one unit is 1 of the next
             return f"{value / size:.3g} {letter}{unit}"
     return f"{value:.3g} {unit}".strip()
 

@@ -176,6 +176,19 @@ def test_links_are_relative_so_a_run_can_be_moved(tmp_path: Path) -> None:
     assert store.damage(tmp_path / "moved" / "checkpoints" / "best") is None
 
 
+def test_a_copy_that_took_the_place_of_a_link_is_replaced(tmp_path: Path) -> None:
+    """As scp or a bucket makes one: without this it would be loaded as `last` for ever."""
+    old, new = save(tmp_path, 1), save(tmp_path, 2)
+    shutil.copytree(old, tmp_path / "last")
+    (tmp_path / "best").mkdir()  # holds no checkpoint
+    for name in ("last", "best"):
+        retention.link(tmp_path, name, new)
+    assert (tmp_path / "last").is_symlink()
+    assert (tmp_path / "last").resolve() == new
+    assert not (tmp_path / "best").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "last", old.name, new.name]
+
+
 def test_names() -> None:
     assert store.name_of(500) == "step_00000500"
     assert store.step_of(Path("x/step_00000500")) == 500

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from lmtrain import errors
 from lmtrain.callbacks.metrics import without_times
+from lmtrain.config import compose
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
+from lmtrain.run import launch
+from lmtrain.run_folder.folder import RunDir
 from ports import free_port
 from support import TINY, rows
 
@@ -158,6 +162,19 @@ def test_collectives_of_a_step(corpus: Path, tmp_path: Path, strategy: str, expe
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     assert Counter(counts.read_text().splitlines()) == expected
+
+
+def test_ranks_that_have_nothing_to_do_leave_a_finished_run_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They end by themselves, without a summary of their own; after a signal, it means that none could save."""
+    run = RunDir(tmp_path)
+    run.write_summary({"status": "finished", "step": 2})
+    asked = compose.check(compose.compose(TINY))
+    for code, wanted in ((0, errors.FINISHED), (-15, errors.FAILED)):
+        monkeypatch.setattr(launch, "launch_ranks", lambda *_, code=code: code)
+        assert launch.launch(run, asked, 2) == wanted
+        assert ("stopped before they could save" in capsys.readouterr().err) is (wanted == errors.FAILED)
 
 
 def test_ranks_are_found_in_the_environment() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import lmtrain
 from inprocess import message, run
 from lmtrain.callbacks.samples import Samples
 from lmtrain.config import compose as rules
-from lmtrain.distributed import devices
+from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
+from lmtrain.planning import budget
 from lmtrain.planning.budget import Measured, settle, steps_within
+from lmtrain.run.start import start
 from support import TINY, rows
 
 WORDS = ["data=text", "trainer.accelerator=cpu", "trainer.val_check_interval=50", "run.name=timed"]
@@ -102,6 +105,21 @@ def test_an_early_sample_is_written_and_changes_nothing(corpus: Path, tmp_path: 
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+def test_an_early_sample_is_no_part_of_the_time_of_steps(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Samples, "_continue", lambda *_: time.sleep(2) or "")
+    words = [*TINY, "data=text", f"data.path={corpus}", f"run.dir={tmp_path}/run", "trainer.max_steps=3",
+             "trainer.val_check_interval=null", "trainer.accelerator=cpu", "export.enabled=false"]  # fmt: skip
+    run = lmtrain.build(lmtrain.compose(words))
+    next(callback for callback in run.trainer.callbacks if isinstance(callback, Samples)).early = 2
+    run.fit()
+    steps = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "step_ms" in row]
+    assert len(steps) == 3
+    assert max(row["data_wait_ms"] for row in steps) < 1000
+    assert max(row["step_ms"] for row in steps[1:]) < 2000
+
+
 @pytest.mark.slow
 def test_a_larger_budget_trains_a_finished_run_further(lmtrain, corpus: Path, tmp_path: Path) -> None:
     words = [*TINY, *WORDS, f"data.path={corpus}", f"run.root={tmp_path}"]
@@ -112,6 +130,24 @@ def test_a_larger_budget_trains_a_finished_run_further(lmtrain, corpus: Path, tm
     assert json.loads((tmp_path / "timed" / "summary.json").read_text())["step"] > 4
 
 
+def test_more_minutes_train_no_further_than_the_epochs(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beyond them there are no rows: the run would wait for the next one for ever."""
+    words = [*TINY, "data=text", f"data.path={corpus}/file_00.txt", f"run.dir={tmp_path}/run", "run.resume=auto",
+             "trainer.max_epochs=1", "trainer.accelerator=cpu", "callbacks.samples.every_n_validations=0",
+             "export.enabled=false"]  # fmt: skip
+    assert start(lmtrain.compose([*words, "budget.minutes=1"])) == 0
+    done = (tmp_path / "run" / "summary.json").read_text()
+    assert json.loads(done)["status"] == "finished"
+    assert "budget.minutes=2" not in capsys.readouterr().out  # not among the commands to type next
+    signal.alarm(120)  # ends the process
+    assert start(lmtrain.compose([*words, "budget.minutes=2"])) == 0
+    signal.alarm(0)
+    assert (tmp_path / "run" / "summary.json").read_text() == done
+    assert "where trainer.max_epochs=1 ends it: more minutes add no step" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_typed_length_wins(corpus: Path, tmp_path: Path) -> None:
     words = [*TINY, *WORDS, f"data.path={corpus}", "budget.minutes=0.6", f"run.root={tmp_path}", "trainer.max_steps=3"]
     done = run("train", *words)
@@ -120,10 +156,27 @@ def test_a_typed_length_wins(corpus: Path, tmp_path: Path) -> None:
     assert "measuring" not in done.err
 
 
+@pytest.mark.parametrize(
+    ("word", "decides"),
+    [("trainer.fast_dev_run=true", True), ("debug=fast", True), ("trainer.max_epochs=3", True),
+     ("trainer.fast_dev_run=false", False), ("trainer.max_epochs=null", False)],
+)  # fmt: skip
+def test_what_else_decides_the_length(
+    word: str, decides: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A quick look at a command with a budget is quick; a limit that is turned off decides nothing."""
+    monkeypatch.setattr(budget, "_settle_minutes", lambda *_: [])
+    asked = config("budget.minutes=1", word)
+    ranks.note_typed(["budget.minutes=1", word])
+    assert settle(asked, time.time()) == []
+    assert asked.budget.minutes == (None if decides else 1)
+    assert (f"{word} was typed and decides the length" in capsys.readouterr().out) is decides
+
+
 def test_ranks_of_another_launcher_are_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
-    for name, value in ranks.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     done = run("train", *TINY, "data=text", f"data.path={corpus}", "budget.minutes=1")
     assert done.code == 2, done.out + done.err

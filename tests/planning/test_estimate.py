@@ -91,6 +91,14 @@ def test_time_and_what_is_refused() -> None:
     assert "set model.vocab_size" in message(run("estimate", "tokenizer=char", "estimate.device=24").err)
 
 
+def test_it_counts_the_checkpoints_that_are_kept_for_good() -> None:
+    words = ["model=gpt_small", "tokenizer=gpt2", "trainer.accelerator=cpu", "trainer.max_steps=1000",
+             "trainer.save_every_n_steps=40", "checkpoint.keep_every=100", "checkpoint.keep_last=2",
+             "checkpoint.keep_best=1"]  # fmt: skip
+    done = run("estimate", *words)
+    assert "up to 8 kept" in done.out, done.err  # of steps 200, 400, ..., 1000 besides the last two and the best
+
+
 def test_it_counts_what_the_plan_of_a_run_counts(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     common = [

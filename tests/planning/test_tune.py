@@ -65,6 +65,16 @@ def test_smoothing_is_torch_emas_with_bias_correction() -> None:
     assert got == pytest.approx([np.average(values[: i + 1], weights=w) for i, w in enumerate(weights)])
 
 
+def test_groups_without_a_rate_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group may only set a weight decay or, as base does beside an adapter, say what is trained."""
+    asked = compose.check(compose.compose([*TINY, "optimizer.groups=[{pattern: wpe, weight_decay: 0}]"]))
+    tried: list[Any] = []
+    curve = [{"lr": 10 ** (-6 + i / 4), "loss": 4.0 - 0.1 * i} for i in range(20)]
+    monkeypatch.setattr(trial, "run", lambda config, _: tried.append(config) or curve)
+    tuning.range_test(asked, tmp_path, tuning.Found())
+    assert tried[0].optimizer.groups == [{"pattern": "wpe", "weight_decay": 0}]
+
+
 def test_tuning_then_training_equals_training_with_the_overrides(
     corpus: Path, tmp_path: Path, trials_here: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ import pytest
 from inprocess import message, run
 from lmtrain.files import read_jsonl
 from lmtrain.reports.listing import runs_under
+from lmtrain.reports.report import told
+from lmtrain.run_folder.folder import RunDir
 from support import TINY, lingers
 
 SHORT = [*TINY, "data=text", "trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.limit_val_batches=2",
@@ -61,6 +63,17 @@ def test_a_run_that_the_clock_ended_is_whole(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml").write_text("trainer: {max_steps: 76}\ncheckpoint: {}\n")
     (tmp_path / "run" / "summary.json").write_text('{"status": "finished", "step": 57}')
     assert [listed.steps() for listed in runs_under(tmp_path)] == ["57 of 57"]
+
+
+def test_the_score_before_training_is_not_the_best(tmp_path: Path) -> None:
+    """A pretrained model may have begun with it, but no checkpoint has it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("trainer: {max_steps: 4}\ncheckpoint: {}\n")
+    scores = {0: 1.0, 2: 3.0, 4: 2.0}
+    rows = [f'{{"step": {step}, "val/loss": {score}}}\n' for step, score in scores.items()]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(rows))
+    assert [listed.best for listed in runs_under(tmp_path)] == ["val/loss 2.0000 at step 4"]
+    assert told(RunDir(tmp_path / "run")).score == 2.0
 
 
 def _with_tests() -> dict[str, str]:

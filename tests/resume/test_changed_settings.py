@@ -287,6 +287,13 @@ def test_a_cooldown_is_a_run_of_that_length(schedule: str, corpus: Path, tmp_pat
     rates = [row["lr"] for row in rows(branch / "metrics.jsonl") if "lr" in row]
     assert rates[-1] < rates[0]
     assert "nothing to do" in train_tiny(corpus, *cooled).out
+    # Killed while it wrote its first checkpoint, it begins at the longer run's again, not at random weights.
+    (branch / "summary.json").unlink()
+    (branch / "checkpoints" / "step_00000008").rename(branch / "checkpoints" / "step_00000008.tmp99")
+    again = train_tiny(corpus, *cooled)
+    assert "continues after step 6" in again.out, again.err
+    ours = torch.load(branch / "checkpoints" / "last" / "model.pt", weights_only=True)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,17 @@ def test_replay_of_a_good_step_gives_its_logged_numbers(four_steps: Path, corpus
     assert "applied" in done.out
 
 
+def test_replay_of_a_step_of_a_run_that_epochs_end(corpus: Path, tmp_path: Path) -> None:
+    """Before the first checkpoint, its learning rates follow from the length of the run, not from trainer.max_steps."""
+    run_dir, four = tmp_path / "run", [*BASE, "trainer.max_steps=900", "trainer.max_epochs=1"]
+    four += ["trainer.overfit_batches=4", "trainer.save_every_n_steps=null"]
+    assert train_here(corpus, run_dir, *four).code == 0
+    logged = [r for r in stable_rows(run_dir) if "train/loss" in r]
+    assert len(logged) == 4
+    done = train_here(corpus, run_dir, *four, "debug=replay", "debug.step=3")
+    assert f"{logged[3]['grad_norm']:.6g}" in done.out, done.err
+
+
 def test_checkpoints_after_the_one_resumed_never_count(corpus: Path, tmp_path: Path) -> None:
     """A newer intact checkpoint is not silently ignored; a damaged one doesn't displace those saved later."""
     run_dir = tmp_path / "run"

@@ -1,5 +1,6 @@
 """The plan states what will be computed, also where that differs from the request."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -33,6 +34,30 @@ def test_a_depth_that_the_text_cannot_feed_is_named_with_the_one_that_it_can(
     notes = " ".join(advice(run._run))
     fed = math.floor((1.25 * run._run.corpus.epoch_tokens / (12 * 32**2)) ** (1 / 3))
     assert f"seen 1.6 times, are too many: it will memorize them; model.depth={fed} is what" in notes
+
+
+def test_the_last_step_of_the_last_epoch_may_be_short(corpus: Path, tmp_path: Path) -> None:
+    """Two epochs are two, also where they end in the middle of a step."""
+    words = ["trainer.max_steps=null", "trainer.max_epochs=2", "data.global_batch_size=300",
+             "data.micro_batch_size=100", "export.enabled=false"]  # fmt: skip
+    assert train_tiny(corpus, *words, f"run.dir={tmp_path}/run").code == 0
+    plan = re.sub(r"[\s│]+", " ", (tmp_path / "run" / "plan.txt").read_text())
+    assert "= 2.00 epochs of" in plan
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    length = re.search(r"length ([\d,]+) steps x ([\d,]+) ", plan)
+    assert length is not None
+    steps, tokens = (int(text.replace(",", "")) for text in length.groups())
+    assert rows[-1]["tokens_seen"] < steps * tokens
+
+
+def test_further_validation_sets_are_a_validation(corpus: Path, tmp_path: Path) -> None:
+    words = ["data.val_fraction=0", f"data.val_sets={{other: {{path: {corpus}/file_00.txt}}}}", "trainer.max_steps=1",
+             "checkpoint.monitor=val/other/loss", "export.enabled=false"]  # fmt: skip
+    assert train_tiny(corpus, *words, f"run.dir={tmp_path}/run").code == 0
+    plan = re.sub(r"[\s│]+", " ", (tmp_path / "run" / "plan.txt").read_text())
+    assert "validation of other, every" in plan
+    assert "no validation split" not in plan
+    assert (tmp_path / "run" / "checkpoints" / "best").is_symlink()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from inprocess import train_tiny
-from lmtrain.run.plan_costs import span
+from lmtrain.run.plan_costs import earlier, span
+from lmtrain.terminal import si
 
 
 def time_of(plan: Path) -> str:
@@ -26,6 +27,20 @@ def test_the_speed_of_an_earlier_run_counts(corpus: Path, tmp_path: Path, monkey
     assert "no earlier run of this model" in time_of(outputs / "first" / "plan.txt")
     assert "about 8.0 minutes at 4 tokens/s, the speed of first" in time_of(outputs / "same" / "plan.txt")
     assert "no earlier run of this model" in time_of(outputs / "other" / "plan.txt")
+
+
+def test_a_run_beside_it_may_begin_at_that_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It removes its summary, between the listing of the folder and the look at the file."""
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([tmp_path / "beside" / "summary.json"]))
+    assert earlier({}, tmp_path / "run") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(1234567, "1.23 M"), (999, "999"), (999_499, "999 k"), (999_700, "1 M"), (-999.9, "-1 k"), (0, "0")],
+)
+def test_a_number_is_rounded_to_a_prefix_that_fits(value: float, said: str) -> None:
+    assert si(value) == said
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.2, "1 s"), (89, "89 s"), (90, "1.5 minutes"), (5400, "1.5 hours"),

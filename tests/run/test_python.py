@@ -12,6 +12,7 @@ import lmtrain
 from inprocess import train_tiny
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.errors import UserError
+from lmtrain.run_folder import lock
 from support import TINY, rows
 from test_imports import python
 
@@ -52,11 +53,18 @@ def test_fit_validate_and_sample(typed: list[dict[str, Any]], corpus: Path, tmp_
 
 def test_a_run_that_is_there_is_continued(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    first = lmtrain.build(lmtrain.compose(settings(corpus, "run.name=one", "trainer.max_steps=2")))
+    faster, alike = "optimizer.lr=0.03", {"temperature": 1.0, "max_new_tokens": 20}
+    first = lmtrain.build(lmtrain.compose(settings(corpus, "run.name=one", "trainer.max_steps=2", faster)))
+    untrained = first.sample("line ", **alike)
     first.fit()
-    again = lmtrain.build(lmtrain.compose(settings(corpus, "run.name=one")))
-    assert again.validate() == pytest.approx(first.validate())  # of the checkpoint
+    again = lmtrain.build(lmtrain.compose(settings(corpus, "run.name=one", faster)))
+    assert again.sample("line ", **alike) == first.sample("line ", **alike) != untrained  # of the checkpoint
+    assert again.validate() == pytest.approx(first.validate())
     again.fit()
+    said = again.sample("line ", **alike)
+    finished = lmtrain.build(lmtrain.compose(settings(corpus, "run.name=one", faster)))
+    assert finished.sample("line ", **alike) == said
+    assert not lock.taken(finished.path)
     assert [row["step"] for row in rows(again.path / "metrics.jsonl") if "lr" in row] == [1, 2, 3, 4]
 
 
@@ -116,6 +124,9 @@ def test_refusals(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         lmtrain.compose(["optimizer.lrr=1"])
     with pytest.raises(UserError, match="a run from Python has one process"):
         lmtrain.build(lmtrain.compose(settings(corpus, "trainer.devices=2", "data.global_batch_size=8")))
+    for word in ("budget.minutes=1", "budget.tokens=1e6", "trainer.num_nodes=2", "debug=replay"):
+        with pytest.raises(UserError, match=word.partition("=")[0]):
+            lmtrain.build(lmtrain.compose(settings(corpus, word)))
     assert list(tmp_path.iterdir()) == []
 
 

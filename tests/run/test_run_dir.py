@@ -15,6 +15,7 @@ from lmtrain.checkpoints import store
 from lmtrain.config import compose as rules
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.folder import RunDir, locate
+from lmtrain.sweeps.trials import placed
 from support import TINY, rows
 
 
@@ -68,6 +69,36 @@ def test_a_finished_run_that_is_asked_for_no_more_steps_is_left_as_it_is(length:
     assert "is finished: nothing to do after 2 steps" in again.out
     assert "trainer.max_steps=4" in again.out
     assert {name: content for name, (_, content) in snapshot(here).items()} == before
+
+
+def test_a_run_that_stopped_early_says_what_trains_it_further(corpus: Path, here: Path) -> None:
+    """Twice the steps it has taken may be what it was asked for before, and would do nothing."""
+    stop = [f"callbacks.early_stopping.{key}" for key in ("enabled=true", "patience=1", "threshold=100")]
+    words = ["run.name=first", "trainer.max_steps=4", "export.enabled=false", *stop]
+    assert train_tiny(corpus, *words).code == 0
+    again = train_tiny(corpus, *words)
+    assert "stopped early: nothing to do after 2 steps" in again.out
+    told = re.search(r"the same command with (\S+ \S+);", again.out)
+    assert told is not None
+    assert train_tiny(corpus, *words, *told[1].split()).code == 0
+    assert trained_steps(here / "outputs" / "first")[-1] == 8
+
+
+@pytest.mark.parametrize("resume", ["/long/checkpoints/step_00000006", "none", "auto"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_was_killed_begins_again_where_it_began(resume: str, saved: bool, here: Path) -> None:
+    """At another run's checkpoint, and not at random weights: ranks started again, and a trial of a sweep."""
+    run = RunDir(here / "outputs" / "a")
+    run.checkpoints.mkdir(parents=True)
+    run.config.touch()
+    if saved:
+        (run.checkpoints / "step_00000008").mkdir()
+    wanted = resume if resume.startswith("/") and not saved else "auto"
+    config = rules.check(rules.compose([*TINY, "run.name=a", f"run.resume={resume}"]))
+    run_dir.continue_after_restart(config, run)
+    assert config.run.resume == wanted
+    words = placed(["seed=2", f"run.resume={resume}"], run.path)
+    assert sorted(words) == sorted(["seed=2", f"run.dir={run.path}", f"run.resume={wanted}"])
 
 
 def test_a_named_run_continues(corpus: Path, here: Path) -> None:

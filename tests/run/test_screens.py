@@ -181,6 +181,7 @@ def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: py
         (["run.name=a", "trainer.max_steps=2"], ["trainer.max_steps=4"], ["run.name=a", "trainer.max_steps=4"]),
         (["model.name_or_path=my model"], [], ["model.name_or_path=my model", "run.dir=out/1", "run.resume=auto"]),
         (["run.name=a", "run.resume=none"], [], ["run.name=a", "run.dir=out/1", "run.resume=auto"]),
+        (["run.resume=b/step_00000006"], [], ["run.resume=b/step_00000006", "run.dir=out/1"]),  # stopped before a save
         (["--config-dir", "c", "run.dir=out/1"], [], ["--config-dir", "c", "run.dir=out/1", "run.resume=auto"]),
         (["run.name=a", "budget.minutes=5"], ["trainer.max_steps=8"], ["run.name=a", "trainer.max_steps=8"]),
         (["run.name=a", "budget.minutes=5"], [], ["run.name=a", "budget.minutes=5"]),

@@ -1,6 +1,7 @@
 """`lmtrain.verify` confirms exact resume, and detects when it fails."""
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from inprocess import run
 from lmtrain.checkpoints import store
 from lmtrain.errors import RunError
-from lmtrain.run.verify import _kill_after, differences
+from lmtrain.run.verify import _kill_after, _start, differences
 from support import TINY, Run
 
 
@@ -42,6 +43,38 @@ def test_a_difference_is_found(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_before_it_is_killed_proves_nothing(tmp_path: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE, text=True)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
     with pytest.raises(RunError, match="nothing is proved"):
-        _kill_after(ended, tmp_path / "metrics.jsonl", 3)
+        _kill_after(ended, tmp_path / "killed", 3)
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a file of Python code that is run in place of every `python -m lmtrain.train`, with its arguments."""
+    code, python = tmp_path / "code.py", tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {code} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(python))
+    return code
+
+
+def test_the_runs_are_those_of_the_config(python: Path) -> None:
+    """Keys with a plus sign are part of it; only those of the run's folder and length are not."""
+    python.write_text("import sys\nprint(*sys.argv)\nsys.exit(3)")
+    words = ["+model.extra.scale_attn_by_inverse_layer_idx=true", "run.name=a", "+trainer.max_epochs=2"]
+    ended = run("verify", *TINY, *words)
+    assert ended.code == 1
+    assert "failed with exit code 3" in ended.err
+    assert " +model.extra.scale_attn_by_inverse_layer_idx=true " in ended.err
+    assert not any(word in ended.err for word in words[1:])
+
+
+def test_a_run_that_prints_more_than_a_pipe_holds_is_killed_too(python: Path, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    rows = f"open({str(killed / 'metrics.jsonl')!r}, 'w').write(json.dumps(dict(step=3)) + chr(10))"
+    python.write_text(f"import json, time\nprint('x' * 300_000, flush=True)\n{rows}\ntime.sleep(30)")
+    process = _start([], killed)
+    _kill_after(process, killed, 3)
+    assert process.returncode == -signal.SIGKILL

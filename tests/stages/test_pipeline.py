@@ -12,7 +12,7 @@ from tiny import tiny, write
 from inprocess import Ended, run
 from lmtrain.config import compose
 from lmtrain.errors import UserError
-from lmtrain.stages import definition, plan, state
+from lmtrain.stages import definition, plan, report, state
 from lmtrain.stages import run as stages
 from support import REPO, thinned
 from support import rows as read_rows
@@ -167,6 +167,14 @@ def test_a_pipeline_takes_one_value_of_a_key(tree: Tree) -> None:
     assert "stage sft: trainer.max_steps=1,2: several values are a sweep" in refused(tree, "sft.trainer.max_steps=1,2")
 
 
+def test_a_stage_with_another_budget_runs_again(tree: Tree) -> None:
+    known = []
+    for word in ("pretrain.seed=1337", "pretrain.budget.tokens=1e4", "pretrain.budget.tokens=2e4"):
+        made = planned(tree, word)
+        known.append(made.identity(made.stages[0], {}))
+    assert len(set(known)) == 3
+
+
 def test_what_a_stage_is_known_by(tree: Tree, tmp_path: Path) -> None:
     """It is known by its settings and inputs, not by display settings or the pipeline's folder."""
     exports = {"pretrain": "a", "sft": "b"}
@@ -240,6 +248,22 @@ def test_skips_continues_and_runs_again(tree: Tree, monkeypatch: pytest.MonkeyPa
     kept = Path("outputs/tiny/replaced")
     assert [p.name for p in kept.iterdir()] == ["sft_1"]
     assert (kept / "sft_1" / "export" / "model.safetensors").exists()
+
+
+def test_only_answers_to_the_same_prompts_stand_side_by_side(tree: Tree) -> None:
+    """Two evaluations of other data ask other prompts, also of a stage that both of them score."""
+    tree["evaluations"]["more"] = {**tree["evaluations"]["answers"], "of": ["sft", "dpo"]}
+    made = planned(tree)
+    for one in made.evaluations:
+        file = one.file.with_name(f"{one.file.stem}.rows.jsonl")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"prompt": f"asked in {one.evaluation.name}", "answer": f"of {one.name}."}) + "\n")
+    shown = "".join(report._answers(made)).split("<h3>")[1:]
+    for part, name, stages_ in zip(shown, ("answers", "more"), (("pretrain", "sft"), ("sft", "dpo")), strict=True):
+        assert part.startswith(f"asked in {name}")
+        assert [f"of {name}-{stage}." in part for stage in ("pretrain", "sft", "dpo")] == [
+            stage in stages_ for stage in ("pretrain", "sft", "dpo")
+        ]
 
 
 def test_a_stage_that_fails_ends_the_pipeline(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:

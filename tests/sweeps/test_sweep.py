@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from inprocess import Ended, message, run
-from lmtrain.sweeps import launch, search
+from lmtrain.sweeps import launch, report, search
 from lmtrain.sweeps import plan as plans
 from lmtrain.sweeps import trials as trial_rows
 from lmtrain.sweeps.launch import share_of_gpus
@@ -337,3 +337,8 @@ def test_a_launchers_trials_write_their_output_beside_their_folders(
     words = [trial_rows.command(Trial(n, [f"seed={n}"], []), plan.folder) for n in range(2)]
     assert launch._launch(plan, words, 0) == [0, 0]
     assert logs == [tmp_path / "my sweeps" / "mine" / f"{n}.log" for n in range(2)]
+
+
+def test_seeds_can_be_told_apart() -> None:
+    values = {"20241": "20241", "20242": "20242", "0.00123456": "0.001235", "1e-3": "0.001", "adamw": "adamw"}
+    assert {text: report.shown(text) for text in values} == values

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from lmtrain.callbacks.metrics import Clock
 from lmtrain.callbacks.records import Joined
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.schema import Config
@@ -31,7 +32,12 @@ class Samples(pl.Callback):
     Text that is compared with a reference is decoded greedily: the same weights give the same answers and scores.
     """
 
-    def __init__(self, path: Path, config: Config, corpus: Corpus, console: Console) -> None:
+    def __init__(self, path: Path, config: Config, corpus: Corpus, console: Console, clock: Clock) -> None:
+        """
+        Args:
+            clock: measures the training time, which sampling is no part of.
+        """
+        self.clock = clock
         self.path, self.console, self.cfg, self.seed = path, console, config.callbacks.samples, config.seed
         self.tokenizer, self.end_ids = corpus.tokenizer, corpus.end_ids
         self.prompts = prompts_of(self.cfg, corpus, config.data.system_prompt)
@@ -82,8 +88,9 @@ class Samples(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         if trainer.global_step == self.early and trainer.world_size == 1:
             assert isinstance(pl_module, Objective)
-            self.texts = [self._continue(pl_module, prompt, False) for prompt in self.prompts]
-            self._show(trainer)
+            with self.clock.pause():
+                self.texts = [self._continue(pl_module, prompt, False) for prompt in self.prompts]
+                self._show(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._show(trainer)

@@ -45,7 +45,7 @@ class StepNumbers:
     def __call__(self, steps: int) -> dict[str, int]:
         found = {}
         if self.mixture is not None:
-            given = self.mixture.rows_given(self._rows_before(steps))
+            given = self.mixture.rows_given(self.rows_before(steps))
             for source, rows in zip(self.mixture.sources, given, strict=True):
                 found[f"tokens_seen/{source.name}"] = int(rows) * self.seq_len
         if len(self.lengths.values) > 1:
@@ -60,9 +60,9 @@ class StepNumbers:
 
     def rows_of_last(self, last: int, steps: int) -> int:
         """Returns the number of rows of data.seq_len in the last `last` of `steps` steps."""
-        return self._rows_before(steps) - self._rows_before(steps - last)
+        return self.rows_before(steps) - self.rows_before(steps - last)
 
-    def _rows_before(self, steps: int) -> int:
+    def rows_before(self, steps: int) -> int:
         """Returns the rows before a step; the last step of a run limited by epochs may be short."""
         return int(min(self.sizes.before(steps), self.all_rows))
 

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lmtrain.checkpoints.store import read_manifest, scan, step_of
+from lmtrain.checkpoints.manifest import NAME
+from lmtrain.checkpoints.store import read_manifest, remove, scan, step_of
 from lmtrain.errors import RunError
 
 Scores = list[tuple[int, float | None]]  # (step, validation score if that step was validated)
@@ -67,11 +68,16 @@ def to_keep(scores: Scores, last: int, best: int, every: int | None, mode: str) 
 
 
 def link(folder: Path, name: str, target: Path) -> None:
-    """Points the relative symlink checkpoints/<name> at a checkpoint, replacing an older link atomically."""
-    temporary = folder / f"{name}.tmp{os.getpid()}"
+    """Points the relative symlink checkpoints/<name> at a checkpoint, replacing an older link atomically.
+
+    A tool that follows links (scp, aws s3 cp) has put a copy of the older checkpoint in its place, which is removed.
+    """
+    temporary = folder / f"{name}.link.tmp{os.getpid()}"
     try:
         temporary.unlink(missing_ok=True)
         os.symlink(target.name, temporary)
+        if (folder / name / NAME).exists() and not (folder / name).is_symlink():
+            remove(folder / name)
         os.replace(temporary, folder / name)
     except OSError:
         temporary.unlink(missing_ok=True)  # the file system has no symlinks; summary.json names them too

@@ -42,6 +42,7 @@ _VALIDATIONS = 10.5  # per run; the half keeps the last of them away from the va
 # On a CPU, uncompiled steps are measured: the share of their time that compiled ones take, and seconds of compiling.
 _COMPILED, _COMPILING_S = 0.68, 20.0
 _FEWEST, _MOST, _RANKS = 4, 400, 20  # numbers of measured steps; the last one with several ranks
+_LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.fast_dev_run", "debug")  # typed, they override a budget
 # What a budget does before ranks are started, and what may be set instead where torchrun or SLURM has started them.
 _BEFORE_RANKS = {
     "minutes": ("measures this machine", "trainer.max_steps"),
@@ -71,7 +72,7 @@ def settle(config: Config, began: float) -> list[str]:
             `_settle_minutes` and `_settle_amount`.
     """
     typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
-    by_hand = [key for key in ("trainer.max_steps", "trainer.max_epochs") if key in typed]
+    by_hand = [key for key in _LENGTHS if typed.get(key, "null") not in ("null", "false", "0", "replay")]
     if by_hand:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)
@@ -124,7 +125,7 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         UserError: no time is left for training, or a trial fails.
     """
     os.environ[ranks.BEGAN] = str(began)
-    if config.trainer.max_epochs is None and not config.data.streaming:
+    if config.trainer.max_epochs is None and not config.data.streaming and "trainer.max_epochs" not in typed:
         config.trainer.max_epochs = EPOCHS["text" if config.data.rows == "text" else "rows"]
     chooses = config.model.name == dial.NAME and not {dial.KEY, dial.LAYERS} & typed.keys()
     before = _chosen_before(config)

@@ -268,6 +268,8 @@ def rows(model: Any, config: Config, device: Device) -> list[tuple[str, str]]:
     tokens = step_sizes(c.data).before(t.max_steps) * c.data.seq_len if t.max_steps is not None else None
     world = int(t.devices) * t.num_nodes
     kept = c.checkpoint.keep_last + c.checkpoint.keep_best
+    if c.checkpoint.keep_every and t.save_every_n_steps and t.max_steps:
+        kept += t.max_steps // math.lcm(c.checkpoint.keep_every, t.save_every_n_steps)
     saved = checkpoint_bytes(model, c)
     width = 2 if model.config.get_text_config().vocab_size <= 2**16 else 4
     compute, bins = f"{si(per_token, 'FLOP')} a token", f"{width} bytes a token"

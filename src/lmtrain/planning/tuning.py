@@ -126,7 +126,8 @@ def range_test(config: Config, folder: Path, found: Found) -> None:
     print(f"a range test of {settings.steps} steps, optimizer.lr from {low:.2g} to {high:.2g}", flush=True)
     ends = {"diverged": settings.diverged, "smoothing": settings.smoothing}
     tried = trial.config_of(config, folder, settings.steps, **ends)
-    tried.optimizer.lr, tried.optimizer.groups = high, scaled(config.optimizer.groups, lr, high) or []
+    tried.optimizer.lr = high
+    tried.optimizer.groups = scaled(config.optimizer.groups, lr, high) or config.optimizer.groups
     tried.schedule = RangeTestConfig(name="range_test", warmup_steps=None, warmup_ratio=None, min_lr_ratio=low / high)
     found.curve = trial.run(tried, folder)
     rates, losses = ([row[name] for row in found.curve] for name in ("lr", "loss"))

@@ -123,7 +123,10 @@ def _status(run: RunDir, summary: dict[str, Any]) -> str:
 
 
 def _last_and_best(metrics: Path, monitor: str, mode: str) -> tuple[int, tuple[int, float] | None]:
-    """Returns the last logged step, and step and value of the best `monitor`; unreadable lines are skipped."""
+    """Returns the last logged step, and step and value of the best `monitor`; unreadable lines are skipped.
+
+    The score before training (trainer.val_before_training) is no score of the run: no checkpoint has it.
+    """
     last, best = 0, None
     if not metrics.is_file():
         return last, best
@@ -137,7 +140,7 @@ def _last_and_best(metrics: Path, monitor: str, mode: str) -> tuple[int, tuple[i
             if step is None:
                 continue
             last = max(last, step)
-            if isinstance(value, int | float) and math.isfinite(value):
+            if step > 0 and isinstance(value, int | float) and math.isfinite(value):
                 better = best is None or (value < best[1] if mode == "min" else value > best[1])
                 best = (step, float(value)) if better else best
     return last, best

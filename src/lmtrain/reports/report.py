@@ -88,7 +88,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     with _reading(run.summary):
         facts, speed = _facts(config, listed, summary, rows), _number(summary.get("tokens_per_s"))
         headline = _headline(listed, summary, rows, monitor)
-    scores = [row[monitor] for row in rows if isinstance(row.get(monitor), int | float)]
+    scores = [row[monitor] for row in rows if isinstance(row.get(monitor), int | float) and row.get("step") != 0]
     score = (max if higher else min)(scores, default=None)
     return Told(
         name=name or run.path.name,

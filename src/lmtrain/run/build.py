@@ -101,7 +101,8 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     numbers = StepNumbers(config.data, rows_to_train(config, corpus), config.trainer.max_epochs)
     metrics = Metrics(Records(run_dir.metrics), config, objective.model.model, numbers, bytes_per_token)
     writes = config.callbacks.samples.every_n_validations > 0 and corpus.val is not None
-    samples = Samples(run_dir.samples, config, corpus, console) if writes and not config.objective.scalar_head else None
+    writes = writes and not config.objective.scalar_head
+    samples = Samples(run_dir.samples, config, corpus, console, metrics.clock) if writes else None
     check_monitors(config, corpus, objective, samples, val_sets)
     feed = build_feed(config, run_dir, corpus, stop, total_steps)
     preemption = Preemption(stop)
@@ -120,6 +121,11 @@ def at_most(config: Config, rows: int) -> int:
     """Returns the most steps of a run with a time budget: those of trainer.max_epochs, or ENDLESS if it is not set."""
     epochs = config.trainer.max_epochs
     return ENDLESS if epochs is None else horizon(None, epochs, rows, step_sizes(config.data))
+
+
+def out_of_epochs(config: Config, steps: int, rows: int) -> bool:
+    """Returns whether trainer.max_epochs, and not the clock, ends a run with a time budget after `steps` steps."""
+    return config.budget.minutes is not None and steps == at_most(config, rows)
 
 
 def ranking(config: Config, corpus: Corpus, val_sets: dict[str, ValSet]) -> str:

@@ -11,7 +11,8 @@ from lmtrain.config.schema import BUDGETS
 from lmtrain.data.chat.templates import own_template
 from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
-from lmtrain.run.build import Run, rows_to_train
+from lmtrain.run.build import Run, out_of_epochs, rows_to_train
+from lmtrain.run_folder.folder import begins_elsewhere, checkpoint_names
 from lmtrain.secrets import command
 
 _PROMPT = 40  # maximum number of characters of a prompt
@@ -20,7 +21,7 @@ _PROMPT = 40  # maximum number of characters of a prompt
 def say_how_to_go_on(run: Run) -> None:
     """Prints why the run stopped and the command that continues it, which a sweep or pipeline prints itself."""
     step = run.trainer.global_step
-    saved = "the checkpoint is written" if step > 0 else "there is no checkpoint yet"
+    saved = "the checkpoint is written" if checkpoint_names(run.dir.checkpoints) else "there is no checkpoint yet"
     stopped = f"stopped by {run.preemption.stop.why()} at step {step:,} of {run.total_steps:,}; {saved}"
     if os.environ.get(TRIAL):
         run.console.print(f"{stopped}.")
@@ -36,8 +37,9 @@ def next_commands(run: Run, status: str) -> list[str]:
     first = command("chat", [here]) if chats else command("generate", [here, _prompt(run)])
     lines = [] if run.config.objective.scalar_head else [first]  # a scalar head generates no text
     lines += [command("evaluate", [here])] if run.corpus.val is not None else []
-    if status != "stopped_early":  # more steps would not help
-        lines.append(continuing(run, *longer(run)))
+    changes = longer(run)
+    if status != "stopped_early" and changes:  # else more steps would not help
+        lines.append(continuing(run, *changes))
     return lines
 
 
@@ -46,7 +48,9 @@ def continuing(run: Run, *changes: str) -> str:
     words = typed()
     keys = typed_keys(words)
     named = run.config.run.name is not None and "run.dir" not in keys and keys.get("run.resume", "auto") == "auto"
-    where = [] if named else [f"run.dir={bare_or_quoted(near(run.dir.path))}", "run.resume=auto"]
+    where = [] if named else [f"run.dir={bare_or_quoted(near(run.dir.path))}"]
+    if not named and (not begins_elsewhere(words) or checkpoint_names(run.dir.path / "checkpoints")):
+        where.append("run.resume=auto")
     set_again = {*typed_keys([*changes, *where]), *(f"budget.{name}" for name in BUDGETS if changes)}
     kept = [w for w in words if w.startswith("-") or "=" not in w or not set_again & typed_keys([w]).keys()]
     return command("train", [*kept, *where, *changes])
@@ -68,11 +72,16 @@ def _prompt(run: Run) -> str:
 
 
 def longer(run: Run) -> list[str]:
-    """Returns overrides that double the key that ended the run and unset the other key if it would end it earlier."""
-    chosen = run.config.budget.chosen
+    """Returns overrides that double the key that ended the run and unset the other key if it would end it earlier.
+
+    None if a run with a time budget has used up its epochs: more of them rarely help.
+    """
+    chosen, rows = run.config.budget.chosen, len(rows_to_train(run.config, run.corpus))
+    if out_of_epochs(run.config, run.total_steps, rows):
+        return []
     if chosen is not None:
         return [f"budget.{chosen}={2 * getattr(run.config.budget, chosen):g}"]
-    t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(rows_to_train(run.config, run.corpus))
+    t, sizes = run.config.trainer, step_sizes(run.config.data)
     steps, epochs = t.max_steps, t.max_epochs
     if epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps:
         too_few = steps is not None and steps < horizon(None, 2 * epochs, rows, sizes)

@@ -26,7 +26,7 @@ from lmtrain.distributed import process_group as world
 from lmtrain.distributed import ranks
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import write_atomic
-from lmtrain.run_folder.folder import RunDir
+from lmtrain.run_folder.folder import RunDir, continue_after_restart
 from lmtrain.terminal import lenient
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
@@ -202,14 +202,19 @@ def launch(run: RunDir, config: Config, processes: int) -> int:
     before = run.read_summary()  # of an earlier start; removed when training begins
     code = launch_ranks("lmtrain.run.launch", config, run.ranks, processes, config.trainer.max_restarts)
     if code <= 0:  # after a signal the ranks have saved, if possible
-        code = _by_summary(run, before)
+        code = _by_summary(run, before if code < 0 else None)
     if code != errors.FAILED:  # only a failed launch keeps its rank logs
         shutil.rmtree(run.ranks, ignore_errors=True)
     return code
 
 
 def _by_summary(run: RunDir, before: dict[str, Any] | None) -> int:
-    """Returns the exit code of a launch in which no rank failed, from summary.json."""
+    """Returns the exit code of a launch in which no rank failed, from summary.json.
+
+    Args:
+        before: the summary before ranks that a signal ended, which they replace if they save; None: all ranks ended by
+            themselves, and leave the summary of a run that had nothing to do as it was.
+    """
     summary = run.read_summary()
     status = summary["status"] if summary is not None else None
     if status is None or (summary == before and status != "preempted"):
@@ -225,9 +230,10 @@ def rank_main(words: Sequence[str]) -> int:
     from lmtrain.run.session import Session
 
     def train(config: Config) -> int:
+        folder = RunDir(Path(words[0]).parents[1])
         if ranks.was_restarted():
-            config.run.resume = "auto"
-        return Session(config, RunDir(Path(words[0]).parents[1])).run()
+            continue_after_restart(config, folder)
+        return Session(config, folder).run()
 
     code = as_rank(words, train)
     return errors.FINISHED if code == errors.PREEMPTED else code

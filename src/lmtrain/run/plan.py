@@ -35,7 +35,7 @@ from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
 from lmtrain.run import plan_costs
-from lmtrain.run.build import Run, at_most, rows_to_train
+from lmtrain.run.build import Run, out_of_epochs, rows_to_train
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
@@ -82,7 +82,8 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
     total, trainable, embedding = flops.parameter_counts(model)
     split = split_over(c, run.trainer.world_size)
     per_row, sizes = corpus.epoch_tokens / len(corpus.train), step_sizes(c.data)
-    tokens_per_step, tokens = (round(per_row * n) for n in (sizes.last, sizes.before(run.total_steps)))
+    rows = run.metrics.numbers.rows_before(run.total_steps)
+    tokens_per_step, tokens = round(per_row * sizes.last), round(per_row * rows)
     compute, per_token = flops_in_all(run, per_row), flops.flops_per_token(model, c.data.seq_len)
     return [
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
@@ -95,7 +96,7 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
         ("length", f"{counted(run.total_steps, 'step')}{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
                    f" = {si(tokens)} tokens = {tokens / corpus.epoch_tokens:.2f} "
                    f"{'epochs' if corpus.stream is None else 'windows'} of {si(corpus.epoch_tokens)}"),
-        ("time", plan_costs.time_words(run, tokens - per_row * sizes.before(done), per_token)),
+        ("time", plan_costs.time_words(run, tokens - per_row * run.metrics.numbers.rows_before(done), per_token)),
         *run.objective.plan_rows(),
         ("validation", validation_words(run)),
         *([("average", average_words(c))] if c.callbacks.ema.enabled else []),
@@ -128,10 +129,10 @@ def growth_rows(c: Config) -> list[tuple[str, str]]:
 def flops_in_all(run: Run, tokens_per_row: float) -> float:
     """Returns the FLOPs of the whole run, with fewer for attention over shorter rows."""
     c, model = run.config, run.objective.model.model
-    lengths, sizes = row_lengths(c.data) or Stages.constant(c.data.seq_len), step_sizes(c.data)
+    lengths, rows_before = row_lengths(c.data) or Stages.constant(c.data.seq_len), run.metrics.numbers.rows_before
     ends = [min(end, run.total_steps) for end in [*lengths.starts[1:], run.total_steps]]
     return sum(
-        flops.flops_per_token(model, length) * tokens_per_row * (sizes.before(end) - sizes.before(min(start, end)))
+        flops.flops_per_token(model, length) * tokens_per_row * (rows_before(end) - rows_before(min(start, end)))
         for start, end, length in zip(lengths.starts, ends, lengths.values, strict=True)
     )
 
@@ -179,14 +180,16 @@ def stopping_words(c: Config) -> str:
 
 def validation_words(run: Run) -> str:
     """Describes how many of the validation rows are used, and when."""
-    c, rows = run.config, run.corpus.val
-    if rows is None:
+    c, rows, sets = run.config, run.corpus.val, list(run.datamodule.val_sets)
+    if not sets:
         return "none"
-    seen = seen_rows(rows, c.data.micro_batch_size, c.trainer.limit_val_batches)
     every = c.trainer.val_check_interval or run.total_steps
     first = "before the first step, " if c.trainer.val_before_training else ""
-    words = f"{seen:,} of {counted(len(rows), 'row')}, {first}every {counted(every, 'step')} and after the last"
-    return words + _seen_in_training(run)
+    when = f"{first}every {counted(every, 'step')} and after the last"
+    if rows is None:
+        return f"of {' and '.join(sets)}, {when}"
+    seen = seen_rows(rows, c.data.micro_batch_size, c.trainer.limit_val_batches)
+    return f"{seen:,} of {counted(len(rows), 'row')}, {when}{_seen_in_training(run)}"
 
 
 def _seen_in_training(run: Run) -> str:
@@ -292,10 +295,10 @@ def for_budget(c: Config, steps: int, rows: int) -> list[str]:
         f"{budget} chose {counted(steps, 'step')} from the measured time of a few steps on this machine; during "
         f"training the number is adjusted to the time that is left"
     ]
-    if steps == at_most(c, rows):
+    if out_of_epochs(c, steps, rows):
         notes.append(
             f"the data is small for {budget}: the run ends after {c.trainer.max_epochs} passes over it, because "
-            f"further passes rarely help (trainer.max_epochs=40, for example, sets another limit)"
+            f"further passes rarely help (trainer.max_epochs=40, for example, decides the length instead of the budget)"
         )
     return notes
 
@@ -303,7 +306,7 @@ def for_budget(c: Config, steps: int, rows: int) -> list[str]:
 def advice(run: Run) -> list[str]:
     """Returns the notes that a practitioner would make on the plan."""
     c, corpus, notes = run.config, run.corpus, []
-    epochs = step_sizes(c.data).before(run.total_steps) / len(corpus.train)
+    epochs = run.metrics.numbers.rows_before(run.total_steps) / len(corpus.train)
     if corpus.stream is None:
         notes += for_repeats(c, epochs, run.total_steps)
     notes += for_size(run, epochs)
@@ -318,15 +321,18 @@ def advice(run: Run) -> list[str]:
         notes.append(f"each of {run.trainer.world_size} ranks builds the whole model in host memory: {on_every_rank}")
     if c.trainer.accelerator == "cuda":
         notes += [*for_gpus(run), *not_measured()]
-    if corpus.val is None:
+    sets, monitor = run.datamodule.val_sets, c.checkpoint.monitor
+    if not sets:
         notes.append(
             f"there is no validation split: no val/loss, no best checkpoint ({corpus.how_to_validate(c.data)})"
         )
     elif run.ranking == retention.LAST:
+        name = monitor.split("/")[1] if monitor.count("/") > 1 else ""
+        rows = sets[name if name in sets else ""]
         notes.append(
-            f"validation has {counted(count(corpus.val), 'row')}: small differences of {c.checkpoint.monitor} are "
-            "noise, so the last checkpoint is taken for the best (checkpoint.min_val_rows=0 chooses by score "
-            "anyway; data.val_path can name a larger validation set)"
+            f"validation has {counted(count(rows), 'row')}: small differences of {monitor} are noise, so the last "
+            "checkpoint is taken for the best (checkpoint.min_val_rows=0 chooses by score anyway; data.val_path can "
+            "name a larger validation set)"
         )
     if c.data.rows != "text" and leaves_out_bos(corpus.tokenizer):
         notes.append(

@@ -69,13 +69,21 @@ def earlier(mine: dict[str, Any], run: Path) -> tuple[RunDir, float] | None:
 
     `mine` is the result of `speed_of` for the run in the folder `run`.
     """
-    for file in sorted(run.parent.glob("*/summary.json"), key=lambda file: -file.stat().st_mtime)[:_NEWEST]:
+    for file in sorted(run.parent.glob("*/summary.json"), key=_changed, reverse=True)[:_NEWEST]:
         with contextlib.suppress(UserError):
             before = RunDir(file.parent)
             summary = before.read_summary() or {}
             if summary.get("speed_of") == mine and summary.get("tokens_per_s"):
                 return before, float(summary["tokens_per_s"])
     return None
+
+
+def _changed(file: Path) -> float:
+    """Returns the time of a file's last change, 0 if it is gone: a run that starts removes its summary."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def span(seconds: float) -> str:

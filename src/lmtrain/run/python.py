@@ -11,9 +11,11 @@ Trainer of your own. Importing this module does not import torch.
 import contextlib
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.config import compose as rules
+from lmtrain.config import trust
 from lmtrain.config.batch import split_over
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
@@ -50,6 +52,7 @@ def build(config: Config) -> "PythonRun":
         raise UserError(
             "lmtrain.build makes a run with a single process: with torchrun or srun start -m lmtrain.train ... instead"
         )
+    _refuse(config)
     folder = run_dir.open_run(config)
     try:
         devices.resolve_auto(config)
@@ -65,6 +68,21 @@ def build(config: Config) -> "PythonRun":
         raise
 
 
+def _refuse(config: Config) -> None:
+    """Raises UserError for what lmtrain.train does before a run is built, or in several processes."""
+    chosen = config.budget.chosen
+    if chosen is not None:
+        raise UserError(
+            f"budget.{chosen} chooses the number of steps on the command line only, before the run is built: set "
+            f"trainer.max_steps, or start python -m lmtrain.train"
+        )
+    if config.debug.get("mode") == "replay":
+        raise UserError("debug=replay trains no run: start python -m lmtrain.train with it")
+    nodes = config.trainer.num_nodes
+    if nodes > 1:
+        raise UserError(f"trainer.num_nodes={nodes}: a run from Python has one process; leave it out")
+
+
 class PythonRun:
     """A fully built run: train it with `fit`, inspect it with `validate` and `sample`."""
 
@@ -78,7 +96,10 @@ class PythonRun:
         self.objective: Objective = self._run.objective
         self.datamodule: TokenDataModule = self._run.datamodule
         self.trainer: pl.Trainer = self._run.trainer
+        self._saved: Any = None  # the model of the checkpoint that the run continues from, if `sample` was called
         self._fitted = run_dir.is_finished(session.config)
+        if self._fitted:
+            self._held.close()  # it trains nothing
 
     def fit(self) -> dict[str, Any]:
         """Trains to the end and exports, or trains until a stop request; returns the contents of summary.json.
@@ -89,7 +110,7 @@ class PythonRun:
             self._fitted = True
             with self._held:
                 self._session.train(self._run)
-            self._session.checkpoint = None  # the model now holds the trained weights
+            self._session.checkpoint = self._saved = None  # the model now holds the trained weights
         return self._session.folder.read_summary() or {}
 
     def validate(self) -> dict[str, float]:
@@ -111,8 +132,27 @@ class PythonRun:
         return {name: value for name, value in found.items() if name != "step"}
 
     def sample(self, prompt: str, **settings: Any) -> str:
-        """Returns the model's continuation of `prompt`; `settings` override config.generate, such as max_new_tokens."""
+        """Returns a continuation of `prompt`, by the current weights or the checkpoint that the run continues from.
+
+        `settings` override config.generate, such as max_new_tokens.
+        """
         from lmtrain.generation.sampling import sample_text, settings_of
 
+        model = (
+            self.objective.model.model if self._session.checkpoint is None else self._model_of(self._session.checkpoint)
+        )
         chosen = {**settings_of(self.config.generate), "seed": self.config.seed, **settings}
-        return sample_text(self.objective.model.model, self._run.corpus.tokenizer, prompt, **chosen)
+        return sample_text(model, self._run.corpus.tokenizer, prompt, **chosen)
+
+    def _model_of(self, checkpoint: Path) -> Any:
+        """Returns a checkpoint's model, apart from the one that `fit` loads it into, of which references are made."""
+        from lightning.pytorch.utilities.seed import isolate_rng
+
+        from lmtrain.run_folder import trained
+
+        if self._saved is None:
+            with isolate_rng():
+                run = run_dir.RunDir(checkpoint.parents[1])
+                self._saved, _, _ = trained.from_run(run, checkpoint.name, trust.granted(self.config))
+            trained.place(self._saved, self.config.trainer.accelerator)
+        return self._saved

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lmtrain import terminal
 from lmtrain.checkpoints import store
+from lmtrain.config.batch import horizon, step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.errors import FINISHED, UserError
@@ -44,7 +45,8 @@ def replay(config: Config) -> int:
         objective.schedule_steps = saved["schedule_steps"]
         objective.continue_from(saved)
     else:
-        objective.schedule_steps = config.trainer.max_steps or step + 1
+        rows = len(build.rows_to_train(config, corpus))
+        objective.schedule_steps = horizon(t.max_steps, t.max_epochs, rows, step_sizes(config.data))
     microscope = Microscope(step)
     trainer = build.build_trainer(config, run, [microscope], None, step + 1)
     datamodule = build.build_datamodule(config, corpus, step + 1)

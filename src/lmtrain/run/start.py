@@ -69,7 +69,7 @@ def _as_rank(config: Config, layout: RankLayout) -> int:
     place(config, layout)
     split_over(config, layout.per_node * layout.nodes)
     if ranks.was_restarted():
-        config.run.resume = "auto"
+        run_dir.continue_after_restart(config, RunDir(run_dir.locate(config)))
     world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
     opened = world.from_first(lambda: _open_for_all(config))
     code = opened if isinstance(opened, int) else _train_as_told(*opened)

@@ -30,18 +30,18 @@ _TIMEOUT_SECONDS = 1800
 
 def verify(config: Config) -> int:
     """Runs the check in a temporary folder; returns 0 if the resumed run equals the uninterrupted one, else 1."""
-    left_out = ("run.", "trainer.max_steps", "trainer.max_epochs", "+")
-    overrides = [w for w in ranks.typed() if trust.key_in(w) or not w.startswith(left_out)]
+    left_out = ("run.", "trainer.max_steps", "trainer.max_epochs")
+    overrides = [w for w in ranks.typed() if trust.key_in(w) or not w.lstrip("+").startswith(left_out)]
     with folder_beside_runs(config, "verify") as folder:
         print(f"1/3  {STEPS} steps without interruption", flush=True)
         whole = folder / "whole"
         overrides += growing(config)
-        _finish(_start(overrides, whole))
+        _finish(_start(overrides, whole), whole)
         print(f"2/3  the same, killed (SIGKILL) after step {KILL_AFTER}", flush=True)
         killed = folder / "killed"
-        _kill_after(_start(overrides, killed), killed / "metrics.jsonl", KILL_AFTER)
+        _kill_after(_start(overrides, killed), killed, KILL_AFTER)
         print("3/3  resumed", flush=True)
-        _finish(_start(overrides, killed))
+        _finish(_start(overrides, killed), killed)
         problems = differences(whole, killed)
     for problem in problems:
         errors.print_error(problem)
@@ -72,7 +72,7 @@ def promise(config: Config) -> str:
     )
 
 
-def _start(overrides: list[str], run_dir: Path) -> subprocess.Popen[str]:
+def _start(overrides: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
     fixed = [
         f"run.dir={run_dir}",
         "run.resume=auto",
@@ -84,30 +84,34 @@ def _start(overrides: list[str], run_dir: Path) -> subprocess.Popen[str]:
         "export.enabled=false",
         "logger=none",
     ]
-    return subprocess.Popen(
-        [sys.executable, "-m", "lmtrain.train", *overrides, *fixed],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "COLUMNS": "120"},
-    )
+    with _log(run_dir).open("ab") as log:  # a pipe that nobody reads would stop a run that prints much
+        return subprocess.Popen(
+            [sys.executable, "-m", "lmtrain.train", *overrides, *fixed],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "COLUMNS": "120"},
+        )
 
 
-def _finish(process: subprocess.Popen[str]) -> None:
-    output, _ = process.communicate(timeout=_TIMEOUT_SECONDS)
-    if process.returncode != errors.FINISHED:
+def _log(run_dir: Path) -> Path:
+    return run_dir.with_suffix(".log")
+
+
+def _finish(process: subprocess.Popen[bytes], run_dir: Path) -> None:
+    if process.wait(_TIMEOUT_SECONDS) != errors.FINISHED:
+        output = _log(run_dir).read_text(encoding="utf-8", errors="replace")
         raise RunError(f"the run itself failed with exit code {process.returncode}:\n{output[-3000:]}")
 
 
-def _kill_after(process: subprocess.Popen[str], metrics: Path, step: int) -> None:
+def _kill_after(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
     """Kills the run with SIGKILL as soon as `step` is logged; raises RunError if it ends before that."""
     while process.poll() is None:
-        if any(row["step"] >= step for row in read_jsonl(metrics)):
+        if any(row["step"] >= step for row in read_jsonl(run_dir / "metrics.jsonl")):
             process.send_signal(signal.SIGKILL)
             if process.wait() == -signal.SIGKILL:
                 return
         time.sleep(0.01)
-    _finish(process)
+    _finish(process, run_dir)
     raise RunError("the run ended before it could be killed, so nothing is proved: the machine is busy, try again")
 
 

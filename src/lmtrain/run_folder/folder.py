@@ -6,20 +6,24 @@ A run writes only inside its own folder, even if the folder came from someone el
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from lmtrain.config import compose as config_rules
+from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import BUDGETS, Config
 from lmtrain.errors import RunError, UserError, disk_full, reason
 from lmtrain.files import read_regular, temporary_beside, write_atomic
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import counted
+
+_CHECKPOINT = re.compile(r"step_\d{8,}")  # as checkpoints/store.py names them, which imports torch
 
 
 class RunDir:
@@ -92,7 +96,8 @@ def note_start(run: RunDir, step: int) -> None:
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    return [p.name for p in folder.glob("step_*")]
+    """Returns the names of the checkpoints in a folder, without those that a kill left half written or removed."""
+    return [p.name for p in folder.glob("step_*") if _CHECKPOINT.fullmatch(p.name)]
 
 
 def locate(config: Config) -> Path:
@@ -132,10 +137,24 @@ def resume_mode(config: Config) -> str:
     """
     cooldown_from = config.run.cooldown_from
     if cooldown_from is not None:
-        return "auto" if any(locate(config).glob("checkpoints/step_*")) else cooldown_from
+        return "auto" if checkpoint_names(RunDir(locate(config)).checkpoints) else cooldown_from
     if config.run.resume is not None:
         return config.run.resume
     return "auto" if config.run.name is not None else "none"
+
+
+def begins_elsewhere(words: Sequence[str]) -> bool:
+    """Returns whether the overrides let a run begin at the checkpoint of another: run.resume=<path>."""
+    return typed_keys(words).get("run.resume", "null") not in ("null", "none", "auto")
+
+
+def continue_after_restart(config: Config, run: RunDir) -> None:
+    """Makes ranks that were restarted after a failure continue from the run's newest checkpoint.
+
+    Without one they begin where the run began, which may be another run's checkpoint.
+    """
+    if checkpoint_names(run.checkpoints) or resume_mode(config) == "none":
+        config.run.resume = "auto"
 
 
 def asked(config: Config) -> dict[str, Any]:
@@ -173,17 +192,23 @@ def nothing_to_do(folder: RunDir) -> str:
     """Returns the message for a finished run, which names the setting that would train it further."""
     summary = folder.read_summary() or {}
     asked, step = summary.get("asked") or {}, summary.get("step", 0)
-    epochs = asked.get("max_epochs")
-    key = f"trainer.max_steps={2 * step}"
+    epochs, early = asked.get("max_epochs"), summary.get("status") == "stopped_early"
+    key = f"trainer.max_steps={2 * max(step, (asked.get('max_steps') or 0) if early else 0)}"
     if epochs is not None and asked.get("max_steps") != step:
         key = f"trainer.max_epochs={2 * epochs}"
     for budget in BUDGETS:
         if asked.get(budget) is not None:
             key = f"budget.{budget}={2 * asked[budget]:g}"
-    return (
-        f"{folder.path} is finished: nothing to do after {counted(step, 'step')}. To train it further, the same "
-        f"command with {key}; for a new run, another run.name"
+    finished = (
+        f"{folder.path} {'stopped early' if early else 'is finished'}: nothing to do after {counted(step, 'step')}"
     )
+    if summary.get("ended_by") is not None:
+        return (
+            f"{finished}, where trainer.max_epochs={epochs} ends it: more minutes add no step, and further passes over "
+            f"its data rarely help. For a new run, another run.name"
+        )
+    key += " callbacks.early_stopping.enabled=false" if early else ""
+    return f"{finished}. To train it further, the same command with {key}; for a new run, another run.name"
 
 
 def foreign_files(run: RunDir) -> list[Path]:

@@ -14,7 +14,7 @@ from lmtrain.config.constraints import MACHINE, SHOWN
 from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.keys import keys_in, value_of
 from lmtrain.config.override_text import bare_or_quoted
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import BUDGETS, Config
 from lmtrain.errors import UserError, naming
 from lmtrain.stages import definition as command
 from lmtrain.stages.definition import REFERENCE, Evaluation, Pipeline, Stage, Typed, needs_of
@@ -24,6 +24,8 @@ _OF_BOTH = ("data.cache_dir", "trainer.accelerator", "trainer.num_threads", *tru
 _OF_STAGES_FOLDER = ("run.name", "run.root", "run.dir", "run.resume")
 # Keys marked SHOWN have no effect on the next stage, except these, which shape the export.
 _SHAPES_EXPORT = ("export.enabled", "export.dtype", "export.merge", "export.generation", "checkpoint.monitor")
+# And these, which decide how long it trains and from where; left out while unset, as by earlier versions.
+_IF_SET = (*(f"budget.{name}" for name in BUDGETS), "run.cooldown_from")
 
 
 @dataclass
@@ -47,8 +49,9 @@ class PlannedStage:
         """Returns the settings that shape the stage's export, with paths relative to the pipeline's folder."""
         found = {}
         for key in keys_in(self.config):
-            if key.shapes not in (SHOWN, MACHINE) or key.name in _SHAPES_EXPORT:
-                value = value_of(self.config, key.name)
+            value = value_of(self.config, key.name)
+            always = key.shapes not in (SHOWN, MACHINE) or key.name in _SHAPES_EXPORT
+            if always or (key.name in _IF_SET and value is not None):
                 found[key.name] = value.replace(str(folder), "") if isinstance(value, str) else value
         return found
 

@@ -200,17 +200,17 @@ def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
 
 def _answers(plan: PipelinePlan) -> list[str]:
     """Builds the HTML that compares the stages' answers to the same prompts, from evaluations that write answers."""
-    rows: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}  # by evaluation, whose prompts its stages share, and stage
     for one in plan.evaluations:
         file = one.file.with_name(f"{one.file.stem}.rows.jsonl")
-        if one.of not in rows and file.is_file():
-            written = [row for row in read_jsonl(file) if isinstance(row.get("answer"), str)]
-            rows |= {one.of: written[:_ANSWERS]} if written else {}
-    if not rows:
+        written = [row for row in read_jsonl(file) if isinstance(row.get("answer"), str)]
+        if written:
+            found.setdefault(one.evaluation.name, {})[one.of] = written[:_ANSWERS]
+    if not found:
         return []
     parts = ["<h2>The same prompts, answered by each stage</h2>"]
-    for asked in zip(*rows.values(), strict=False):
-        texts = [(name, row["answer"]) for name, row in zip(rows, asked, strict=True)]
+    for names, asked in ((rows, asked) for rows in found.values() for asked in zip(*rows.values(), strict=False)):
+        texts = [(name, row["answer"]) for name, row in zip(names, asked, strict=True)]
         texts += [("reference", str(asked[0].get("reference")))] if asked[0].get("reference") else []
         beside = "".join(f"<div><h4>{broken(name)}</h4>{_answer(text)}</div>" for name, text in texts)
         parts.append(f'<h3>{as_text(str(asked[0].get("prompt")))}</h3><div class="beside">{beside}</div>')

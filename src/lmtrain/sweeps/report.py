@@ -62,9 +62,9 @@ def varying(trials: list[Trial]) -> list[str]:
 
 
 def shown(text: str) -> str:
-    """Formats a value for display; numbers get four significant digits."""
+    """Formats a value for display: numbers with four significant digits, but whole ones, such as a seed, as typed."""
     number = _number(text)
-    return text if number is None else f"{number:.4g}"
+    return text if number is None or re.fullmatch(r"[+-]?\d+", text) else f"{number:.4g}"
 
 
 def _number(text: str) -> float | None:

@@ -14,7 +14,7 @@ from lmtrain import errors
 from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, write_atomic
-from lmtrain.run_folder.folder import RunDir
+from lmtrain.run_folder.folder import RunDir, begins_elsewhere, checkpoint_names
 from lmtrain.secrets import hide
 
 # Environment variables that a launcher of ranks sets; a trial that inherited them would act as one of those ranks.
@@ -97,9 +97,14 @@ def command(trial: Trial, folder: Path) -> list[str]:
 
 
 def placed(overrides: list[str], run: Path) -> list[str]:
-    """Returns the overrides with the folder of the run, and with run.resume=auto if it already holds a run."""
+    """Returns the overrides with the folder of the run, and with run.resume=auto if it already holds a run.
+
+    A run that begins at another's checkpoint (run.resume=<path>) begins there again until it has one of its own.
+    """
     words = [*overrides, f"run.dir={bare_or_quoted(str(run))}"]
     if (run / "config.yaml").exists():
+        if begins_elsewhere(overrides) and not checkpoint_names(run / "checkpoints"):
+            return words
         return [*(w for w in words if not w.startswith("run.resume=")), "run.resume=auto"]
     shutil.rmtree(run, ignore_errors=True)  # left by a start killed before its config.yaml was written
     return words
