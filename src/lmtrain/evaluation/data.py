@@ -17,13 +17,12 @@ from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.examples.row_format import ChatRows
-from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store import bins
 from lmtrain.data.stream.head import prepare_head
 from lmtrain.data.text.encode import Encoder
 from lmtrain.data.text.mixture import documents_of
-from lmtrain.data.text.prepare import prepare
+from lmtrain.data.text.prepare import pieces_of, prepare
 from lmtrain.errors import UserError
 
 
@@ -97,7 +96,7 @@ class ScoredDocuments:
         data = self.config.data
         if data.source == "mixture":
             return documents_of(data, "val")
-        found = sources.pieces(sources.open_source(data), data, "val")
+        found = pieces_of(data, "val")
         if found is None:
             raise UserError(
                 "there is no validation split to evaluate on: name data, such as data=text data.val_path=test.txt"
@@ -113,12 +112,16 @@ def _of_bins(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]
         raise UserError(f"{prepared.folder} holds tokens of another tokenizer than the model's: evaluate on text")
     if not bins.has_split(prepared.folder, "val"):
         raise UserError(f"{prepared.folder} has no val.bin to evaluate on")
+    begun: list[np.ndarray] = []  # parts of a document that is longer than a shard
     for shard in bins.open_bins(prepared.folder, "val").shards:
         ends = shard.document_ends(1, shard.tokens + 1).tolist() if shard.docs is not None else [shard.tokens]
         for start, end in zip([0, *ends], ends, strict=False):
-            ids = shard.read(start, end - start)
+            ids = np.concatenate([*begun, shard.read(start, end - start)])
+            begun.clear()
             ids = ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_token_id else ids
             yield ids, len(tokenizer.decode(ids.tolist()).encode())
+        last = ends[-1] if ends else 0
+        begun.append(shard.read(last, shard.tokens - last))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,53 @@
+"""The text that is evaluated: the documents that a run held out, each of them whole."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmtrain.config import compose as rules
+from lmtrain.config.schema import Config
+from lmtrain.data.store import bins
+from lmtrain.data.text.mixture import prepare_mixture
+from lmtrain.data.text.prepare import prepare
+from lmtrain.evaluation.data import ScoredDocuments
+
+
+def config(*words: str) -> Config:
+    return rules.check(rules.compose(["tokenizer=bytes", "data.seq_len=8", *words]))
+
+
+def written(file: Path, texts: list[str]) -> Path:
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
+def held_out(folder: Path) -> list[str]:
+    """Returns the documents of a folder's validation bins, whose tokens are bytes and, at each end, 256."""
+    ids = np.concatenate([shard.read(0, shard.tokens) for shard in bins.open_bins(folder, "val").shards])
+    return [bytes(part[part < 256].astype(np.uint8)).decode() for part in np.split(ids, np.flatnonzero(ids == 256) + 1)]
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_repeats_that_were_left_out_don_t_move_the_split(mixture: bool, tmp_path: Path) -> None:
+    texts = [f"document {n // 4 * 3 + min(n % 4, 2)} of the corpus" for n in range(80)]  # every fourth repeats the last
+    file = written(tmp_path / "texts.jsonl", texts)
+    of_file = [f"data.mixture=[{{path: {file}, val_fraction: 0.1}}]"] if mixture else [f"data.path={file}"]
+    c = config(f"data={'text_mixture' if mixture else 'jsonl'}", *of_file, "data.val_fraction=0.1", "data.dedup=exact")
+    made = prepare_mixture(c.data, c.tokenizer).parts[0] if mixture else prepare(c.data, c.tokenizer, False)
+    expected = [text for text in held_out(made.folder) if text]
+    assert len(expected) == 6  # every tenth of the sixty that are left
+    found = [bytes(ids.astype(np.uint8)).decode() for ids, _ in ScoredDocuments(c, None).read(made.tokenizer)]
+    assert found == expected
+
+
+def test_a_document_in_several_shards_is_scored_as_one(tmp_path: Path) -> None:
+    texts = ["short", "long " * 60 + "é", "another", "last " * 30]
+    file = written(tmp_path / "texts.jsonl", texts)
+    c = config("data=jsonl", f"data.path={file}", f"data.val_path={file}", "data.shard_tokens=100")
+    made = prepare(c.data, c.tokenizer, False)
+    assert [shard.documents for shard in bins.open_bins(made.folder, "val").shards].count(0) > 1
+    found = list(ScoredDocuments(config("data=bins", f"data.path={made.folder}"), None).read(made.tokenizer))
+    assert [bytes(ids.astype(np.uint8)).decode() for ids, _ in found] == texts
+    assert [size for _, size in found] == [len(text.encode()) for text in texts]
