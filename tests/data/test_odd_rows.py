@@ -398,6 +398,42 @@ def test_pairs_whose_prompt_begins_with_the_assistant(read: Any) -> None:
     assert dropped.counts["train"]["assistant_first"] == 1
 
 
+@pytest.mark.parametrize(("option", "encoder", "answer"), [
+    ("prompts_jsonl", PromptRowEncoder, {}),
+    ("unpaired_jsonl", UnpairedRowEncoder, {"completion": "Four.", "label": True}),
+])  # fmt: skip
+def test_prompts_that_begin_with_the_assistant(option: str, encoder: Any, answer: Any, read: Any) -> None:
+    rows = lines({"prompt": [S, A, U], **answer}, {"prompt": [U], **answer})
+    with pytest.raises(UserError, match=r"line 1: turn 2 is from assistant.*data\.on_assistant_first=drop_turn"):
+        read(rows, option=option, encoder=encoder)
+    dropped = read(rows, option=option, encoder=encoder, on_assistant_first="drop_turn")
+    expected = TEXT if answer else TEXT.partition("Four.")[0]
+    assert text_of(dropped).strip("\n") == "<|system|>\nBe brief.$\n" + expected.strip("\n")
+    assert text_of(dropped, 1).strip("\n") == expected.strip("\n")
+    assert dropped.counts["train"]["assistant_first"] == 1
+    skipped = read(rows, option=option, encoder=encoder, on_assistant_first="skip").counts["train"]
+    assert (skipped["examples"], sum(skipped["bad"].values())) == (1, 1)
+
+
+@pytest.mark.parametrize("template", ["zephyr", None])
+@pytest.mark.parametrize("row", [{"prompt": "a\ud800"}, {"prompt": "a", "answer": ["\udc00"]}])
+def test_a_prompt_s_row_must_be_text(row: Any, template: str | None, read: Any) -> None:
+    rows = {"option": "prompts_jsonl", "encoder": PromptRowEncoder, "chat_template": template}
+    with pytest.raises(UserError, match=r"odd\.jsonl, line 2: .*half a surrogate pair"):
+        read(lines({"prompt": "a"}, row), **rows)
+    counts = read(lines({"prompt": "a"}, row), **rows, on_bad_row="skip").counts["train"]
+    assert (counts["examples"], sum(counts["bad"].values())) == (1, 1)
+
+
+@pytest.mark.parametrize(("option", "encoder", "row", "more"), [
+    ("prompts_jsonl", PromptRowEncoder, {"prompt": "a"}, {"chat_template": None}),
+    ("preference_jsonl", PairRowEncoder, PROMPT, {"conversation_format": "preference_text"}),
+])  # fmt: skip
+def test_a_system_prompt_that_plain_text_leaves_out(option: str, encoder: Any, row: Any, more: Any, read: Any) -> None:
+    made = read(lines(row), option=option, encoder=encoder, system_prompt="Be brief.", **more)
+    assert "data.system_prompt has no effect" in next(iter(made.counts["train"]["remarks"]))
+
+
 def test_a_reason_is_one_line_with_a_count(read: Any) -> None:
     empty = [messages(U, A, U, {**A, "content": ""}), says(" "), says("")]
     unknown = [named("robot"), named("narrator")]

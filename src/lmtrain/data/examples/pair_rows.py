@@ -9,7 +9,7 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, column_of
 from lmtrain.data.chat.pairs import Pair, detect_pair_format, to_pairs
-from lmtrain.data.chat.turns import BadRow, unread
+from lmtrain.data.chat.turns import BadRow, Remark, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.row_format import Encoded, Example, TemplateRows
 from lmtrain.data.examples.rows import documents_at
@@ -47,6 +47,9 @@ class PairRowEncoder(TemplateRows):
         asked = self.question(self._preferred(pairs[0])) if question and examples else None
         margin = repr(pairs[0].margin) if row.get(column_of("margin", row, cfg) or "") is not None else None
         remarks = [*self.chat.remarks, *unread(row)]
+        if isinstance(pairs[0].prompt, str) and cfg.system_prompt:  # plain text doesn't go through a chat template
+            words = "preference_text is plain text; data.conversation_format=preference makes turns of it"
+            remarks.append(Remark(f"data.system_prompt has no effect: {words}"))
         return Encoded(examples, cut, asked, pairs[0].dropped_turns, remarks, kept=margin)
 
     @staticmethod
