@@ -17,6 +17,7 @@ from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.examples.row_format import ChatRows
+from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store import bins
 from lmtrain.data.stream.head import prepare_head
@@ -42,7 +43,7 @@ def is_named(config: Config) -> bool:
 def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
     """Returns the config whose data is evaluated on, and a description of the part that is used.
 
-    Named data without a validation split of its own is used as a whole; of a run's data only the held-out part is used.
+    Named files are used as a whole; of other data, as of a run's own, only the validation split or held-out part is.
 
     Raises:
         UserError: no data is named and the model's training config is unknown.
@@ -62,7 +63,15 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
         return named, f"all of {files if isinstance(files, str) else ', '.join(files)}"
     if data.source == "python_stdlib":
         return named, f"held-out {data.rows if data.rows != 'text' else 'modules'} of the standard library"
-    return named, f"{data.name or data.source}, split {data.val_split or data.train_split}"
+    name = data.name or data.source
+    if data.source == "hub" and not _has_own_split(data):
+        return named, f"{name}, held out of split {data.train_split}"
+    return named, f"{name}, split {data.val_split or data.train_split}"
+
+
+def _has_own_split(data: DataConfig) -> bool:
+    """Returns whether a dataset of the hub has the split data.val_split, or data.val_fraction is held out instead."""
+    return sources.open_source(data).records("val") is not None
 
 
 @dataclass
@@ -141,7 +150,7 @@ def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
         tokenizer_name: tokenizer folder or hub name; its chat template is used unless data.chat_template names one.
     """
     data = config.data
-    if data.source == "hub" and data.name and not data.path and data.val_split is not None:
+    if data.source == "hub" and not data.path and _has_own_split(data):
         data = copy.deepcopy(data)
         data.train_split = str(data.val_split)  # nothing is trained, so only this split is prepared
     encoder = ChatRows if kind_of(data) == "conversations" else PairRowEncoder

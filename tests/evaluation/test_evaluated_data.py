@@ -1,16 +1,21 @@
-"""The text that is evaluated: the documents that a run held out, each of them whole."""
+"""The data that is evaluated: what a run held out, or the split that is named, each document whole."""
 
 import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lmtrain.config import compose as rules
 from lmtrain.config.schema import Config
+from lmtrain.data.examples.pair_rows import PairRowEncoder
+from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.store import bins
 from lmtrain.data.text.mixture import prepare_mixture
 from lmtrain.data.text.prepare import prepare
+from lmtrain.evaluation import data
 from lmtrain.evaluation.data import ScoredDocuments
 
 
@@ -51,3 +56,34 @@ def test_a_document_in_several_shards_is_scored_as_one(tmp_path: Path) -> None:
     found = list(ScoredDocuments(config("data=bins", f"data.path={made.folder}"), None).read(made.tokenizer))
     assert [bytes(ids.astype(np.uint8)).decode() for ids, _ in found] == texts
     assert [size for _, size in found] == [len(text.encode()) for text in texts]
+
+
+@pytest.mark.parametrize("splits", [["train"], ["train", "validation"]])
+def test_pairs_of_the_hub_are_those_of_the_run(
+    splits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    repository = tmp_path / "repository"
+    (repository / "data").mkdir(parents=True)
+    files = [{"split": name, "path": f"data/{name}.parquet"} for name in splits]
+    (repository / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: " + json.dumps(files) + "\n---\n"
+    )
+    for name in splits:
+        columns = {key: [f"{key} of {name} {n}" for n in range(60)] for key in ("question", "chosen", "rejected")}
+        pq.write_table(pa.table(columns), repository / "data" / f"{name}.parquet")
+    c = config("data=orca_dpo_pairs", f"data.name={repository}", "data.chat_template=zephyr", "data.max_length=null",
+               "objective=dpo")  # fmt: skip
+    made = prepare_examples(c.data, c.tokenizer, PairRowEncoder, False)
+    held = made.split("val")
+    assert held is not None
+    assert len(held) == (2 * 60 if "validation" in splits else 2 * 6)  # a tenth, as 0.02 would be a single row
+    named, words = data.chosen(c, None)
+    assert words == f"{repository}, {'split validation' if 'validation' in splits else 'held out of split train'}"
+    for asked in (c, named):
+        found = data.rows(asked, made.folder / "tokenizer").examples
+        assert [found.read(i)[0].tolist() for i in range(len(found))] == [
+            held.read(i)[0].tolist() for i in range(len(held))
+        ]
