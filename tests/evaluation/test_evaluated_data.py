@@ -10,6 +10,7 @@ import pytest
 
 from lmtrain.config import compose as rules
 from lmtrain.config.schema import Config
+from lmtrain.data import tokenizers
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.store import bins
@@ -87,3 +88,24 @@ def test_pairs_of_the_hub_are_those_of_the_run(
         assert [found.read(i)[0].tolist() for i in range(len(found))] == [
             held.read(i)[0].tolist() for i in range(len(held))
         ]
+
+
+def test_questions_are_those_of_the_examples_that_weights_leave(tmp_path: Path) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file in files:
+        turns = [(f"Question {n}?", f"Answer {n} of {file.stem}.") for n in range(5)]
+        pairs = [[{"role": "user", "content": ask}, {"role": "assistant", "content": said}] for ask, said in turns]
+        file.write_text("".join(json.dumps({"messages": pair}) + "\n" for pair in pairs))
+    parts = [
+        f"{{path: {file}, val_path: {file}, weight: {weight}}}" for file, weight in zip(files, (2, 0.4), strict=True)
+    ]
+    c = config("data=mixture", f"data.mixture=[{','.join(parts)}]", "data.chat_template=zephyr", "objective=sft",
+               "data.max_length=null")  # fmt: skip
+    tokenizer = tmp_path / "tokenizer"
+    tokenizers.save(tokenizers.load_or_train(c.tokenizer, lambda _: iter(())), tokenizer)
+    found = data.rows(c, tokenizer)
+    assert len(found.examples) == 10 + 2
+    assert list(found.questions) == [0, 2, 4, 6, 8, 10, 11]
+    for place, question in found.questions.items():
+        ids, learned = found.examples.read(place)
+        assert bytes(ids[learned][:-1].astype(np.uint8)).decode() == question["reference"]

@@ -138,7 +138,7 @@ class ScoredRows:
     """Conversations (one example each) or pairs (two examples each, the chosen one first), tokenized for a model."""
 
     examples: Examples
-    questions: list[dict[str, Any]]  # prompt_ids, prompt, reference
+    questions: dict[int, dict[str, Any]]  # prompt_ids, prompt and reference, by the example that is their answer
     end_ids: list[int]
     fingerprint: str
 
@@ -159,4 +159,7 @@ def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
     if examples is None or len(examples) == 0:
         raise UserError("there is no validation split to evaluate on: name rows with data.val_path=...")
     ends = ChatEncoder(prepared.tokenizer, data).end_of_turn_ids()
-    return ScoredRows(examples, prepared.meta["questions"], ends, prepared.fingerprint)
+    # Folders of earlier versions don't have the number of the example.
+    asked = {examples.place_of(q.get("example", i)): q for i, q in enumerate(prepared.meta["questions"])}
+    questions = {place: question for place, question in asked.items() if place is not None}
+    return ScoredRows(examples, questions, ends, prepared.fingerprint)

@@ -185,9 +185,10 @@ def _conversations(who: Subject, config: Config, rows: data.ScoredRows, count: i
     nll, tokens = _sums(who.model, _examples(rows, count), config)
     scores = Scores({"nll": nll, "tokens": tokens}, {"loss": ("nll", "tokens")})
     known = {"conversations": count, "tokens": int(tokens.sum()), "rows_fingerprint": rows.fingerprint}
-    questions = rows.questions[: min(e.answers, e.limit or e.answers)]
+    questions = dict(islice(((row, q) for row, q in rows.questions.items() if row < count), e.answers))
     if questions:
-        _add_answers(scores, who, config, questions, rows.end_ids)
+        scores.answered = list(questions)
+        _add_answers(scores, who, config, list(questions.values()), rows.end_ids)
         known["answers"] = len(questions)
     return Evaluated(scores, known, {"precision": e.precision, "max_new_tokens": e.max_new_tokens})
 

@@ -133,7 +133,8 @@ def _write_split(
 ) -> dict[str, Any] | None:
     """Tokenizes one split of all parts; returns None if there is no such split or it has no examples.
 
-    questions: if given, the first MAX_QUESTIONS questions of the split are added to it.
+    questions: if given, the first MAX_QUESTIONS questions of the split are added to it, each with the number of its
+        row's first example.
     """
     counts, written = Counts(), [0]
     show.start(name, None)
@@ -180,6 +181,7 @@ def _write_part(
         counts.shortened += encoded.cut > 0
         counts.note(encoded.remarks, encoded.texts, where)
         groups = [encoded.examples[i : i + encoder.group] for i in range(0, len(encoded.examples), encoder.group)]
+        first = counts.examples
         for group in groups:
             if not all(any(example[1]) for example in group):
                 counts.untrained += 1
@@ -188,8 +190,8 @@ def _write_part(
                 continue
             show.advance(0, sum(len(example[0]) for example in group))
             _write(group, writer, counts, encoded.kept)
-        if groups and questions is not None and encoded.question is not None:
-            questions.append(encoded.question)
+        if counts.examples > first and questions is not None and encoded.question is not None:
+            questions.append({**encoded.question, "example": first})
 
 
 def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | None) -> None:
