@@ -351,6 +351,15 @@ def test_answers_that_the_template_trims_to_the_same(read: Any) -> None:
         read(rows, option="preference_jsonl", max_length=43, on_too_long="truncate_right")
 
 
+def test_pairs_without_a_learned_token_are_a_share_of_the_pairs(read: Any) -> None:
+    mute = {**PROMPT, "chosen": [{**A, "train": False}]}
+    rows = lines(*[PROMPT] * 28, mute, mute)
+    with pytest.raises(UserError, match=r"2 of 30 train rows have no learned token, the first is .*line 29"):
+        read(rows, option="preference_jsonl")
+    counts = read(rows, option="preference_jsonl", max_untrained=2 / 30).counts["train"]
+    assert (counts["examples"], counts["untrained"]) == (56, 2)
+
+
 FLAGS = [({}, True), *(({"train": v}, True) for v in (True, 1, 1.0, "true", "True", "1", None)),
          *(({"train": v}, False) for v in (False, 0, 0.0, "false", "False", "FALSE", "0")),
          *(({"weight": v}, v == 1) for v in (1, 1.0, 0, 0.0)), ({"train": 0, "weight": 0}, False)]  # fmt: skip

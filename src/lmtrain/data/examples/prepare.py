@@ -116,7 +116,7 @@ def prepare_examples(
         found["fingerprint"] = contents.fingerprint([found["fingerprint"], [str(weight) for weight in weights]])
     prepared = PreparedExamples(**found, weights=weights)
     for name, counts in prepared.counts.items():
-        check_untrained(Counts(**counts), cfg, name)
+        check_untrained(Counts(**counts), cfg, name, prepared.meta["group"])
         check_lost(Counts(**counts), cfg, name)
     return prepared
 
@@ -144,7 +144,7 @@ def _write_split(
             written.append(writer.documents)
         split = writer.close()
     if counts.examples == 0:
-        check_untrained(counts, cfg, name)
+        check_untrained(counts, cfg, name, encoder.group)
         if name == "train":
             left = f"no row is left to train on: {'; '.join(summary(name, counts))}"
             raise UserError(left if counts.rows else f"{parts[0].source.label} holds no rows to train on")
