@@ -76,10 +76,11 @@ def prepare_examples(
             on or lose a field, a template doesn't fit, or the cache can't be written.
         RunError: the disk is full.
     """
-    if tokenizer_cfg.kind == "bpe":
+    if tokenizer_cfg.kind in ("bpe", "char"):
         raise UserError(
-            "tokenizer=bpe is trained on text, conversations need a tokenizer that exists: tokenizer=hub "
-            "tokenizer.name_or_path=..., tokenizer=gpt2 or tokenizer=bytes; model=pretrained brings its own"
+            f"tokenizer={tokenizer_cfg.kind} is made from text, conversations need a tokenizer that exists: "
+            "tokenizer=hub tokenizer.name_or_path=..., tokenizer=gpt2 or tokenizer=bytes; model=pretrained brings its "
+            "own"
         )
     parts, named = open_parts(cfg), tokenizers.identity(tokenizer_cfg)
     tokenizer = tokenizers.load_or_train(tokenizer_cfg, lambda _: iter(()), named)
