@@ -291,6 +291,8 @@ def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
         raise UserError(
             f"data.mixture={config.data.mixture}: with these weights no row is left to train on; raise them"
         )
+    if val is not None and len(val) == 0:  # by the weights
+        val = None
     rows, words = encoder.make_rows(train, config, config.seed)
     return Corpus.of(
         prepared,
