@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,9 +11,12 @@ import pytest
 
 from lmtrain.config import compose as rules
 from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig
 from lmtrain.data import tokenizers
+from lmtrain.data.corpus import prepare_corpus
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import prepare_examples
+from lmtrain.data.examples.row_format import ChatRows, Encoded
 from lmtrain.data.store import bins
 from lmtrain.data.text.mixture import prepare_mixture
 from lmtrain.data.text.prepare import prepare
@@ -88,6 +92,40 @@ def test_pairs_of_the_hub_are_those_of_the_run(
         assert [found.read(i)[0].tolist() for i in range(len(found))] == [
             held.read(i)[0].tolist() for i in range(len(held))
         ]
+
+
+class Rhymes(ChatRows):
+    """A row format of rows {line, rhyme}."""
+
+    def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
+        ids = self.chat.tokenizer(f"{row['line']} / {row['rhyme']}")["input_ids"]
+        return Encoded([(ids, [at > len(row["line"]) for at in range(len(ids))])])
+
+
+UNPAIRED = {"prompt": "What is {}?", "completion": "It is {}.", "label": True}
+
+
+@pytest.mark.parametrize(("words", "row"), [
+    (["objective=kto", "data=unpaired_jsonl"], UNPAIRED),
+    (["data=chat_jsonl", "data.rows=test_evaluated_data.Rhymes"], {"line": "line {}", "rhyme": "rhyme {}"}),
+])  # fmt: skip
+def test_rows_are_read_in_the_format_of_the_run(words: list[str], row: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    lines = [{key: v.format(n) if isinstance(v, str) else n % 3 > 0 for key, v in row.items()} for n in range(30)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    c = config(*words, f"data.path={file}", "data.chat_template=zephyr", "data.max_length=null", "data.packing=off",
+               "data.val_fraction=0.2", "run.allow_target=[test_evaluated_data]")  # fmt: skip
+    corpus = prepare_corpus(c)
+    held: Any = corpus.val
+    assert data.kind_of(c.data) == "conversations"
+    found = data.rows(c, corpus.folder / "tokenizer")
+    wanted = np.flatnonzero(held.examples.labels) if "label" in row else np.arange(len(held.examples))
+    assert len(found.examples) == len(wanted) == (4 if "label" in row else 6)
+    for place, stored in enumerate(wanted.tolist()):
+        for ours, theirs in zip(found.examples.read(place), held.examples.read(stored), strict=True):
+            assert ours.tolist() == theirs.tolist()
+    if "label" in row:  # only desirable answers are references
+        assert list(found.questions) == list(range(4))
 
 
 def test_questions_are_those_of_the_examples_that_weights_leave(tmp_path: Path) -> None:

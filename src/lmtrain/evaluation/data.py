@@ -13,10 +13,12 @@ import numpy as np
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data.chat.templates import ChatEncoder
+from lmtrain.data.corpus import row_format
 from lmtrain.data.examples.documents import Examples
-from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import prepare_examples
+from lmtrain.data.examples.prompt_rows import PromptRowEncoder
 from lmtrain.data.examples.row_format import ChatRows
+from lmtrain.data.examples.unpaired_rows import UnpairedRowEncoder
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store import bins
@@ -28,8 +30,8 @@ from lmtrain.errors import UserError
 
 
 def kind_of(data: DataConfig) -> str:
-    """Returns the kind of the data: text, conversations or pairs."""
-    return "text" if data.conversation_format is None else "conversations" if data.ranking is None else "pairs"
+    """Returns the kind of the data: text, conversations (and rows that are scored like them) or pairs."""
+    return "text" if data.rows == "text" else "conversations" if data.ranking is None else "pairs"
 
 
 def is_named(config: Config) -> bool:
@@ -144,7 +146,9 @@ class ScoredRows:
 
 
 def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
-    """Prepares the validation split of the conversations or pairs of `config`.
+    """Prepares the validation split of the rows of `config` by their row format.
+
+    Of unpaired answers those that are desirable are scored, and prompts with an answer are scored as conversations.
 
     Args:
         tokenizer_name: tokenizer folder or hub name; its chat template is used unless data.chat_template names one.
@@ -153,9 +157,13 @@ def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
     if data.source == "hub" and not data.path and _has_own_split(data):
         data = copy.deepcopy(data)
         data.train_split = str(data.val_split)  # nothing is trained, so only this split is prepared
-    encoder = ChatRows if kind_of(data) == "conversations" else PairRowEncoder
+    encoder = row_format(config)
+    if encoder is PromptRowEncoder:
+        encoder = ChatRows
     prepared = prepare_examples(data, TokenizerConfig(kind="hub", name_or_path=str(tokenizer_name)), encoder)
     examples = prepared.split("val")
+    if examples is not None and encoder is UnpairedRowEncoder:
+        examples = examples.of(examples.labels == 1)
     if examples is None or len(examples) == 0:
         raise UserError("there is no validation split to evaluate on: name rows with data.val_path=...")
     ends = ChatEncoder(prepared.tokenizer, data).end_of_turn_ids()
