@@ -16,7 +16,7 @@ import pytest
 
 from lmtrain.data.chat.conversations import Conversation, to_sample
 from lmtrain.data.chat.turns import ROLES
-from lmtrain.data.examples.pair_rows import PairRowEncoder
+from lmtrain.data.examples.pair_rows import PairRowEncoder, margins_of
 from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
 from lmtrain.data.examples.prompt_rows import PromptRowEncoder
 from lmtrain.data.examples.row_counts import Counts, bad_lines, summary
@@ -358,6 +358,26 @@ def test_pairs_without_a_learned_token_are_a_share_of_the_pairs(read: Any) -> No
         read(rows, option="preference_jsonl")
     counts = read(rows, option="preference_jsonl", max_untrained=2 / 30).counts["train"]
     assert (counts["examples"], counts["untrained"]) == (56, 2)
+
+
+@pytest.mark.parametrize(("option", "encoder", "row", "said"), [
+    ("prompts_jsonl", PromptRowEncoder, {"prompt": "a"}, "prompts have no such column, but prompt, question,"),
+    ("unpaired_jsonl", UnpairedRowEncoder, {"prompt": "a", "completion": "b", "label": True},
+     "unpaired answers have no such column, but prompt, question, instruction, completion, response, answer, label"),
+    ("preference_jsonl", PairRowEncoder, PROMPT, "pairs have no such column, but prompt,"),
+])  # fmt: skip
+def test_a_name_for_a_column_that_no_row_has(option: str, encoder: Any, row: Any, said: str, read: Any) -> None:
+    with pytest.raises(UserError, match=re.escape(f"data.columns.margn: {said}")):
+        read(lines({**row, "gap": 1}), option=option, encoder=encoder, columns={"margn": "gap"})
+
+
+def test_the_margin_of_a_pair_is_its_column_s(read: Any) -> None:
+    rows = lines({**PROMPT, "gap": 2.5}, PROMPT)
+    made = read(rows, option="preference_jsonl", columns={"margin": "gap"})
+    assert margins_of(made.split("train")).tolist() == [2.5, 0]
+    assert made.counts["train"]["remarks"] == {"data.columns.margin=gap: there is no such column": 1}
+    ranked = {"prompt": "q", "responses": ["a", "b", "c"], "scores": [1, 2, 5], "margin": 7}  # scores say it all
+    assert margins_of(read(lines(ranked), option="preference_jsonl", ranking="all").split("train")) is None
 
 
 FLAGS = [({}, True), *(({"train": v}, True) for v in (True, 1, 1.0, "true", "True", "1", None)),

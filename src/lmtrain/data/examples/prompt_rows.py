@@ -9,7 +9,7 @@ import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Completion, Conversation, Format, values_of
+from lmtrain.data.chat.conversations import Completion, Conversation, Format, check_renamed, values_of
 from lmtrain.data.chat.pairs import prompt_turns
 from lmtrain.data.chat.turns import BadRow, Remark, check, drop_first_answers, tools_of, whole_text
 from lmtrain.data.examples.documents import ExampleRows, Examples
@@ -31,6 +31,8 @@ class PromptRowEncoder(TemplateRows):
     _asks = False  # whether some row has shown that the template has a generation prompt
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
+        """Raises UserError for a column in data.columns that such rows don't have."""
+        check_renamed(cfg, "prompts have", _FORMAT.required)
         super().__init__(tokenizer, cfg)
         self.identity = {**self.identity, "prompts": 1 if cfg.on_assistant_first in (None, "raise") else 2}
 

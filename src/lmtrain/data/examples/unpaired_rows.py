@@ -8,7 +8,7 @@ import torch
 from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import ANSWERS, DataConfig
-from lmtrain.data.chat.conversations import Format, values_of
+from lmtrain.data.chat.conversations import Format, check_renamed, values_of
 from lmtrain.data.chat.pairs import answer_turns, prompt_turns
 from lmtrain.data.chat.templates import fit
 from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, unread
@@ -25,8 +25,10 @@ class UnpairedRowEncoder(TemplateRows):
     words = "unpaired"
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
-        """Raises UserError for data.train_on=all: the prompt is not part of the answer that is scored."""
+        """Raises UserError for data.train_on=all, as the prompt is not part of the answer that is scored, and for a
+        column in data.columns that such rows don't have."""
         choice(*ANSWERS)("data.train_on", cfg.train_on)
+        check_renamed(cfg, "unpaired answers have", _FORMAT.required)
         super().__init__(tokenizer, cfg)
         drops = cfg.on_assistant_first not in (None, "raise")
         self.identity = {**self.identity, "unpaired": 3 if drops else 2 if cfg.system_prompt else 1}
