@@ -232,6 +232,15 @@ def test_a_mixture_sees_its_parts_by_weight(tmp_path: Path) -> None:
     assert "data.mixture[0].wight is not known" in message(ended.err)
 
 
+def test_rows_are_prepared_without_training(chats: Path) -> None:
+    ended = run("prepare", *CHAT, f"data.path={chats}")
+    assert ended.code == 0, ended.err
+    corpus = build_corpus(typed(chats))
+    for line in corpus.words:
+        assert line in ended.out
+    assert str(corpus.folder) in ended.out
+
+
 @pytest.mark.parametrize("packing", ["off", "best_fit_decreasing"])
 def test_a_mixture_whose_weights_leave_no_validation_row(packing: str, tmp_path: Path) -> None:
     chat = [word for word in CHAT if word != "data=chat_jsonl"]
