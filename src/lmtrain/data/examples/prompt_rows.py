@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, Format, check_renamed, values_of
@@ -31,7 +32,8 @@ class PromptRowEncoder(TemplateRows):
     _asks = False  # whether some row has shown that the template has a generation prompt
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
-        """Raises UserError for a column in data.columns that such rows don't have."""
+        """Raises UserError for a column in data.columns that such rows don't have, or if long prompts are to be cut."""
+        choice("drop", "raise")("data.on_too_long", cfg.on_too_long)
         check_renamed(cfg, "prompts have", _FORMAT.required)
         super().__init__(tokenizer, cfg)
         self.identity = {**self.identity, "prompts": 1 if cfg.on_assistant_first in (None, "raise") else 2}

@@ -25,9 +25,10 @@ class UnpairedRowEncoder(TemplateRows):
     words = "unpaired"
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
-        """Raises UserError for data.train_on=all, as the prompt is not part of the answer that is scored, and for a
-        column in data.columns that such rows don't have."""
+        """Raises UserError for data.train_on=all, as the prompt is not part of the answer that is scored,
+        data.on_too_long=split, as its parts would be answers to no prompt, and a wrong column in data.columns."""
         choice(*ANSWERS)("data.train_on", cfg.train_on)
+        choice("truncate_left", "truncate_right", "drop", "raise")("data.on_too_long", cfg.on_too_long)
         check_renamed(cfg, "unpaired answers have", _FORMAT.required)
         super().__init__(tokenizer, cfg)
         drops = cfg.on_assistant_first not in (None, "raise")
