@@ -418,6 +418,20 @@ def test_conversations_that_begin_with_the_assistant(read: Any) -> None:
         read(lines(messages(A, U)), on_assistant_first="drop_turn")
 
 
+def test_rows_that_are_split_are_counted(read: Any) -> None:
+    rows = lines(messages(U, A), messages(U, {**A, "content": "Four. " * 30}))
+    counts = read(rows, max_length=100, on_too_long="split").counts["train"]
+    assert (counts["examples"], counts["shortened"]) == (4, 0)
+    assert counts["remarks"] == {"became several examples, as they are longer than data.max_length": 1}
+
+
+def test_a_question_is_the_one_that_is_answered_last(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "val.jsonl").write_bytes(lines(messages(U, A, {**U, "content": "And five?"})))
+    found = read(lines(messages(U, A)), val_path=str(tmp_path / "val.jsonl"), val_fraction=0.1)
+    [question] = found.meta["questions"]
+    assert (question["prompt"], question["reference"]) == (U["content"], A["content"])
+
+
 def test_pairs_whose_prompt_begins_with_the_assistant(read: Any) -> None:
     rows = lines({"chosen": [A, U, A], "rejected": [A, U, {**A, "content": "Five."}]})
     with pytest.raises(UserError, match="the first turn must be the user's"):

@@ -136,7 +136,7 @@ def _row_facts(corpus: Corpus, rows: Any, config: Config) -> list[tuple[str, str
         ]
     counts = Counts(**known)
     facts = [("rows in the data", counts.rows), ("examples", counts.examples), ("tokens", counts.tokens),
-             ("truncated or split", counts.shortened), ("dropped: too long", counts.dropped),
+             ("truncated", counts.shortened), ("dropped: too long", counts.dropped),
              ("left out: no learned token", counts.untrained),
              ("left out: bad", sum(counts.bad.values()))]  # fmt: skip
     lines = [(name, f"{number:,}") for name, number in facts]
