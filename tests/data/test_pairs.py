@@ -191,8 +191,11 @@ def test_a_token_that_no_token_predicts_is_not_scored(data_config) -> None:
     chosen, rejected = made.encode(row, "here", made.chat.cfg, False).examples
     assert chosen == ([4, 3, tokenizer.eos_token_id], [False, True, True])
     assert rejected == ([0, 2, 3, tokenizer.eos_token_id], [False, True, True, True])
-    batch = lay_answers([(np.array(ids), np.array(scored)) for ids, scored in (chosen, rejected)], [0, 0])
-    assert batch["before"].tolist() == [0, 1, 3, 4, 5]
+    for first in (False, True):  # as in data prepared by an earlier version
+        answers = [(np.array(ids), np.array([first, *scored[1:]])) for ids, scored in (chosen, rejected)]
+        batch = lay_answers(answers, [0, 0])
+        assert batch["before"].tolist() == [0, 1, 3, 4, 5]
+        assert batch["lengths"].tolist() == [2, 3]
 
 
 def answers(prompt: int, chosen: int, rejected: int):

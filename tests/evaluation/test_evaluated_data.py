@@ -14,14 +14,17 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.corpus import prepare_corpus
+from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.examples.row_format import ChatRows, Encoded
 from lmtrain.data.store import bins
+from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.text.mixture import prepare_mixture
 from lmtrain.data.text.prepare import prepare
 from lmtrain.evaluation import data
 from lmtrain.evaluation.data import ScoredDocuments
+from lmtrain.evaluation.scoring import _examples
 
 
 def config(*words: str) -> Config:
@@ -100,6 +103,15 @@ class Rhymes(ChatRows):
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         ids = self.chat.tokenizer(f"{row['line']} / {row['rhyme']}")["input_ids"]
         return Encoded([(ids, [at > len(row["line"]) for at in range(len(ids))])])
+
+
+def test_a_first_token_is_not_scored(tmp_path: Path) -> None:
+    with BinWriter(tmp_path, "val", "uint16", 100, masked=True) as writer:
+        for length in (1, 4):
+            writer.append(np.arange(length), np.ones(length), ends_document=True)
+        shards = bins.open_shards(tmp_path, "uint16", writer.close())
+    found = data.ScoredRows(Examples(shards), {}, [], "")
+    assert [window.scored.tolist() for window in _examples(found, 2)] == [[False], [False, True, True, True]]
 
 
 UNPAIRED = {"prompt": "What is {}?", "completion": "It is {}.", "label": True}

@@ -177,7 +177,9 @@ def _sums(model: LanguageModel, stretches: Iterable[Window], config: Config) -> 
 
 def _examples(rows: data.ScoredRows, count: int) -> Iterable[Window]:
     for row in range(count):
-        yield Window(*rows.examples.read(row), row)
+        ids, learned = rows.examples.read(row)
+        learned[:1] = False  # of a user's row format
+        yield Window(ids, learned, row)
 
 
 def _conversations(who: Subject, config: Config, rows: data.ScoredRows, count: int) -> Evaluated:

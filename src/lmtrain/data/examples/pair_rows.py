@@ -206,7 +206,7 @@ def lay_answers(answers: list[Answer], prefixes: list[int]) -> dict[str, torch.T
     starts = [0]
     for (tokens, trained), prefix in zip(answers, prefixes, strict=True):
         start = starts[-1] - prefix  # where token 0 would be if the prefix were repeated
-        at = np.flatnonzero(trained)
+        at = np.flatnonzero(trained[1:]) + 1  # no token before the first one predicts it
         # The token before the first unshared one is the last token of the prefix, in the previous answer.
         held_by = np.where(at > prefix, start, starts[-2] if prefix else start)
         parts.append((tokens[prefix:], start + at, held_by + at - 1))
