@@ -11,7 +11,7 @@ import pytest
 
 from lmtrain.config import compose as rules
 from lmtrain.config.schema import Config
-from lmtrain.config.schema_data import DataConfig
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.corpus import prepare_corpus
 from lmtrain.data.examples.documents import Examples
@@ -95,6 +95,17 @@ def test_pairs_of_the_hub_are_those_of_the_run(
         assert [found.read(i)[0].tolist() for i in range(len(found))] == [
             held.read(i)[0].tolist() for i in range(len(held))
         ]
+
+
+def test_characters_that_a_tokenizer_lacks_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("abä cab ößc")
+    c = config("data=text", f"data.path={tmp_path / 'other.txt'}", f"data.val_path={tmp_path / 'other.txt'}")
+    for kind, count in (("char", 3), ("bytes", 0)):
+        own = tokenizers.load_or_train(TokenizerConfig(kind=kind), lambda _: iter(["abc " * 20]))
+        documents = ScoredDocuments(c, None)
+        for _ in range(2):
+            assert len(list(documents.read(own))) == 1
+            assert documents.unknown == count
 
 
 class Rhymes(ChatRows):

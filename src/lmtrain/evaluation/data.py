@@ -78,20 +78,26 @@ def _has_own_split(data: DataConfig) -> bool:
 
 @dataclass
 class ScoredDocuments:
-    """Text as tokenized documents; `digest` is the SHA-256 of their token ids once they have been read."""
+    """Text as tokenized documents.
+
+    Once they have been read, `digest` is the SHA-256 of their token ids, and `unknown` the number of those that stand
+    for characters which the tokenizer lacks.
+    """
 
     config: Config
     limit: int | None
     digest: Any = field(default_factory=hashlib.sha256)
+    unknown: int = 0
 
     def read(self, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:
         """Yields (ids [T], UTF-8 bytes) of non-empty documents, tokenized as in training, without end-of-text token."""
-        self.digest = hashlib.sha256()
+        self.digest, self.unknown = hashlib.sha256(), 0
         data = self.config.data
         held_as_bins = data.source == "bins" or data.ring_bytes is not None
         found = _of_bins(self.config, tokenizer) if held_as_bins else self._of_text(tokenizer)
         for ids, size in islice((d for d in found if len(d[0])), self.limit):
             self.digest.update(np.asarray(ids, dtype="<u4").tobytes())
+            self.unknown += int(np.count_nonzero(ids == tokenizer.unk_token_id))
             yield ids, size
 
     def _of_text(self, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:

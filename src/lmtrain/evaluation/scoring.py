@@ -139,6 +139,8 @@ def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
     ratios = {"loss": ("nll", "tokens"), "bits_per_byte": ("bits", "bytes")}
     scores = Scores(columns, ratios)
     known = {"documents": len(sizes), "tokens": int(tokens.sum()), "bytes": sum(sizes)}
+    if documents.unknown:  # their loss is that of one token, whichever characters they are
+        known["unknown characters"] = documents.unknown
     known["tokens_sha256"] = documents.digest.hexdigest()
     used = {"context": context, "stride": stride, "start_token": first, "precision": e.precision}
     return Evaluated(scores, known, used)
