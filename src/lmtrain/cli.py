@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 VERBS = {
     "train": "train a model: compose, check, train, export",
-    "prepare": "source text to tokenizer and bins, without training",
+    "prepare": "source text to tokenizer and bins, or rows to examples, without training",
     "inspect": "the data as the model sees it: samples with their mask, lengths, what was cut or dropped",
     "export": "a run's checkpoint to a Hugging Face folder",
     "generate": "text from a run, an export or a hub name",

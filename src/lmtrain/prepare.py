@@ -1,4 +1,8 @@
-"""Prepares tokenizer and token bins without training: `python -m lmtrain.prepare data=wikitext tokenizer=gpt2`."""
+"""Prepares data without training: `python -m lmtrain.prepare data=wikitext tokenizer=gpt2`.
+
+Text becomes a tokenizer and token bins. Conversations, pairs and other rows become the examples that a run with the
+same settings finds in the cache.
+"""
 
 import sys
 from typing import TYPE_CHECKING
@@ -13,9 +17,14 @@ if TYPE_CHECKING:
 
 def prepare(config: Config) -> int:
     """Prepares the data, or finds it in the cache, and prints a summary of its splits; returns the exit code."""
+    from lmtrain.data.corpus import prepare_corpus
     from lmtrain.data.text import prepare as data
     from lmtrain.data.text.mixture import prepare_mixture
 
+    if config.data.rows != "text":
+        for line in prepare_corpus(config).words:
+            terminal.console().print(line, soft_wrap=True, markup=False, highlight=False)
+        return errors.FINISHED
     if config.data.source == "bins":
         raise UserError(
             "data=bins is prepared already: train with it, or name a source of text (data=text data.path=...)"

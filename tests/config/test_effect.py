@@ -44,6 +44,32 @@ def test_a_key_that_nothing_reads_is_refused(
     assert NO_EFFECT[override] in message(swept.err)
 
 
+OF_ROWS = {
+    "data=unpaired_jsonl objective=kto": ("conversation_format=messages", "prompt_template={a}",
+                                          "response_template={b}", "packing=greedy"),
+    "data=prompts_jsonl objective=grpo": ("train_on=all", "max_length=32", "prompt_template={a}", "packing=greedy"),
+    "data=preference_jsonl objective=dpo": ("response_template={b}",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "key"), [(words, key) for words, keys in OF_ROWS.items() for key in keys])
+def test_a_key_that_a_kind_of_rows_does_not_read(words: str, key: str, tmp_path: Path) -> None:
+    ended = run("prepare", *words.split(), f"data.path={tmp_path / 'a.jsonl'}", "tokenizer=bytes", "data.seq_len=64",
+                f"data.{key}")  # fmt: skip
+    assert ended.code == 2
+    assert message(ended.err).startswith(f"data.{key.partition('=')[0]} has no effect here: ")
+
+
+@pytest.mark.parametrize(("words", "policy"), [("data=unpaired_jsonl objective=kto", "split"),
+                                               ("data=prompts_jsonl objective=grpo", "truncate_left")])  # fmt: skip
+def test_a_policy_for_long_rows_that_their_kind_does_not_have(words: str, policy: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
+    ended = run("prepare", *words.split(), f"data.path={tmp_path / 'a.jsonl'}", "tokenizer=bytes",
+                "data.seq_len=64", "data.chat_template=zephyr", f"data.on_too_long={policy}")  # fmt: skip
+    assert ended.code == 2
+    assert f"data.on_too_long={policy}" in message(ended.err)
+
+
 def test_a_key_set_to_its_default_passes(corpus: Path) -> None:
     assert run("train", "data=text", f"data.path={corpus}", "trainer.fsdp.cpu_offload=false", "--cfg").code == 0
     ended = run("inspect", *TINY, "data=text", f"data.path={corpus}", "trainer.deepspeed.stage=2", "inspect.samples=1")

@@ -45,8 +45,8 @@ class Plain(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(data: pl.LightningDataModule, folder: Path, **arguments: Any) -> Plain:
-    module = Plain()
+def trained(data: pl.LightningDataModule, folder: Path, module: Plain | None = None, **arguments: Any) -> Plain:
+    module = module or Plain()
     trainer = pl.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder, **arguments,
@@ -124,6 +124,37 @@ def test_an_epoch_is_every_row_once_in_an_order_of_its_own(jsonl: Any, tmp_path:
     assert seen[0] == seen[1]
     assert len(set(seen[0])) == 40
     assert not torch.equal(module.batches[0]["input_ids"][:, :40], module.batches[10]["input_ids"][:, :40])
+
+
+class Seen(Plain):
+    """Appends the text of each row to the file of its rank."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def write(self, name: str, batch: dict[str, Tensor]) -> None:
+        with (self.folder / f"{name}_{self.trainer.global_rank}").open("a") as file:
+            file.writelines(f"{row}\n" for row in batch["input_ids"].tolist())
+
+    def training_step(self, batch: dict[str, Tensor], at: int) -> Tensor:
+        self.write("train", batch)
+        return super().training_step(batch, at)
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        self.write("val", batch)
+
+
+def test_two_ranks_share_the_rows(jsonl: Any, tmp_path: Path) -> None:
+    data = lmtrain.ChatDataModule(
+        "chat_jsonl", path=jsonl(CHAT), tokenizer="bytes", seq_len=128, batch_size=2, chat_template="zephyr",
+        packing="off", val_fraction=0.2, cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    trained(data, tmp_path, Seen(tmp_path), max_epochs=1, devices=2, strategy="ddp_fork")
+    for name, count in (("train", 32), ("val", 8)):
+        ranks = [(tmp_path / f"{name}_{rank}").read_text().splitlines() for rank in (0, 1)]
+        assert [len(rows) for rows in ranks] == [count // 2, count // 2]
+        assert len({*ranks[0], *ranks[1]}) == count
 
 
 def test_the_pages_module_learns(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

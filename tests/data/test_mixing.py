@@ -95,6 +95,12 @@ def test_a_mixture_ends_where_all_its_sources_are_used_up() -> None:
     assert mixture((11, 1, 2), (7, 1)).end is None
 
 
+def test_a_mixture_without_a_whole_row_is_refused() -> None:
+    with pytest.raises(UserError, match=r"max_epochs leaves no row to begin with \(rows: a 30, b 9\)"):
+        Mixture([MixtureSource("a", 30, {0: 1.0}, 0.03), MixtureSource("b", 9, {0: 0.0, 5: 1.0})],
+                Stages.constant(4), None)  # fmt: skip
+
+
 def test_temperature_is_between_sizes_and_weights() -> None:
     sizes = (100, 1600)
     for temperature, wanted in ((None, 1), (1.0, 16), (2.0, 4), (1e9, 1)):

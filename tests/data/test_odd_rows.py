@@ -16,7 +16,7 @@ import pytest
 
 from lmtrain.data.chat.conversations import Conversation, to_sample
 from lmtrain.data.chat.turns import ROLES
-from lmtrain.data.examples.pair_rows import PairRowEncoder
+from lmtrain.data.examples.pair_rows import PairRowEncoder, margins_of
 from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
 from lmtrain.data.examples.prompt_rows import PromptRowEncoder
 from lmtrain.data.examples.row_counts import Counts, bad_lines, summary
@@ -351,6 +351,35 @@ def test_answers_that_the_template_trims_to_the_same(read: Any) -> None:
         read(rows, option="preference_jsonl", max_length=43, on_too_long="truncate_right")
 
 
+def test_pairs_without_a_learned_token_are_a_share_of_the_pairs(read: Any) -> None:
+    mute = {**PROMPT, "chosen": [{**A, "train": False}]}
+    rows = lines(*[PROMPT] * 28, mute, mute)
+    with pytest.raises(UserError, match=r"2 of 30 train rows have no learned token, the first is .*line 29"):
+        read(rows, option="preference_jsonl")
+    counts = read(rows, option="preference_jsonl", max_untrained=2 / 30).counts["train"]
+    assert (counts["examples"], counts["untrained"]) == (56, 2)
+
+
+@pytest.mark.parametrize(("option", "encoder", "row", "said"), [
+    ("prompts_jsonl", PromptRowEncoder, {"prompt": "a"}, "prompts have no such column, but prompt, question,"),
+    ("unpaired_jsonl", UnpairedRowEncoder, {"prompt": "a", "completion": "b", "label": True},
+     "unpaired answers have no such column, but prompt, question, instruction, completion, response, answer, label"),
+    ("preference_jsonl", PairRowEncoder, PROMPT, "pairs have no such column, but prompt,"),
+])  # fmt: skip
+def test_a_name_for_a_column_that_no_row_has(option: str, encoder: Any, row: Any, said: str, read: Any) -> None:
+    with pytest.raises(UserError, match=re.escape(f"data.columns.margn: {said}")):
+        read(lines({**row, "gap": 1}), option=option, encoder=encoder, columns={"margn": "gap"})
+
+
+def test_the_margin_of_a_pair_is_its_column_s(read: Any) -> None:
+    rows = lines({**PROMPT, "gap": 2.5}, PROMPT)
+    made = read(rows, option="preference_jsonl", columns={"margin": "gap"})
+    assert margins_of(made.split("train")).tolist() == [2.5, 0]
+    assert made.counts["train"]["remarks"] == {"data.columns.margin=gap: there is no such column": 1}
+    ranked = {"prompt": "q", "responses": ["a", "b", "c"], "scores": [1, 2, 5], "margin": 7}  # scores say it all
+    assert margins_of(read(lines(ranked), option="preference_jsonl", ranking="all").split("train")) is None
+
+
 FLAGS = [({}, True), *(({"train": v}, True) for v in (True, 1, 1.0, "true", "True", "1", None)),
          *(({"train": v}, False) for v in (False, 0, 0.0, "false", "False", "FALSE", "0")),
          *(({"weight": v}, v == 1) for v in (1, 1.0, 0, 0.0)), ({"train": 0, "weight": 0}, False)]  # fmt: skip
@@ -389,6 +418,20 @@ def test_conversations_that_begin_with_the_assistant(read: Any) -> None:
         read(lines(messages(A, U)), on_assistant_first="drop_turn")
 
 
+def test_rows_that_are_split_are_counted(read: Any) -> None:
+    rows = lines(messages(U, A), messages(U, {**A, "content": "Four. " * 30}))
+    counts = read(rows, max_length=100, on_too_long="split").counts["train"]
+    assert (counts["examples"], counts["shortened"]) == (4, 0)
+    assert counts["remarks"] == {"became several examples, as they are longer than data.max_length": 1}
+
+
+def test_a_question_is_the_one_that_is_answered_last(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "val.jsonl").write_bytes(lines(messages(U, A, {**U, "content": "And five?"})))
+    found = read(lines(messages(U, A)), val_path=str(tmp_path / "val.jsonl"), val_fraction=0.1)
+    [question] = found.meta["questions"]
+    assert (question["prompt"], question["reference"]) == (U["content"], A["content"])
+
+
 def test_pairs_whose_prompt_begins_with_the_assistant(read: Any) -> None:
     rows = lines({"chosen": [A, U, A], "rejected": [A, U, {**A, "content": "Five."}]})
     with pytest.raises(UserError, match="the first turn must be the user's"):
@@ -396,6 +439,42 @@ def test_pairs_whose_prompt_begins_with_the_assistant(read: Any) -> None:
     dropped = read(rows, option="preference_jsonl", on_assistant_first="drop_turn")
     assert text_of(dropped).strip() == TEXT
     assert dropped.counts["train"]["assistant_first"] == 1
+
+
+@pytest.mark.parametrize(("option", "encoder", "answer"), [
+    ("prompts_jsonl", PromptRowEncoder, {}),
+    ("unpaired_jsonl", UnpairedRowEncoder, {"completion": "Four.", "label": True}),
+])  # fmt: skip
+def test_prompts_that_begin_with_the_assistant(option: str, encoder: Any, answer: Any, read: Any) -> None:
+    rows = lines({"prompt": [S, A, U], **answer}, {"prompt": [U], **answer})
+    with pytest.raises(UserError, match=r"line 1: turn 2 is from assistant.*data\.on_assistant_first=drop_turn"):
+        read(rows, option=option, encoder=encoder)
+    dropped = read(rows, option=option, encoder=encoder, on_assistant_first="drop_turn")
+    expected = TEXT if answer else TEXT.partition("Four.")[0]
+    assert text_of(dropped).strip("\n") == "<|system|>\nBe brief.$\n" + expected.strip("\n")
+    assert text_of(dropped, 1).strip("\n") == expected.strip("\n")
+    assert dropped.counts["train"]["assistant_first"] == 1
+    skipped = read(rows, option=option, encoder=encoder, on_assistant_first="skip").counts["train"]
+    assert (skipped["examples"], sum(skipped["bad"].values())) == (1, 1)
+
+
+@pytest.mark.parametrize("template", ["zephyr", None])
+@pytest.mark.parametrize("row", [{"prompt": "a\ud800"}, {"prompt": "a", "answer": ["\udc00"]}])
+def test_a_prompt_s_row_must_be_text(row: Any, template: str | None, read: Any) -> None:
+    rows = {"option": "prompts_jsonl", "encoder": PromptRowEncoder, "chat_template": template}
+    with pytest.raises(UserError, match=r"odd\.jsonl, line 2: .*half a surrogate pair"):
+        read(lines({"prompt": "a"}, row), **rows)
+    counts = read(lines({"prompt": "a"}, row), **rows, on_bad_row="skip").counts["train"]
+    assert (counts["examples"], sum(counts["bad"].values())) == (1, 1)
+
+
+@pytest.mark.parametrize(("option", "encoder", "row", "more"), [
+    ("prompts_jsonl", PromptRowEncoder, {"prompt": "a"}, {"chat_template": None}),
+    ("preference_jsonl", PairRowEncoder, PROMPT, {"conversation_format": "preference_text"}),
+])  # fmt: skip
+def test_a_system_prompt_that_plain_text_leaves_out(option: str, encoder: Any, row: Any, more: Any, read: Any) -> None:
+    made = read(lines(row), option=option, encoder=encoder, system_prompt="Be brief.", **more)
+    assert "data.system_prompt has no effect" in next(iter(made.counts["train"]["remarks"]))
 
 
 def test_a_reason_is_one_line_with_a_count(read: Any) -> None:

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from lmtrain.data import tokenizers
 from lmtrain.data.chat.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pairs
 from lmtrain.data.chat.turns import BadRow
-from lmtrain.data.examples.pair_rows import PairRowEncoder, fit_pair
+from lmtrain.data.examples.pair_rows import PairRowEncoder, fit_pair, lay_answers
 from lmtrain.errors import UserError
 from loopback_hub import HUB
 
@@ -177,6 +180,22 @@ def test_plain_texts_end_with_the_end_of_text(encoder) -> None:
     chosen, rejected = made.encode(TEXTS, "here", made.chat.cfg, False).examples
     assert (scored(chosen), scored(rejected)) == ("Four.$", "Five.$")
     assert bytes(chosen[0][: chosen[1].index(True)]).decode() == TEXTS["prompt"]
+
+
+def test_a_token_that_no_token_predicts_is_not_scored(data_config) -> None:
+    vocab = {letter: n for n, letter in enumerate("abcd")} | {"ab": 4}
+    tokenizer = tokenizers._wrap(Backend(models.BPE(vocab=vocab, merges=[("a", "b")])))
+    row = {"prompt": "a", "chosen": "bd", "rejected": "cd"}  # the prompt and the begin of the chosen answer: one token
+    cfg = data_config("preference", conversation_format="preference_text", max_length=None)
+    made = PairRowEncoder(tokenizer, cfg)
+    chosen, rejected = made.encode(row, "here", made.chat.cfg, False).examples
+    assert chosen == ([4, 3, tokenizer.eos_token_id], [False, True, True])
+    assert rejected == ([0, 2, 3, tokenizer.eos_token_id], [False, True, True, True])
+    for first in (False, True):  # as in data prepared by an earlier version
+        answers = [(np.array(ids), np.array([first, *scored[1:]])) for ids, scored in (chosen, rejected)]
+        batch = lay_answers(answers, [0, 0])
+        assert batch["before"].tolist() == [0, 1, 3, 4, 5]
+        assert batch["lengths"].tolist() == [2, 3]
 
 
 def answers(prompt: int, chosen: int, rejected: int):

@@ -13,6 +13,7 @@ from lmtrain.data import tokenizers
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
 from lmtrain.data.examples.row_format import ChatRows
+from lmtrain.errors import UserError
 
 CHAT = {"chat_template": "vicuna", "val_fraction": 0.2, "max_length": 512, "seq_len": 512}
 
@@ -31,6 +32,13 @@ def texts(prepared: PreparedExamples) -> list[str]:
     split = prepared.split("train")
     assert split is not None
     return [prepared.tokenizer.decode(split.read(i)[0]) for i in range(len(split))]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char"])
+def test_a_tokenizer_made_from_text_is_refused(kind: str, prepared: Any, tokenizer_config: Any, tmp_path: Path) -> None:
+    path = write_chats(tmp_path / "chats.jsonl", 10)
+    with pytest.raises(UserError, match=f"tokenizer={kind} is made from text, conversations need a tokenizer"):
+        prepared("chat_jsonl", path, tokenizer=tokenizer_config(kind))
 
 
 def test_the_system_prompt(prepared: Any, tmp_path: Path) -> None:

@@ -37,12 +37,14 @@ def lines(seed: int, count: int) -> list[str]:
 
 def write_text(folder: Path) -> None:
     for i, count in enumerate((3000, 5, 8000)):  # the last is longer than a block, as the tests set it
-        (folder / f"{i}.txt").write_text("\n".join(lines(i, count)))
+        encoding = "utf-8" if i == 1 else "utf-8-sig"  # with a byte order mark, which is no text
+        (folder / f"{i}.txt").write_text("\n".join(lines(i, count)), encoding=encoding)
+    (folder / "3.txt").write_text("", encoding="utf-8-sig")
 
 
 def write_gzip(folder: Path) -> None:
     for i in range(2):
-        with gzip.open(folder / f"{i}.txt.gz", "wt", encoding="utf-8") as file:
+        with gzip.open(folder / f"{i}.txt.gz", "wt", encoding=("utf-8", "utf-8-sig")[i]) as file:
             file.write("\n".join(lines(i, 500)))
 
 

@@ -1,5 +1,6 @@
 """Text files that are not UTF-8 are read, named and counted if the encoding can be detected, and otherwise refused."""
 
+import codecs
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,6 +61,19 @@ def test_utf_8_stays_utf_8(tmp_path: Path) -> None:
     for size in (1, 2, 3, 1000):
         assert "".join(lines.decoded_blocks(path, size)) == text
     assert lines.encoding_notes([path]) == []
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    text = "für ’n Euro\n\ufeffnot at the begin\n"
+    path = tmp_path / "text.txt"
+    path.write_text(text, encoding="utf-8-sig")
+    for size in (3, 5, 1000):
+        assert "".join(lines.decoded_blocks(path, size)) == text
+    assert list(lines.raw_lines(path)) == text.splitlines(keepends=True)
+    assert lines.encoding_notes([path]) == []
+    path.write_bytes(codecs.BOM_UTF8 + "für".encode() + "Der König\n".encode("latin-1") * 30)  # still refused
+    with pytest.raises(UserError, match="not UTF-8"):
+        list(lines.decoded_blocks(path, 100))
 
 
 def test_a_table_of_a_spreadsheet(tmp_path: Path, data_config: Callable[..., DataConfig]) -> None:

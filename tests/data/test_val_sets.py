@@ -12,6 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chats import write_chats
 from inprocess import TWO_STEPS, message, run, train_tiny
+from lmtrain.config import compose as rules
+from lmtrain.data.corpus import build_corpus
+from lmtrain.data.val_sets import build_val_sets
 from support import TINY, rows
 from tiny_pretrained import save_pretrained
 
@@ -73,6 +76,24 @@ def test_the_run_and_its_own_loss_do_not_change(corpus: Path, texts: dict[str, P
     for mine, plain in zip(ours, theirs, strict=True):
         for key in ("train/loss", "grad_norm", "val/loss", "val/perplexity", "rows"):
             assert mine.get(key) == plain.get(key)
+
+
+@pytest.mark.parametrize("packing", ["off", "best_fit_decreasing"])
+def test_a_set_is_laid_out_like_the_validation_split(packing: str, texts: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "repeats.jsonl"
+    file.write_text("".join(json.dumps({"text": f"text {n % 5} " * (n % 5 + 1)}) + "\n" for n in range(20)))
+    c = rules.check(rules.compose([
+        "data=jsonl", f"data.path={texts['code']}", "tokenizer=bytes", f"data.seq_len={SEQ_LEN}",
+        f"data.val_path={file}", f"data.packing={packing}", "data.dedup=exact",
+        f"data.val_sets={{same: {{path: {file}}}}}"]))  # fmt: skip
+    corpus = build_corpus(c)
+    found = build_val_sets(c, corpus)["same"].rows
+    assert corpus.val is not None
+    every = np.array([(0, row) for row in range(len(corpus.val))])
+    ours, theirs = found.read(every), corpus.val.read(every)
+    assert len(found) == len(corpus.val)  # all documents, although data.dedup leaves repeats out of training
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.slow

@@ -163,6 +163,27 @@ def test_conversations_and_pairs_equal_the_runs_own_validation(tmp_path: Path) -
     assert "objective=dpo" in message(refused.err)
 
 
+def test_an_answer_stands_beside_its_own_conversation(tmp_path: Path) -> None:
+    base = save_pretrained(tmp_path / "base", max_position_embeddings=512)
+    answers = ["No. " * 60, "One.", "Two and", "Three and more."]
+    lines = [{"messages": [{"role": "user", "content": f"Question {n}?"}, {"role": "assistant", "content": answer}]}
+             for n, answer in enumerate(answers)]  # fmt: skip
+    file = tmp_path / "c.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    named = [f"run_dir={base}", "data=chat_jsonl", f"data.path={file}", "data.chat_template=zephyr",
+             "data.max_length=120", "data.on_too_long=split", f"evaluate.dir={tmp_path}"]  # fmt: skip
+    short = ["evaluate.max_new_tokens=4", "evaluate.metrics=[exact_match]"]
+    for more, asked in (([], [0, 3, 4, 5]), (["evaluate.answers=2"], [0, 3]), (["evaluate.limit=4"], [0, 3])):
+        assert evaluate(*named, *short, *more)["data"]["answers"] == len(asked)
+        scored = rows(tmp_path / "base-c.jsonl.rows.jsonl")
+        assert [n for n, row in enumerate(scored) if "answer" in row] == asked
+        for row, number in zip(asked, range(4), strict=False):
+            assert scored[row]["prompt"] == f"Question {number}?"
+            assert scored[row]["answers"] == 1
+            if number:  # the answer's bytes and the end of the turn
+                assert scored[row]["tokens"] == len(answers[number]) + 1
+
+
 def test_the_bootstrap_covers_what_it_should() -> None:
     """In 95 % of samples, the interval of a mean holds the true mean (here: at least 88 of 100)."""
     generator = np.random.default_rng(0)

@@ -232,6 +232,25 @@ def test_a_mixture_sees_its_parts_by_weight(tmp_path: Path) -> None:
     assert "data.mixture[0].wight is not known" in message(ended.err)
 
 
+def test_rows_are_prepared_without_training(chats: Path) -> None:
+    ended = run("prepare", *CHAT, f"data.path={chats}")
+    assert ended.code == 0, ended.err
+    corpus = build_corpus(typed(chats))
+    for line in corpus.words:
+        assert line in ended.out
+    assert str(corpus.folder) in ended.out
+
+
+@pytest.mark.parametrize("packing", ["off", "best_fit_decreasing"])
+def test_a_mixture_whose_weights_leave_no_validation_row(packing: str, tmp_path: Path) -> None:
+    chat = [word for word in CHAT if word != "data=chat_jsonl"]
+    mixture = f"data.mixture=[{{path: {write_chats(tmp_path / 'a.jsonl', 10)}, weight: 0.5}}]"
+    words = ["data=mixture", mixture, "data.val_fraction=0.1", f"data.packing={packing}"]
+    corpus = build_corpus(check(compose([*chat, *words])))
+    assert corpus.val is None
+    assert "examples in an epoch, by the weights 0.5: train 4, val 0" in corpus.words
+
+
 def test_steps_of_padded_rows_hold_near_lengths_together(chats: Path) -> None:
     config = typed(chats, "data.packing=off", "data.global_batch_size=12", "data.micro_batch_size=3")
     corpus = build_corpus(config)

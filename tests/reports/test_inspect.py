@@ -45,7 +45,7 @@ def test_counts_lengths_and_masks(tmp_path: Path) -> None:
     found = look(config)
     facts = dict(found.rows)
     assert (facts["rows in the data"], facts["examples"]) == ("45", "41")
-    assert facts["truncated or split"] == "4"
+    assert facts["truncated"] == "4"
     assert facts["left out: no learned token"] == "3"
     assert facts["left out: bad"] == "1"
     assert f"{path}, line 42" in facts["first without a learned token"]

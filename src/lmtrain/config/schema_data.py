@@ -82,6 +82,20 @@ _OF_FILES = ReadWhere(
     lambda c: c.data.source not in ("python_stdlib", "mixture") and "." not in c.data.source,
     "choose what reads it: data=text, jsonl, parquet, bins, chat_jsonl or preference_jsonl",
 )
+# lmtrain's own classes of rows, unpaired answers and prompts; a user's class may read any key.
+_OF_FORMATS = ReadWhere(
+    lambda c: not c.data.rows.startswith("lmtrain."),
+    "rows of this kind have one format; data.columns={prompt: ...} says what their columns are called",
+)
+_OF_CONVERSATIONS = ReadWhere(
+    lambda c: c.data.rows != "pairs" and not c.data.rows.startswith("lmtrain."),
+    "only the answers of conversations are built by it; leave it out",
+)
+_TRAINED_ON = ReadWhere(
+    lambda c: not c.data.rows.endswith(".PromptRowEncoder"),
+    "prompts are not trained on; data.max_prompt_length limits their tokens",
+)
+_PACKED = ReadWhere(lambda c: not c.data.rows.startswith("lmtrain."), "rows of this kind are never packed")
 _OF_CLASS = ReadWhere(lambda c: "." in c.data.source, "set data.source=package.module.Class too")
 _CUT_OFF = ReadWhere(lambda c: not c.data.val_path, "data.val_path already names the validation data")
 _GROWING = ReadWhere(lambda c: c.data.curriculum.by is not None, "set data.curriculum.by=length too")
@@ -145,18 +159,18 @@ class DataConfig:
     # [{path or name, config_name, train_split, weight}]
     mixture: Annotated[list[dict[str, Any]] | None, PREPARED, CONTENT] = None
     # Conversations (sft) and preference pairs (dpo, reward) only.
-    conversation_format: Annotated[str | None, PREPARED] = None  # auto or one of data.conversations.FORMATS
+    conversation_format: Annotated[str | None, PREPARED, _OF_FORMATS] = None  # auto or a key of FORMATS
     # The format's column name -> the name in this data: {prompt: question}.
     columns: Annotated[dict[str, str] | None, PREPARED] = None
-    prompt_template: Annotated[str | None, PREPARED] = None  # text with placeholders {column}
-    response_template: Annotated[str | None, PREPARED] = None
+    prompt_template: Annotated[str | None, PREPARED, _OF_FORMATS] = None  # text with placeholders {column}
+    response_template: Annotated[str | None, PREPARED, _OF_CONVERSATIONS] = None
     system_prompt: Annotated[str | None, PREPARED] = None  # added to conversations without one
     # None: the tokenizer's own; the name of one of lmtrain's; or a Jinja file.
     chat_template: Annotated[str | None, PREPARED, CONTENT] = None
     # Special tokens spelled out in a row's text are encoded as special tokens.
     allow_special_text: Annotated[bool | None, PREPARED] = None
-    train_on: Annotated[str | None, PREPARED, choice(*ANSWERS, "all")] = None
-    max_length: Annotated[int | None, PREPARED] = None
+    train_on: Annotated[str | None, PREPARED, choice(*ANSWERS, "all"), _TRAINED_ON] = None
+    max_length: Annotated[int | None, PREPARED, _TRAINED_ON] = None
     max_prompt_length: Annotated[int | None, PREPARED, at_least(1)] = None  # preference pairs only
     on_too_long: Annotated[
         str | None, PREPARED, choice("truncate_left", "truncate_right", "drop", "split", "raise")
@@ -169,7 +183,7 @@ class DataConfig:
     ranking: Annotated[str | None, PREPARED, choice("best_worst", "all")] = None
     share_prompts: Annotated[bool | None, MACHINE] = None  # preference pairs only
     packing: Annotated[
-        str | None, TRAJECTORY, choice("off", "concat", "greedy", "first_fit", "best_fit_decreasing")
+        str | None, TRAJECTORY, choice("off", "concat", "greedy", "first_fit", "best_fit_decreasing"), _PACKED
     ] = None
 
 

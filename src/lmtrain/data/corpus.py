@@ -183,7 +183,7 @@ def _text(config: Config) -> Corpus:
     prepared = prepare(config.data, config.tokenizer)
     train, val = prepared.bins("train"), prepared.bins("val")
     assert train is not None  # prepare refuses data without it
-    rows, words = _text_rows(train.shards, config, config.seed)
+    rows, words = text_rows(train.shards, config, config.seed)
     documents = f" in {counted(train.documents, 'document')}" if train.documents is not None else ""
     if isinstance(rows, Windows):
         rows.fim = fill_in_the_middle(config.data, rows.shards, prepared.tokenizer, config.seed)
@@ -191,7 +191,7 @@ def _text(config: Config) -> Corpus:
     return Corpus.of(
         prepared,
         train=rows,
-        val=_text_rows(val.shards, config, None)[0] if val is not None else None,
+        val=text_rows(val.shards, config, None)[0] if val is not None else None,
         epoch_tokens=len(rows) * config.data.seq_len if isinstance(rows, Windows) else rows.examples.tokens,
         words=[f"{train.tokens:,} tokens{documents} ({prepared.folder})", *words],
         val_bytes_per_token=val.bytes_per_token if val is not None else None,
@@ -225,7 +225,7 @@ def _windows(shards: list[Shard], config: Config, seed: int | None) -> Windows:
     return Windows(shards, config.data.seq_len, seed=seed, isolate_documents=config.data.isolate_documents)
 
 
-def _text_rows(shards: list[Shard], config: Config, seed: int | None) -> tuple[Any, list[str]]:
+def text_rows(shards: list[Shard], config: Config, seed: int | None) -> tuple[Any, list[str]]:
     """Returns windows of text, or documents laid out by data.packing, and lines that describe their layout."""
     if config.data.packing is None:
         return _windows(shards, config, seed), []
@@ -291,6 +291,8 @@ def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
         raise UserError(
             f"data.mixture={config.data.mixture}: with these weights no row is left to train on; raise them"
         )
+    if val is not None and len(val) == 0:  # by the weights
+        val = None
     rows, words = encoder.make_rows(train, config, config.seed)
     return Corpus.of(
         prepared,

@@ -55,6 +55,9 @@ class Mixture:
         Args:
             sizes: number of rows in each step.
             temperature: if None, the shares are the weights alone.
+
+        Raises:
+            UserError: max_epochs leaves none of the sources that have a weight at step 0 a whole row.
         """
         self.sources, self.step_sizes = list(sources), sizes
         self.sizes = [1.0 if temperature is None else source.rows ** (1 / temperature) for source in sources]
@@ -62,6 +65,9 @@ class Mixture:
         self.changes = sorted({step for source in sources for step in source.weights})
         self.end: int | None = None  # position at which all sources with a weight are used up
         self.stretches = self._stretches()
+        if not self.stretches:
+            rows = ", ".join(f"{source.name} {source.rows:,}" for source in self.sources)
+            raise UserError(f"data.mixture: max_epochs leaves no row to begin with (rows: {rows}); raise it")
 
     def _stretches(self) -> list[Stretch]:
         found: list[Stretch] = []

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import Stages, batch_split
@@ -122,7 +122,8 @@ class CorpusDataModule(TokenDataModule):
 
     `setup` prepares the rows. Batches are micro-batches, dicts of tensors: for text and conversations input_ids and
     labels, int64 [batch_size, T], where labels[b, t] is the token that follows input_ids[b, t], or -100 where it is not
-    learned; for other kinds of rows, see `read` of their class. An epoch sees every row once, in a new order.
+    learned; for other kinds of rows, see `read` of their class. An epoch has as many whole batches as there are rows
+    for; the rows left over begin the next. No row comes again before all have been seen, and then in a new order.
     """
 
     is_text: ClassVar[bool]
@@ -199,6 +200,11 @@ class CorpusDataModule(TokenDataModule):
         assert self.trainer is not None
         return self._loader(_MicroBatches(loader.dataset), _EpochSampler(self.trainer, self.total_steps))
 
+    def _loader(self, dataset: Dataset, sampler: Sampler[int] | None) -> DataLoader:
+        if sampler is None and self.config is not None:
+            sampler = _InOrder(len(dataset))  # type: ignore[arg-type]  # of validation, whose datasets have a length
+        return super()._loader(dataset, sampler)
+
 
 class TextDataModule(CorpusDataModule):
     """Windows of text, or token bins, as Lightning loaders."""
@@ -223,18 +229,32 @@ class _MicroBatches(Dataset):
         return dict(micro_batch)
 
 
-class _EpochSampler(Sampler[int]):
+class _InOrder(DistributedSampler[int]):
+    """A sampler of items in their order, each of which is already a rank's own.
+
+    As a DistributedSampler it is not replaced by Lightning, which would divide the items among the ranks once more.
+    """
+
+    def __init__(self, items: int) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.items))
+
+    def __len__(self) -> int:
+        return self.items
+
+
+class _EpochSampler(_InOrder):
     """A sampler of the steps of the Trainer's current epoch, so that each epoch has its own order of rows."""
 
     def __init__(self, trainer: pl.Trainer, steps: int) -> None:
-        self.trainer, self.steps = trainer, steps
+        super().__init__(steps)
+        self.trainer = trainer
 
     def __iter__(self) -> Iterator[int]:
-        first = self.trainer.current_epoch * self.steps
-        return iter(range(first, first + self.steps))
-
-    def __len__(self) -> int:
-        return self.steps
+        first = self.trainer.current_epoch * self.items
+        return iter(range(first, first + self.items))
 
 
 def module_class(config: Config) -> type[CorpusDataModule]:

@@ -9,7 +9,7 @@ from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
-from lmtrain.data.corpus import Corpus, row_format
+from lmtrain.data.corpus import Corpus, row_format, text_rows
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.loaders import seen_rows, spread_rows
 from lmtrain.data.order import Rows
@@ -70,7 +70,7 @@ def _data_of(data: DataConfig, keys: dict[str, Any]) -> DataConfig:
     split = keys.pop("split", data.val_split or data.train_split)
     source = {"source": "files" if keys.get("path") else "hub", "path": None, "name": None, "config_name": None,
               "revision": None, "mixture": None, "format": "auto"}  # fmt: skip
-    whole = {"val_path": None, "val_split": None, "val_fraction": 0.0, "train_split": split}
+    whole = {"val_path": None, "val_split": None, "val_fraction": 0.0, "train_split": split, "dedup": None}
     return dataclasses.replace(copy.deepcopy(data), **(source | whole | keys))
 
 
@@ -86,8 +86,7 @@ def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:
                 "with tokenizer.kind=hub"
             )
         found = bins.open_bins(prepared.folder, "train")
-        rows = Windows(found.shards, config.data.seq_len, seed=None, isolate_documents=config.data.isolate_documents)
-        return ValSet(rows, found.bytes_per_token, prepared.fingerprint)
+        return ValSet(text_rows(found.shards, config, None)[0], found.bytes_per_token, prepared.fingerprint)
     encoder = row_format(config)
     made = prepare_examples(data, tokenizer, encoder)
     examples = made.split("train")

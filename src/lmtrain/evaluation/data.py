@@ -13,23 +13,25 @@ import numpy as np
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data.chat.templates import ChatEncoder
+from lmtrain.data.corpus import row_format
 from lmtrain.data.examples.documents import Examples
-from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import prepare_examples
+from lmtrain.data.examples.prompt_rows import PromptRowEncoder
 from lmtrain.data.examples.row_format import ChatRows
+from lmtrain.data.examples.unpaired_rows import UnpairedRowEncoder
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store import bins
 from lmtrain.data.stream.head import prepare_head
 from lmtrain.data.text.encode import Encoder
 from lmtrain.data.text.mixture import documents_of
-from lmtrain.data.text.prepare import prepare
+from lmtrain.data.text.prepare import pieces_of, prepare
 from lmtrain.errors import UserError
 
 
 def kind_of(data: DataConfig) -> str:
-    """Returns the kind of the data: text, conversations or pairs."""
-    return "text" if data.conversation_format is None else "conversations" if data.ranking is None else "pairs"
+    """Returns the kind of the data: text, conversations (and rows that are scored like them) or pairs."""
+    return "text" if data.rows == "text" else "conversations" if data.ranking is None else "pairs"
 
 
 def is_named(config: Config) -> bool:
@@ -43,7 +45,7 @@ def is_named(config: Config) -> bool:
 def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
     """Returns the config whose data is evaluated on, and a description of the part that is used.
 
-    Named data without a validation split of its own is used as a whole; of a run's data only the held-out part is used.
+    Named files are used as a whole; of other data, as of a run's own, only the validation split or held-out part is.
 
     Raises:
         UserError: no data is named and the model's training config is unknown.
@@ -63,25 +65,39 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
         return named, f"all of {files if isinstance(files, str) else ', '.join(files)}"
     if data.source == "python_stdlib":
         return named, f"held-out {data.rows if data.rows != 'text' else 'modules'} of the standard library"
-    return named, f"{data.name or data.source}, split {data.val_split or data.train_split}"
+    name = data.name or data.source
+    if data.source == "hub" and not _has_own_split(data):
+        return named, f"{name}, held out of split {data.train_split}"
+    return named, f"{name}, split {data.val_split or data.train_split}"
+
+
+def _has_own_split(data: DataConfig) -> bool:
+    """Returns whether a dataset of the hub has the split data.val_split, or data.val_fraction is held out instead."""
+    return sources.open_source(data).records("val") is not None
 
 
 @dataclass
 class ScoredDocuments:
-    """Text as tokenized documents; `digest` is the SHA-256 of their token ids once they have been read."""
+    """Text as tokenized documents.
+
+    Once they have been read, `digest` is the SHA-256 of their token ids, and `unknown` the number of those that stand
+    for characters which the tokenizer lacks.
+    """
 
     config: Config
     limit: int | None
     digest: Any = field(default_factory=hashlib.sha256)
+    unknown: int = 0
 
     def read(self, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:
         """Yields (ids [T], UTF-8 bytes) of non-empty documents, tokenized as in training, without end-of-text token."""
-        self.digest = hashlib.sha256()
+        self.digest, self.unknown = hashlib.sha256(), 0
         data = self.config.data
         held_as_bins = data.source == "bins" or data.ring_bytes is not None
         found = _of_bins(self.config, tokenizer) if held_as_bins else self._of_text(tokenizer)
         for ids, size in islice((d for d in found if len(d[0])), self.limit):
             self.digest.update(np.asarray(ids, dtype="<u4").tobytes())
+            self.unknown += int(np.count_nonzero(ids == tokenizer.unk_token_id))
             yield ids, size
 
     def _of_text(self, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:
@@ -97,7 +113,7 @@ class ScoredDocuments:
         data = self.config.data
         if data.source == "mixture":
             return documents_of(data, "val")
-        found = sources.pieces(sources.open_source(data), data, "val")
+        found = pieces_of(data, "val")
         if found is None:
             raise UserError(
                 "there is no validation split to evaluate on: name data, such as data=text data.val_path=test.txt"
@@ -113,12 +129,16 @@ def _of_bins(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]
         raise UserError(f"{prepared.folder} holds tokens of another tokenizer than the model's: evaluate on text")
     if not bins.has_split(prepared.folder, "val"):
         raise UserError(f"{prepared.folder} has no val.bin to evaluate on")
+    begun: list[np.ndarray] = []  # parts of a document that is longer than a shard
     for shard in bins.open_bins(prepared.folder, "val").shards:
         ends = shard.document_ends(1, shard.tokens + 1).tolist() if shard.docs is not None else [shard.tokens]
         for start, end in zip([0, *ends], ends, strict=False):
-            ids = shard.read(start, end - start)
+            ids = np.concatenate([*begun, shard.read(start, end - start)])
+            begun.clear()
             ids = ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_token_id else ids
             yield ids, len(tokenizer.decode(ids.tolist()).encode())
+        last = ends[-1] if ends else 0
+        begun.append(shard.read(last, shard.tokens - last))
 
 
 @dataclass(frozen=True)
@@ -126,25 +146,34 @@ class ScoredRows:
     """Conversations (one example each) or pairs (two examples each, the chosen one first), tokenized for a model."""
 
     examples: Examples
-    questions: list[dict[str, Any]]  # prompt_ids, prompt, reference
+    questions: dict[int, dict[str, Any]]  # prompt_ids, prompt and reference, by the example that is their answer
     end_ids: list[int]
     fingerprint: str
 
 
 def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
-    """Prepares the validation split of the conversations or pairs of `config`.
+    """Prepares the validation split of the rows of `config` by their row format.
+
+    Of unpaired answers those that are desirable are scored, and prompts with an answer are scored as conversations.
 
     Args:
         tokenizer_name: tokenizer folder or hub name; its chat template is used unless data.chat_template names one.
     """
     data = config.data
-    if data.source == "hub" and data.name and not data.path and data.val_split is not None:
+    if data.source == "hub" and not data.path and _has_own_split(data):
         data = copy.deepcopy(data)
         data.train_split = str(data.val_split)  # nothing is trained, so only this split is prepared
-    encoder = ChatRows if kind_of(data) == "conversations" else PairRowEncoder
+    encoder = row_format(config)
+    if encoder is PromptRowEncoder:
+        encoder = ChatRows
     prepared = prepare_examples(data, TokenizerConfig(kind="hub", name_or_path=str(tokenizer_name)), encoder)
     examples = prepared.split("val")
+    if examples is not None and encoder is UnpairedRowEncoder:
+        examples = examples.of(examples.labels == 1)
     if examples is None or len(examples) == 0:
         raise UserError("there is no validation split to evaluate on: name rows with data.val_path=...")
     ends = ChatEncoder(prepared.tokenizer, data).end_of_turn_ids()
-    return ScoredRows(examples, prepared.meta["questions"], ends, prepared.fingerprint)
+    # Folders of earlier versions don't have the number of the example.
+    asked = {examples.place_of(q.get("example", i)): q for i, q in enumerate(prepared.meta["questions"])}
+    questions = {place: question for place, question in asked.items() if place is not None}
+    return ScoredRows(examples, questions, ends, prepared.fingerprint)

@@ -27,12 +27,14 @@ class Scores:
     ratios: maps a score to the columns (numerator, denominator); the score is the ratio of their sums.
     whole: scores that are computed over all rows at once, such as BLEU.
     texts: named texts of each row, such as the generated answers.
+    answered: the rows of those columns and texts that are shorter, which have a value for these rows only.
     """
 
     columns: dict[str, np.ndarray]
     ratios: dict[str, tuple[str, str]]
     whole: dict[str, float] = dataclasses.field(default_factory=dict)
     texts: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    answered: list[int] = dataclasses.field(default_factory=list)
 
     def parts(self, score: str) -> tuple[np.ndarray, np.ndarray]:
         return self.columns[self.ratios[score][0]], self.columns[self.ratios[score][1]]
@@ -189,9 +191,8 @@ class Results:
 def _rows_of(scores: Scores) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [{} for _ in next(iter(scores.columns.values()))]
     for name, values in (scores.columns | scores.texts).items():
-        # There can be fewer generated answers than scored conversations.
-        for row, value in zip(rows, values, strict=False):
-            row[name] = value if isinstance(value, str) else float(value)
+        for row, value in zip(range(len(rows)) if len(values) == len(rows) else scores.answered, values, strict=True):
+            rows[row][name] = value if isinstance(value, str) else float(value)
     return rows
 
 

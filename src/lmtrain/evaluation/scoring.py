@@ -139,6 +139,8 @@ def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
     ratios = {"loss": ("nll", "tokens"), "bits_per_byte": ("bits", "bytes")}
     scores = Scores(columns, ratios)
     known = {"documents": len(sizes), "tokens": int(tokens.sum()), "bytes": sum(sizes)}
+    if documents.unknown:  # their loss is that of one token, whichever characters they are
+        known["unknown characters"] = documents.unknown
     known["tokens_sha256"] = documents.digest.hexdigest()
     used = {"context": context, "stride": stride, "start_token": first, "precision": e.precision}
     return Evaluated(scores, known, used)
@@ -177,7 +179,9 @@ def _sums(model: LanguageModel, stretches: Iterable[Window], config: Config) -> 
 
 def _examples(rows: data.ScoredRows, count: int) -> Iterable[Window]:
     for row in range(count):
-        yield Window(*rows.examples.read(row), row)
+        ids, learned = rows.examples.read(row)
+        learned[:1] = False  # of a user's row format
+        yield Window(ids, learned, row)
 
 
 def _conversations(who: Subject, config: Config, rows: data.ScoredRows, count: int) -> Evaluated:
@@ -185,9 +189,10 @@ def _conversations(who: Subject, config: Config, rows: data.ScoredRows, count: i
     nll, tokens = _sums(who.model, _examples(rows, count), config)
     scores = Scores({"nll": nll, "tokens": tokens}, {"loss": ("nll", "tokens")})
     known = {"conversations": count, "tokens": int(tokens.sum()), "rows_fingerprint": rows.fingerprint}
-    questions = rows.questions[: min(e.answers, e.limit or e.answers)]
+    questions = dict(islice(((row, q) for row, q in rows.questions.items() if row < count), e.answers))
     if questions:
-        _add_answers(scores, who, config, questions, rows.end_ids)
+        scores.answered = list(questions)
+        _add_answers(scores, who, config, list(questions.values()), rows.end_ids)
         known["answers"] = len(questions)
     return Evaluated(scores, known, {"precision": e.precision, "max_new_tokens": e.max_new_tokens})
 

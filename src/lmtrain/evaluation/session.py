@@ -77,7 +77,7 @@ def evaluate(config: Config) -> int:
     if tasks is not None:
         words, score = tasks.words, lambda model: harness.evaluate(model, config, tasks)
     else:
-        chosen, words = evaluation_data.chosen(config, who.own)
+        chosen, words = world.together(lambda: evaluation_data.chosen(config, who.own))
         score = lambda model: evaluation.evaluate(model, config, chosen)  # noqa: E731
     report = evaluation_file.Results(config, words, [(who, score(who))])
     if e.against is not None:

@@ -136,7 +136,7 @@ def _row_facts(corpus: Corpus, rows: Any, config: Config) -> list[tuple[str, str
         ]
     counts = Counts(**known)
     facts = [("rows in the data", counts.rows), ("examples", counts.examples), ("tokens", counts.tokens),
-             ("truncated or split", counts.shortened), ("dropped: too long", counts.dropped),
+             ("truncated", counts.shortened), ("dropped: too long", counts.dropped),
              ("left out: no learned token", counts.untrained),
              ("left out: bad", sum(counts.bad.values()))]  # fmt: skip
     lines = [(name, f"{number:,}") for name, number in facts]
@@ -152,7 +152,7 @@ def _row_facts(corpus: Corpus, rows: Any, config: Config) -> list[tuple[str, str
         lines.append(("packed", f"{len(packing):,} rows of {packing.capacity:,}, {packing.utilisation:.1%} full"))
     else:
         lines.append(("rows", corpus.words[-1]))
-    if too_many_untrained(counts, config.data):
+    if too_many_untrained(counts, config.data, rows.examples.group):
         allowed = f"more than data.max_untrained={config.data.max_untrained} of the rows have no learned token"
         lines.append(("training refuses this", allowed))
     if lost := too_many_lost(counts, config.data):

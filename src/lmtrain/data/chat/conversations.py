@@ -83,11 +83,16 @@ def detect_format(columns: Iterable[str], cfg: DataConfig) -> str:
             f"{', '.join(names)}: name it with data.columns, for example data.columns={{{absent[0].split('|')[0]}: "
             f"{names[0] if names else 'its_name'}}}"
         )
-    known = {part for c in (*_needed(wanted, cfg), *FORMATS[wanted].optional) for part in c.split("|")}
+    check_renamed(cfg, f"the format {wanted} has", (*_needed(wanted, cfg), *FORMATS[wanted].optional))
+    return wanted
+
+
+def check_renamed(cfg: DataConfig, has: str, columns: Iterable[str]) -> None:
+    """Raises UserError if data.columns renames a column that is none of a format's `columns`."""
+    known = list(dict.fromkeys(name for column in columns for name in column.split("|")))
     for column in cfg.columns or {}:
         if column not in known:
-            raise UserError(f"data.columns.{column}: the format {wanted} has no such column, but {', '.join(known)}")
-    return wanted
+            raise UserError(f"data.columns.{column}: {has} no such column, but {', '.join(known)}")
 
 
 def to_sample(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -> Conversation | Completion:

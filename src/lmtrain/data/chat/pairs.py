@@ -12,7 +12,15 @@ from itertools import combinations
 from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, described, instruction, values_of
+from lmtrain.data.chat.conversations import (
+    Format,
+    UnfitColumns,
+    check_renamed,
+    column_of,
+    described,
+    instruction,
+    values_of,
+)
 from lmtrain.data.chat.turns import BadRow, check, common, drop_first_answers, text_of, tools_of, turns_of
 from lmtrain.errors import UserError
 
@@ -55,7 +63,7 @@ def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
 
     Raises:
         UnfitColumns: no format fits, or data.conversation_format needs a column that is absent.
-        UserError: data.conversation_format is unknown.
+        UserError: data.conversation_format is unknown, or data.columns has a column that the format doesn't have.
     """
     names = list(columns)
     wanted = cfg.conversation_format or "auto"
@@ -64,7 +72,10 @@ def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
             f"data.conversation_format={wanted}: for pairs (objective=dpo) the formats are auto, "
             f"{', '.join(PAIR_FORMATS)}"
         )
-    for name in PAIR_FORMATS if wanted == "auto" else (wanted,):
+    formats = list(PAIR_FORMATS) if wanted == "auto" else [wanted]
+    columns = [c for name in formats for c in (*PAIR_FORMATS[name].required, *PAIR_FORMATS[name].optional)]
+    check_renamed(cfg, "pairs have" if wanted == "auto" else f"the format {wanted} has", columns)
+    for name in formats:
         # data.prompt_template replaces the prompt column.
         needed = [c for c in PAIR_FORMATS[name].required if not (cfg.prompt_template and c.startswith("prompt"))]
         if all(column_of(c, names, cfg) is not None for c in needed):

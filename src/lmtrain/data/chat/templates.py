@@ -162,7 +162,10 @@ class ChatEncoder:
         return ids, trained
 
     def completion(self, sample: Completion) -> tuple[list[int], list[bool]]:
-        """Works like `pair` for plain text: a prompt with the tokenizer's BOS, a completion with the end of text."""
+        """Works like `pair` for plain text: a prompt with the tokenizer's BOS, a completion with the end of text.
+
+        The first token is never scored, as no token before it predicts it.
+        """
         text = sample.prompt + sample.completion
         self._note_special_text(text)
         ids, offsets = self._tokens(self._plain.mask(text) if self._plain else text)
@@ -173,7 +176,7 @@ class ChatEncoder:
             raise UserError("the tokenizer has no end of text, so the model could never learn to stop: choose another")
         whole = self._with_bos([*ids, self.tokenizer.eos_token_id])
         first += len(whole) - len(ids) - 1
-        return whole, [i >= first for i in range(len(whole))]
+        return whole, [0 < i >= first for i in range(len(whole))]
 
     def prompt_ids(self, sample: Conversation | Completion, ask: bool = True) -> list[int]:
         """Returns the ids from which a model generates the last answer; without generation prompt if not `ask`."""

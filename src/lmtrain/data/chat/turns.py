@@ -130,7 +130,7 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRow(where, f"tools must be a list of function descriptions (or JSON of one) and is {_shown(value)}")
     wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
-    return [_whole_text(_without_none(tool), "tools", where) for tool in wrapped]
+    return [whole_text(_without_none(tool), "tools", where) for tool in wrapped]
 
 
 def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> str:
@@ -150,7 +150,7 @@ def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> st
         raise BadRow(where, f"{what} must be text and is {_shown(value)}")
     if not value.strip() and not may_be_empty:
         raise BadRow(where, f"{what} is empty")
-    return str(_whole_text(value, what, where))
+    return str(whole_text(value, what, where))
 
 
 def common(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -159,17 +159,17 @@ def common(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _whole_text(value: Any, what: str, where: str) -> Any:
+def whole_text(value: Any, what: str, where: str) -> Any:
     """Returns the value if all strings in it can be encoded in UTF-8; raises BadRow otherwise."""
     if isinstance(value, str) and _HALF.search(value):
         raise BadRow(where, f"{what} holds half a surrogate pair (\\ud800 to \\udfff), which is not a character")
     if isinstance(value, Mapping):
         for key, item in value.items():
-            _whole_text(key, what, where)
-            _whole_text(item, what, where)
+            whole_text(key, what, where)
+            whole_text(item, what, where)
     elif isinstance(value, list | tuple):
         for item in value:
-            _whole_text(item, what, where)
+            whole_text(item, what, where)
     return value
 
 
@@ -213,7 +213,7 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     result: dict[str, Any] = {"role": role, "content": text}
     if calls is not None:
         result["tool_calls"] = calls
-    result.update({key: _whole_text(found[key], f"{name} ({role})", where) for key in _KEPT if key in found})
+    result.update({key: whole_text(found[key], f"{name} ({role})", where) for key in _KEPT if key in found})
     thought = next((found[key] for key in _THOUGHTS if found.get(key)), None)
     if thought is not None:
         result["reasoning_content"] = text_of(thought, f"{name} ({role}), its reasoning,", where, may_be_empty=True)
@@ -268,7 +268,7 @@ def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:
             raise BadRow(where, f"{name} has a tool call that isn't {{name, arguments}}: {_shown(call)}")
         made = {"type": "function", "function": {"name": called, "arguments": _without_none(arguments)}}
         calls.append({"id": call["id"], **made} if call.get("id") else made)
-        _whole_text(calls[-1], f"{name}'s tool call", where)
+        whole_text(calls[-1], f"{name}'s tool call", where)
     return calls
 
 

@@ -33,6 +33,19 @@ class Examples:
     def __len__(self) -> int:
         return len(self._count if self._stored is None else self._stored)
 
+    def of(self, chosen: np.ndarray) -> "Examples":
+        """Returns those of the examples for which `chosen`, bool [n], is true."""
+        found = Examples(self.shards, group=self.group)
+        found._stored = self._of(np.arange(len(self._count)))[chosen]
+        return found
+
+    def place_of(self, stored: int) -> int | None:
+        """Returns the first place at which a stored example occurs; None if it is left out."""
+        if self._stored is None:
+            return stored
+        place = int(np.searchsorted(self._stored, stored))
+        return place if place < len(self) and self._stored[place] == stored else None
+
     def _of(self, stored: np.ndarray) -> np.ndarray:
         """Maps an array with a value per stored example to one with a value per example, which may repeat."""
         return stored if self._stored is None else stored[self._stored]

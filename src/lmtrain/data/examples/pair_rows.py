@@ -8,8 +8,8 @@ import torch
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, column_of
-from lmtrain.data.chat.pairs import Pair, detect_pair_format, to_pairs
-from lmtrain.data.chat.turns import BadRow, unread
+from lmtrain.data.chat.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pairs
+from lmtrain.data.chat.turns import BadRow, Remark, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.row_format import Encoded, Example, TemplateRows
 from lmtrain.data.examples.rows import documents_at
@@ -32,7 +32,8 @@ class PairRowEncoder(TemplateRows):
             BadRow: the chat template refuses the row, or the answers become equal; also see pairs.py and `fit_pair`.
         """
         self.chat.begin_row()
-        pairs = to_pairs(row, self.format_of(row, where, cfg, detect_pair_format), cfg, where)
+        format = self.format_of(row, where, cfg, detect_pair_format)
+        pairs = to_pairs(row, format, cfg, where)
         examples: list[Example] = []
         cut = 0
         for pair in pairs:
@@ -45,8 +46,16 @@ class PairRowEncoder(TemplateRows):
             examples += fitted
             cut += tokens_cut
         asked = self.question(self._preferred(pairs[0])) if question and examples else None
-        margin = repr(pairs[0].margin) if row.get(column_of("margin", row, cfg) or "") is not None else None
+        optional = PAIR_FORMATS[format].optional
+        has_margin = "margin" in optional and row.get(column_of("margin", row, cfg) or "") is not None
+        margin = repr(pairs[0].margin) if has_margin else None
         remarks = [*self.chat.remarks, *unread(row)]
+        for column, name in (cfg.columns or {}).items():
+            if column in optional and name not in row:
+                remarks.append(Remark(f"data.columns.{column}={name}: there is no such column"))
+        if isinstance(pairs[0].prompt, str) and cfg.system_prompt:  # plain text doesn't go through a chat template
+            words = "preference_text is plain text; data.conversation_format=preference makes turns of it"
+            remarks.append(Remark(f"data.system_prompt has no effect: {words}"))
         return Encoded(examples, cut, asked, pairs[0].dropped_turns, remarks, kept=margin)
 
     @staticmethod
@@ -197,7 +206,7 @@ def lay_answers(answers: list[Answer], prefixes: list[int]) -> dict[str, torch.T
     starts = [0]
     for (tokens, trained), prefix in zip(answers, prefixes, strict=True):
         start = starts[-1] - prefix  # where token 0 would be if the prefix were repeated
-        at = np.flatnonzero(trained)
+        at = np.flatnonzero(trained[1:]) + 1  # no token before the first one predicts it
         # The token before the first unshared one is the last token of the prefix, in the previous answer.
         held_by = np.where(at > prefix, start, starts[-2] if prefix else start)
         parts.append((tokens[prefix:], start + at, held_by + at - 1))

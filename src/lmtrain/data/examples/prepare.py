@@ -76,10 +76,11 @@ def prepare_examples(
             on or lose a field, a template doesn't fit, or the cache can't be written.
         RunError: the disk is full.
     """
-    if tokenizer_cfg.kind == "bpe":
+    if tokenizer_cfg.kind in ("bpe", "char"):
         raise UserError(
-            "tokenizer=bpe is trained on text, conversations need a tokenizer that exists: tokenizer=hub "
-            "tokenizer.name_or_path=..., tokenizer=gpt2 or tokenizer=bytes; model=pretrained brings its own"
+            f"tokenizer={tokenizer_cfg.kind} is made from text, conversations need a tokenizer that exists: "
+            "tokenizer=hub tokenizer.name_or_path=..., tokenizer=gpt2 or tokenizer=bytes; model=pretrained brings its "
+            "own"
         )
     parts, named = open_parts(cfg), tokenizers.identity(tokenizer_cfg)
     tokenizer = tokenizers.load_or_train(tokenizer_cfg, lambda _: iter(()), named)
@@ -116,7 +117,7 @@ def prepare_examples(
         found["fingerprint"] = contents.fingerprint([found["fingerprint"], [str(weight) for weight in weights]])
     prepared = PreparedExamples(**found, weights=weights)
     for name, counts in prepared.counts.items():
-        check_untrained(Counts(**counts), cfg, name)
+        check_untrained(Counts(**counts), cfg, name, prepared.meta["group"])
         check_lost(Counts(**counts), cfg, name)
     return prepared
 
@@ -133,7 +134,8 @@ def _write_split(
 ) -> dict[str, Any] | None:
     """Tokenizes one split of all parts; returns None if there is no such split or it has no examples.
 
-    questions: if given, the first MAX_QUESTIONS questions of the split are added to it.
+    questions: if given, the first MAX_QUESTIONS questions of the split are added to it, each with the number of its
+        row's first example.
     """
     counts, written = Counts(), [0]
     show.start(name, None)
@@ -143,7 +145,7 @@ def _write_split(
             written.append(writer.documents)
         split = writer.close()
     if counts.examples == 0:
-        check_untrained(counts, cfg, name)
+        check_untrained(counts, cfg, name, encoder.group)
         if name == "train":
             left = f"no row is left to train on: {'; '.join(summary(name, counts))}"
             raise UserError(left if counts.rows else f"{parts[0].source.label} holds no rows to train on")
@@ -180,6 +182,7 @@ def _write_part(
         counts.shortened += encoded.cut > 0
         counts.note(encoded.remarks, encoded.texts, where)
         groups = [encoded.examples[i : i + encoder.group] for i in range(0, len(encoded.examples), encoder.group)]
+        first = counts.examples
         for group in groups:
             if not all(any(example[1]) for example in group):
                 counts.untrained += 1
@@ -188,8 +191,8 @@ def _write_part(
                 continue
             show.advance(0, sum(len(example[0]) for example in group))
             _write(group, writer, counts, encoded.kept)
-        if groups and questions is not None and encoded.question is not None:
-            questions.append(encoded.question)
+        if counts.examples > first and questions is not None and encoded.question is not None:
+            questions.append({**encoded.question, "example": first})
 
 
 def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | None) -> None:

@@ -2,16 +2,17 @@
 
 import itertools
 import json
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Completion, Conversation, Format, values_of
+from lmtrain.data.chat.conversations import Completion, Conversation, Format, check_renamed, values_of
 from lmtrain.data.chat.pairs import prompt_turns
-from lmtrain.data.chat.turns import BadRow, check, tools_of
+from lmtrain.data.chat.turns import BadRow, Remark, check, drop_first_answers, tools_of, whole_text
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
 from lmtrain.errors import UserError
@@ -28,8 +29,14 @@ class PromptRowEncoder(TemplateRows):
     """
 
     words = "prompts"
-    version: ClassVar[dict[str, int]] = {"prompts": 1}
     _asks = False  # whether some row has shown that the template has a generation prompt
+
+    def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
+        """Raises UserError for a column in data.columns that such rows don't have, or if long prompts are to be cut."""
+        choice("drop", "raise")("data.on_too_long", cfg.on_too_long)
+        check_renamed(cfg, "prompts have", _FORMAT.required)
+        super().__init__(tokenizer, cfg)
+        self.identity = {**self.identity, "prompts": 1 if cfg.on_assistant_first in (None, "raise") else 2}
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         """Returns the prompt as an example; none if it is too long and data.on_too_long=drop.
@@ -42,7 +49,8 @@ class PromptRowEncoder(TemplateRows):
         prompt = values_of(row, _FORMAT, cfg, where)["prompt"]
         if prompt == "" or prompt == []:
             raise BadRow(where, "the prompt is empty")
-        ids = self._ids(prompt, row, where, cfg)
+        whole_text(row, "the row", where)  # all of it is stored as UTF-8
+        ids, dropped = self._ids(prompt, row, where, cfg)
         most = cfg.max_prompt_length
         if most is not None and len(ids) > most:
             if cfg.on_too_long == "drop":
@@ -53,12 +61,21 @@ class PromptRowEncoder(TemplateRows):
             kept = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
         except (TypeError, ValueError) as error:
             raise BadRow(where, f"a column holds a value that JSON can't represent: {error}") from None
-        return Encoded([(ids, [True] * len(ids))], remarks=self.chat.remarks, kept=kept)
+        remarks = [*self.chat.remarks]
+        if self._is_text(prompt) and cfg.system_prompt:
+            words = "the prompt is text and there is no chat template: name one with data.chat_template"
+            remarks.append(Remark(f"data.system_prompt has no effect: {words}"))
+        return Encoded([(ids, [True] * len(ids))], dropped_turns=dropped, remarks=remarks, kept=kept)
 
-    def _ids(self, prompt: Any, row: dict[str, Any], where: str, cfg: DataConfig) -> list[int]:
-        if isinstance(prompt, str) and self.chat.template is None:
-            return self.chat.prompt_ids(Completion(prompt, "", where))
-        turns = prompt_turns({"prompt": prompt}, where)
+    def _is_text(self, prompt: Any) -> bool:
+        """Returns whether the prompt is given to the model unchanged."""
+        return isinstance(prompt, str) and self.chat.template is None
+
+    def _ids(self, prompt: Any, row: dict[str, Any], where: str, cfg: DataConfig) -> tuple[list[int], int]:
+        """Returns the prompt's token ids, and how many turns before the first user turn were dropped."""
+        if self._is_text(prompt):
+            return self.chat.prompt_ids(Completion(prompt, "", where)), 0
+        turns, dropped = drop_first_answers(prompt_turns({"prompt": prompt}, where), cfg.on_assistant_first, where)
         if cfg.system_prompt and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": cfg.system_prompt}, *turns]
         while turns and turns[-1]["role"] == "assistant":  # the data's answer is left out
@@ -74,7 +91,7 @@ class PromptRowEncoder(TemplateRows):
                 f"nothing), so the model would go on with the user's turn: name another with data.chat_template, or "
                 f"write prompts as text for a tokenizer without a template"
             )
-        return ids
+        return ids, dropped
 
     @staticmethod
     def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["PromptRows", str]:

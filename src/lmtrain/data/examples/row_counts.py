@@ -73,16 +73,19 @@ def short(text: str) -> str:
     return repr(text) if len(text) <= 320 else f"{text[:160]!r} ... {text[-160:]!r}"
 
 
-def too_many_untrained(counts: Counts, cfg: DataConfig) -> bool:
-    """Returns whether the share of rows without a token to train on exceeds data.max_untrained."""
-    seen = counts.examples + counts.untrained
+def too_many_untrained(counts: Counts, cfg: DataConfig, group: int) -> bool:
+    """Returns whether the share of rows without a token to train on exceeds data.max_untrained.
+
+    group: the number of examples of a row, which are left out together: 2 for pairs.
+    """
+    seen = counts.examples // group + counts.untrained
     return cfg.max_untrained is not None and counts.untrained > cfg.max_untrained * max(1, seen)
 
 
-def check_untrained(counts: Counts, cfg: DataConfig, name: str) -> None:
+def check_untrained(counts: Counts, cfg: DataConfig, name: str, group: int) -> None:
     """Raises UserError if the share of rows without a token to train on exceeds data.max_untrained."""
-    if too_many_untrained(counts, cfg):
-        seen = counts.examples + counts.untrained
+    if too_many_untrained(counts, cfg, group):
+        seen = counts.examples // group + counts.untrained
         raise UserError(
             f"{counts.untrained:,} of {seen:,} {name} rows have no learned token, the first is {counts.untrained_at}: "
             f"{counts.untrained_text}. Is data.max_length={cfg.max_length} too short (data.on_too_long="

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, detect_format, to_sample
+from lmtrain.data.chat.jinja_rendering import answers_of
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.turns import BadRow, Remark, unread
 from lmtrain.data.examples.documents import Examples
@@ -119,7 +120,8 @@ class TemplateRows:
     def question(self, sample: Conversation | Completion) -> dict[str, Any]:
         """Returns the prompt for a sample answer from the model, and the reference answer from the data."""
         if isinstance(sample, Conversation):
-            asked = [m for m in sample.messages if m["role"] == "user"][-1]["content"]
+            before = sample.messages[: answers_of(sample.messages)[-1]]
+            asked = [m for m in before if m["role"] == "user"][-1]["content"]
         else:
             asked = sample.prompt
         return {
@@ -148,6 +150,8 @@ class ChatRows(TemplateRows):
         if isinstance(sample, Completion) and cfg.system_prompt:  # a text prompt doesn't go through a chat template
             words = "the prompt is text; write it as messages, [{role: user, ...}]"
             remarks.append(Remark(f"data.system_prompt has no effect: {words}"))
+        if len(examples) > self.chat.texts:
+            remarks.append(Remark("became several examples, as they are longer than data.max_length"))
         return Encoded(
             [(e.input_ids, e.trained) for e in examples],
             sum(e.cut for e in examples),

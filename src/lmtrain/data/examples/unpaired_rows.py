@@ -8,10 +8,10 @@ import torch
 from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import ANSWERS, DataConfig
-from lmtrain.data.chat.conversations import Format, values_of
+from lmtrain.data.chat.conversations import Format, check_renamed, values_of
 from lmtrain.data.chat.pairs import answer_turns, prompt_turns
 from lmtrain.data.chat.templates import fit
-from lmtrain.data.chat.turns import BadRow, check, unread
+from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
@@ -25,10 +25,14 @@ class UnpairedRowEncoder(TemplateRows):
     words = "unpaired"
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
-        """Raises UserError for data.train_on=all: the prompt is not part of the answer that is scored."""
+        """Raises UserError for data.train_on=all, as the prompt is not part of the answer that is scored,
+        data.on_too_long=split, as its parts would be answers to no prompt, and a wrong column in data.columns."""
         choice(*ANSWERS)("data.train_on", cfg.train_on)
+        choice("truncate_left", "truncate_right", "drop", "raise")("data.on_too_long", cfg.on_too_long)
+        check_renamed(cfg, "unpaired answers have", _FORMAT.required)
         super().__init__(tokenizer, cfg)
-        self.identity = {**self.identity, "unpaired": 2 if cfg.system_prompt else 1}
+        drops = cfg.on_assistant_first not in (None, "raise")
+        self.identity = {**self.identity, "unpaired": 3 if drops else 2 if cfg.system_prompt else 1}
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         """Returns the row's examples; strings become user and assistant turns, lists of turns remain turns.
@@ -42,6 +46,7 @@ class UnpairedRowEncoder(TemplateRows):
         if label not in (True, False):  # accepts 1 and 0, too
             raise BadRow(where, f"label must be true (desirable) or false, and is {label!r}")
         turns = prompt_turns({"prompt": values["prompt"]}, where)
+        turns, dropped = drop_first_answers(turns, cfg.on_assistant_first, where)
         if cfg.system_prompt and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": cfg.system_prompt}, *turns]
         answer = answer_turns(values["completion"], "completion", where)
@@ -57,7 +62,7 @@ class UnpairedRowEncoder(TemplateRows):
         examples = [(e.input_ids, e.trained, int(label)) for e in fitted]
         shown = asked if question and label else None
         remarks = [*self.chat.remarks, *unread(row)]
-        return Encoded(examples, sum(e.cut for e in fitted), shown, remarks=remarks)  # type: ignore[arg-type]
+        return Encoded(examples, sum(e.cut for e in fitted), shown, dropped, remarks)  # type: ignore[arg-type]
 
     @staticmethod
     def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["UnpairedRows", str]:

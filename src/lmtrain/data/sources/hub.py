@@ -149,7 +149,8 @@ def check_split(splits: Any, split: str, cfg: DataConfig) -> None:
     """Raises UserError if a dataset has no such split, listing those it has."""
     if split not in splits:
         raise UserError(
-            f"dataset {cfg.name!r} has no split {split!r}; it has: {', '.join(splits)}. Set data.train_split"
+            f"dataset {cfg.name!r} has no split {split!r}; it has: {', '.join(splits)}. Set data.train_split (an entry "
+            f"of data.val_sets has the key split)"
         )
 
 

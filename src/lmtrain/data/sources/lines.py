@@ -1,6 +1,7 @@
 """Opens, decompresses and decodes files line by line; read errors become one message with file and line."""
 
 import bz2
+import codecs
 import contextlib
 import gzip
 import io
@@ -30,7 +31,7 @@ COMPRESSED: dict[str, Callable[[Path | IO[bytes], str], Any]] = {
 }
 _BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what decompressors raise for damaged files
 _BUFFER = 1 << 20  # bytes per read: a document is often longer than Python's default of 8 KiB
-_BOM = "\ufeff"  # some Windows programs begin UTF-8 files with it
+BOM = "\ufeff"  # some Windows programs begin UTF-8 files with it
 
 
 def uncompressed_name(path: File) -> str:
@@ -69,6 +70,8 @@ def text_blocks(path: File, characters: int, start: int = 0) -> Iterator[str]:
 def decoded_blocks(path: File, size: int) -> Iterator[str]:
     """Yields the file's text in blocks of about `size` bytes, in any encoding that can be detected (encodings.py).
 
+    A byte order mark at the beginning is no part of the text.
+
     Raises:
         UserError: it can't be read, or is neither UTF-8 nor in a detectable encoding.
     """
@@ -76,10 +79,11 @@ def decoded_blocks(path: File, size: int) -> Iterator[str]:
         part = file.read(size)
         name = encodings.marked(part)
         decoder = encodings.Decoder(lambda: stack.enter_context(open_binary(path)), name)
-        part = part[2:] if name else part
-        while part:
+        if part.startswith(codecs.BOM_UTF8):
+            part, decoder.was_ascii = part.removeprefix(codecs.BOM_UTF8), False
+        yield decoder.decode(part[2:] if name else part)
+        while part := file.read(size):
             yield decoder.decode(part)
-            part = file.read(size)
         yield decoder.decode(b"", True)
         if decoder.encoding != "utf-8":
             not_utf8[str(path)] = decoder.encoding
@@ -99,7 +103,7 @@ def encoding_notes(paths: Iterable[File]) -> list[str]:
 
 
 def raw_lines(path: File) -> Iterator[str]:
-    """Yields the lines with their line ends, exactly as in the file, in any encoding that can be detected.
+    """Yields the lines with their line ends, as in the file, in any encoding that can be detected.
 
     Raises:
         UserError: see `decoded_blocks`.
@@ -149,14 +153,9 @@ def data_lines(path: File) -> Iterator[str]:
     return (line for _, line in located_data_lines(path))
 
 
-def table_lines(path: File) -> Iterator[str]:
-    """Returns the lines of a table like `raw_lines`, without a byte order mark at the beginning."""
-    return (line if at else line.removeprefix(_BOM) for at, line in enumerate(raw_lines(path)))
-
-
 def located_data_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
     """Returns the lines of `located_lines` without a byte order mark at the beginning."""
-    return ((at, line if at else line.removeprefix(_BOM)) for at, line in located_lines(path, start))
+    return ((at, line if at else line.removeprefix(BOM)) for at, line in located_lines(path, start))
 
 
 def _explain_encoding(path: File) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.data.sources.addresses import File, opened
-from lmtrain.data.sources.lines import data_lines, explained, located_data_lines, open_binary, table_lines
+from lmtrain.data.sources.lines import data_lines, explained, located_data_lines, open_binary, raw_lines
 from lmtrain.errors import ReadError, UserError
 
 # A row's location (for error messages) and the row, or a string that says why the row can't be read.
@@ -152,7 +152,7 @@ def _excerpt(line: str) -> str:
 def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterator[Record]:
     """Yields rows whose values are all strings. The first line names the columns; quotes follow RFC 4180."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(table_lines(path), delimiter=delimiter, strict=True)
+    reader = csv.reader(raw_lines(path), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
         start = reader.line_num + 1

@@ -14,7 +14,7 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.hub import Unreachable, commit_of, explain_unreachable
 from lmtrain.data.sources import files, hub
 from lmtrain.data.sources.addresses import Address, File
-from lmtrain.data.sources.lines import located_lines, text_blocks
+from lmtrain.data.sources.lines import BOM, located_data_lines, text_blocks
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.sources.tables import columns_of, json_lines_from, parquet_from, text_of
 from lmtrain.data.text.encode import Encoder
@@ -72,18 +72,22 @@ class _FileStream:
 
     def _document(self, path: File, start: int) -> Iterator[Block]:
         shortest = self.cfg.min_length or 0
-        if start == 0 and shortest and len(next(text_blocks(path, shortest), "")) < shortest:
+        if start == 0 and shortest and len(next(text_blocks(path, shortest + 1), "").removeprefix(BOM)) < shortest:
             return
-        for text in text_blocks(path, _BLOCK, start):
-            yield Block(start, text, False)
-            start += len(text.encode())
-        if start:  # a compressed file may be empty inside
+        any_text = start > 0  # a compressed file may be empty inside
+        for read in text_blocks(path, _BLOCK, start):
+            text = read if start else read.removeprefix(BOM)
+            if text:
+                yield Block(start, text, False)
+                any_text = True
+            start += len(read.encode())
+        if any_text:
             yield Block(start, "", True)
 
     def _texts(self, path: File, format: str, start: int) -> Iterator[tuple[int, str]]:
         columns, separator = columns_of(self.cfg.text_column), self.cfg.column_separator or ""
         if format == "text" and self.cfg.sample_by == "line":
-            yield from ((at, line.rstrip("\r\n")) for at, line in located_lines(path, start))
+            yield from ((at, line.rstrip("\r\n")) for at, line in located_data_lines(path, start))
         elif format == "jsonl":
             for at, row in json_lines_from(path, start):
                 yield at, text_of(row, columns, separator, f"{path}, byte {at}")

@@ -15,7 +15,7 @@ from lmtrain.data.store import contents
 from lmtrain.data.store.cache import build_once
 from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, min_val_rows, settings
 from lmtrain.data.store.progress import PrepareProgress
-from lmtrain.data.text.prepare import prepare
+from lmtrain.data.text.prepare import pieces_of, prepare
 from lmtrain.errors import UserError
 
 _CHANGES = 6  # maximum number of a source's shares over time that the plan shows
@@ -174,4 +174,4 @@ def documents_of(cfg: DataConfig, name: str) -> Iterator[Any]:
             raise UserError(
                 f"{source.label} of data.mixture is token bins: evaluate on text, data=text data.val_path=..."
             )
-        yield from sources.pieces(sources.open_source(source.cfg), source.cfg, name) or ()
+        yield from pieces_of(source.cfg, name) or ()

@@ -14,6 +14,7 @@ from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.addresses import is_address
+from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store import bins
 from lmtrain.data.store.contents import Facts
 from lmtrain.data.store.prepared import (
@@ -80,6 +81,15 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
             bins.save_meta(meta, folder)
 
         return prepare_folder(target, fill, source.notes, cfg, show)
+
+
+def pieces_of(cfg: DataConfig, name: str) -> Iterator[Piece] | None:
+    """Returns the documents of a split as `prepare` tokenizes them, without those that data.dedup leaves out.
+
+    Returns None if there is no such split.
+    """
+    with PrepareProgress(show=True) as show:
+        return sources.pieces(without_repeats(sources.open_source(cfg), cfg, show), cfg, name)
 
 
 def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -> Path | None:

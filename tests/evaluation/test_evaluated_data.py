@@ -1,0 +1,172 @@
+"""The data that is evaluated: what a run held out, or the split that is named, each document whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lmtrain.config import compose as rules
+from lmtrain.config.schema import Config
+from lmtrain.config.schema_data import DataConfig, TokenizerConfig
+from lmtrain.data import tokenizers
+from lmtrain.data.corpus import prepare_corpus
+from lmtrain.data.examples.documents import Examples
+from lmtrain.data.examples.pair_rows import PairRowEncoder
+from lmtrain.data.examples.prepare import prepare_examples
+from lmtrain.data.examples.row_format import ChatRows, Encoded
+from lmtrain.data.store import bins
+from lmtrain.data.store.writer import BinWriter
+from lmtrain.data.text.mixture import prepare_mixture
+from lmtrain.data.text.prepare import prepare
+from lmtrain.evaluation import data
+from lmtrain.evaluation.data import ScoredDocuments
+from lmtrain.evaluation.scoring import _examples
+
+
+def config(*words: str) -> Config:
+    return rules.check(rules.compose(["tokenizer=bytes", "data.seq_len=8", *words]))
+
+
+def written(file: Path, texts: list[str]) -> Path:
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
+def held_out(folder: Path) -> list[str]:
+    """Returns the documents of a folder's validation bins, whose tokens are bytes and, at each end, 256."""
+    ids = np.concatenate([shard.read(0, shard.tokens) for shard in bins.open_bins(folder, "val").shards])
+    return [bytes(part[part < 256].astype(np.uint8)).decode() for part in np.split(ids, np.flatnonzero(ids == 256) + 1)]
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_repeats_that_were_left_out_don_t_move_the_split(mixture: bool, tmp_path: Path) -> None:
+    texts = [f"document {n // 4 * 3 + min(n % 4, 2)} of the corpus" for n in range(80)]  # every fourth repeats the last
+    file = written(tmp_path / "texts.jsonl", texts)
+    of_file = [f"data.mixture=[{{path: {file}, val_fraction: 0.1}}]"] if mixture else [f"data.path={file}"]
+    c = config(f"data={'text_mixture' if mixture else 'jsonl'}", *of_file, "data.val_fraction=0.1", "data.dedup=exact")
+    made = prepare_mixture(c.data, c.tokenizer).parts[0] if mixture else prepare(c.data, c.tokenizer, False)
+    expected = [text for text in held_out(made.folder) if text]
+    assert len(expected) == 6  # every tenth of the sixty that are left
+    found = [bytes(ids.astype(np.uint8)).decode() for ids, _ in ScoredDocuments(c, None).read(made.tokenizer)]
+    assert found == expected
+
+
+def test_a_document_in_several_shards_is_scored_as_one(tmp_path: Path) -> None:
+    texts = ["short", "long " * 60 + "é", "another", "last " * 30]
+    file = written(tmp_path / "texts.jsonl", texts)
+    c = config("data=jsonl", f"data.path={file}", f"data.val_path={file}", "data.shard_tokens=100")
+    made = prepare(c.data, c.tokenizer, False)
+    assert [shard.documents for shard in bins.open_bins(made.folder, "val").shards].count(0) > 1
+    found = list(ScoredDocuments(config("data=bins", f"data.path={made.folder}"), None).read(made.tokenizer))
+    assert [bytes(ids.astype(np.uint8)).decode() for ids, _ in found] == texts
+    assert [size for _, size in found] == [len(text.encode()) for text in texts]
+
+
+@pytest.mark.parametrize("splits", [["train"], ["train", "validation"]])
+def test_pairs_of_the_hub_are_those_of_the_run(
+    splits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    repository = tmp_path / "repository"
+    (repository / "data").mkdir(parents=True)
+    files = [{"split": name, "path": f"data/{name}.parquet"} for name in splits]
+    (repository / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: " + json.dumps(files) + "\n---\n"
+    )
+    for name in splits:
+        columns = {key: [f"{key} of {name} {n}" for n in range(60)] for key in ("question", "chosen", "rejected")}
+        pq.write_table(pa.table(columns), repository / "data" / f"{name}.parquet")
+    c = config("data=orca_dpo_pairs", f"data.name={repository}", "data.chat_template=zephyr", "data.max_length=null",
+               "objective=dpo")  # fmt: skip
+    made = prepare_examples(c.data, c.tokenizer, PairRowEncoder, False)
+    held = made.split("val")
+    assert held is not None
+    assert len(held) == (2 * 60 if "validation" in splits else 2 * 6)  # a tenth, as 0.02 would be a single row
+    named, words = data.chosen(c, None)
+    assert words == f"{repository}, {'split validation' if 'validation' in splits else 'held out of split train'}"
+    for asked in (c, named):
+        found = data.rows(asked, made.folder / "tokenizer").examples
+        assert [found.read(i)[0].tolist() for i in range(len(found))] == [
+            held.read(i)[0].tolist() for i in range(len(held))
+        ]
+
+
+def test_characters_that_a_tokenizer_lacks_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("abä cab ößc")
+    c = config("data=text", f"data.path={tmp_path / 'other.txt'}", f"data.val_path={tmp_path / 'other.txt'}")
+    for kind, count in (("char", 3), ("bytes", 0)):
+        own = tokenizers.load_or_train(TokenizerConfig(kind=kind), lambda _: iter(["abc " * 20]))
+        documents = ScoredDocuments(c, None)
+        for _ in range(2):
+            assert len(list(documents.read(own))) == 1
+            assert documents.unknown == count
+
+
+class Rhymes(ChatRows):
+    """A row format of rows {line, rhyme}."""
+
+    def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
+        ids = self.chat.tokenizer(f"{row['line']} / {row['rhyme']}")["input_ids"]
+        return Encoded([(ids, [at > len(row["line"]) for at in range(len(ids))])])
+
+
+def test_a_first_token_is_not_scored(tmp_path: Path) -> None:
+    with BinWriter(tmp_path, "val", "uint16", 100, masked=True) as writer:
+        for length in (1, 4):
+            writer.append(np.arange(length), np.ones(length), ends_document=True)
+        shards = bins.open_shards(tmp_path, "uint16", writer.close())
+    found = data.ScoredRows(Examples(shards), {}, [], "")
+    assert [window.scored.tolist() for window in _examples(found, 2)] == [[False], [False, True, True, True]]
+
+
+UNPAIRED = {"prompt": "What is {}?", "completion": "It is {}.", "label": True}
+
+
+@pytest.mark.parametrize(("words", "row"), [
+    (["objective=kto", "data=unpaired_jsonl"], UNPAIRED),
+    (["data=chat_jsonl", "data.rows=test_evaluated_data.Rhymes"], {"line": "line {}", "rhyme": "rhyme {}"}),
+])  # fmt: skip
+def test_rows_are_read_in_the_format_of_the_run(words: list[str], row: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    lines = [{key: v.format(n) if isinstance(v, str) else n % 3 > 0 for key, v in row.items()} for n in range(30)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    c = config(*words, f"data.path={file}", "data.chat_template=zephyr", "data.max_length=null", "data.packing=off",
+               "data.val_fraction=0.2", "run.allow_target=[test_evaluated_data]")  # fmt: skip
+    corpus = prepare_corpus(c)
+    held: Any = corpus.val
+    assert data.kind_of(c.data) == "conversations"
+    found = data.rows(c, corpus.folder / "tokenizer")
+    wanted = np.flatnonzero(held.examples.labels) if "label" in row else np.arange(len(held.examples))
+    assert len(found.examples) == len(wanted) == (4 if "label" in row else 6)
+    for place, stored in enumerate(wanted.tolist()):
+        for ours, theirs in zip(found.examples.read(place), held.examples.read(stored), strict=True):
+            assert ours.tolist() == theirs.tolist()
+    if "label" in row:  # only desirable answers are references
+        assert list(found.questions) == list(range(4))
+
+
+def test_questions_are_those_of_the_examples_that_weights_leave(tmp_path: Path) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file in files:
+        turns = [(f"Question {n}?", f"Answer {n} of {file.stem}.") for n in range(5)]
+        pairs = [[{"role": "user", "content": ask}, {"role": "assistant", "content": said}] for ask, said in turns]
+        file.write_text("".join(json.dumps({"messages": pair}) + "\n" for pair in pairs))
+    parts = [
+        f"{{path: {file}, val_path: {file}, weight: {weight}}}" for file, weight in zip(files, (2, 0.4), strict=True)
+    ]
+    c = config("data=mixture", f"data.mixture=[{','.join(parts)}]", "data.chat_template=zephyr", "objective=sft",
+               "data.max_length=null")  # fmt: skip
+    tokenizer = tmp_path / "tokenizer"
+    tokenizers.save(tokenizers.load_or_train(c.tokenizer, lambda _: iter(())), tokenizer)
+    found = data.rows(c, tokenizer)
+    assert len(found.examples) == 10 + 2
+    assert list(found.questions) == [0, 2, 4, 6, 8, 10, 11]
+    for place, question in found.questions.items():
+        ids, learned = found.examples.read(place)
+        assert bytes(ids[learned][:-1].astype(np.uint8)).decode() == question["reference"]
