@@ -23,6 +23,7 @@ from lmtrain.config.constraints import (
     VALIDATION,
     ReadBy,
     ReadWhere,
+    above_one,
     above_zero,
     at_least,
     between,
@@ -210,7 +211,7 @@ class TrainerConfig:
     save_every_n_steps: Annotated[int | None, SHOWN, at_least(1), TRAINING]
     gradient_clip_val: Annotated[float | None, TRAJECTORY, TRAINING]
     max_bad_steps: Annotated[int, RATE, at_least(1)]
-    spike_factor: Annotated[float | None, RATE]
+    spike_factor: Annotated[float | None, RATE, above_one]
     spike_window: Annotated[int, RATE, at_least(1), _SPIKES]
     float32_matmul_precision: Annotated[str, MACHINE, choice("highest", "high", "medium")]
     deterministic: Annotated[bool | str, MACHINE, choice("warn")]

@@ -132,6 +132,11 @@ class GRPOOptions(ObjectiveConfig):
                 f"objective.top_p={self.top_p:g}: vLLM gives log-probabilities after top_p, and the loss compares them "
                 f"with the model's before it: set objective.top_p=1 or objective.engine=in_process"
             )
+        if config.trainer.spike_factor is not None:
+            raise UserError(
+                f"trainer.spike_factor={config.trainer.spike_factor:g}: objective=grpo has losses around 0, of which "
+                f"no multiple is a spike: set trainer.spike_factor=null"
+            )
         refuse_split_layers(config.trainer.strategy, "rollouts need all weights on each device while they are sampled")
         if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:
             raise UserError(
