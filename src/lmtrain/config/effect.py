@@ -139,7 +139,7 @@ def _is_a_models_name(name: str, folders: Sequence[Path]) -> bool:
 
 
 def _weights_of(name: str) -> str:
-    """Returns a hub name unchanged, or the path of a model folder; for a run folder, that of its export."""
+    """Returns a hub name unchanged, or the path of a model folder; for a run, that of its export (merged)."""
     path = Path(name).expanduser()
     if not path.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -147,8 +147,15 @@ def _weights_of(name: str) -> str:
         return name
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return str(path)
-    if (path / "export" / "config.json").is_file():
-        return str(path / "export")
+    for export in (path / "export_merged", path / "export"):
+        if (export / "config.json").is_file():
+            return str(export)
+    if (path / "export" / "adapter_config.json").is_file():
+        raise UserError(
+            f"model={name}: the run exported an adapter. To start from the whole model, merge it first: python -m "
+            f"lmtrain.export run_dir={name} export.merge=true; to go on training the adapter, name its base in model= "
+            f"and set peft=lora peft.adapter={path / 'export'}"
+        )
     raise UserError(
         f"model={name}: the folder holds no model (config.json). Of a run, python -m lmtrain.export run_dir={name} "
         f"writes it"
