@@ -50,7 +50,7 @@ def expected(folder: Path, messages: list[dict[str, str]]) -> str:
 def test_turns_follow_one_another_and_are_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tmp_path / "talk.jsonl"
     lines = ["how far is Oslo?", "and Rome?", f"/save {saved}", "/system Be brief.", "how far is Lima?",
-             f"/save {saved}", "/reset", "/nonsense", f"/save {saved}"]  # fmt: skip
+             f"/save {saved}", "/reset", "/nonsense", f"/save {saved}", "and home?", f"/save {saved}"]  # fmt: skip
     ended = typed(monkeypatch, "chat", "\n".join(lines), f"run_dir={folder}", *GREEDY)
     assert ended.code == 0, ended.err
     first, second, third = (row["messages"] for row in rows(saved))
@@ -60,7 +60,9 @@ def test_turns_follow_one_another_and_are_kept(folder: Path, tmp_path: Path, mon
         assert first[turn]["content"] in ended.out
     assert second[0] == {"role": "system", "content": "Be brief."}
     assert second[2]["content"] == expected(folder, second[:2])
-    assert third == second[:1]  # a new conversation with the same system turn
+    assert third[0] == second[0]  # a new conversation with the same system turn
+    assert third[2]["content"] == expected(folder, third[:2])
+    assert ended.err.count("there is nothing to save yet") == 1
     assert ended.out.count("/exit") == 2  # the help, at the start and after an unknown command
 
 
@@ -109,15 +111,16 @@ def test_a_model_without_a_template_continues_text(tmp_path: Path, monkeypatch: 
 def test_prompts_of_a_file(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches of prompts of different lengths, each greedy answer equals that of the prompt alone."""
     model = save_pretrained(tmp_path / "model", max_position_embeddings=256)
-    prompts = ["a", "a longer prompt, much longer", "words", "é", "one more"]
+    prompts = ["a", "a longer prompt, much longer", "words", "é", "two\u2028lines"]
     name = {"txt": str(tmp_path / "p.txt"), "jsonl": str(tmp_path / "p.jsonl"), "-": "-"}[form]
-    text = "".join((json.dumps({"prompt": p}) if form == "jsonl" else p) + "\n" for p in prompts)
+    as_json = lambda prompt: json.dumps({"prompt": prompt}, ensure_ascii=False)  # noqa: E731
+    text = "".join((as_json(p) if form == "jsonl" else p) + "\n" for p in prompts)
     if form != "-":
-        Path(name).write_text(text)
+        Path(name).write_text(text, encoding="utf-8-sig", newline="\r\n")  # as some Windows programs write
     argv = [f"run_dir={model}", f"generate.prompts_file={name}", "generate.batch_size=2", *GREEDY]
     ended = typed(monkeypatch, "generate", text if form == "-" else "", *argv)
     assert ended.code == 0, ended.err
-    found = [json.loads(line) for line in ended.out.splitlines()]
+    found = [json.loads(line) for line in ended.out.strip().split("\n")]
     loaded, tokenizer = trained.load(str(model), "last", {})
     assert [row["prompt"] for row in found] == prompts
     for row in found:
@@ -138,6 +141,25 @@ def test_answers_in_a_file_are_continued(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     refused = run("generate", f"run_dir={model}", f"generate.prompts_file={tmp_path / 'bad.jsonl'}")
     assert "line 1 has no" in message(refused.err)
+
+
+def test_an_empty_prompt_leaves_the_answers_of_its_batch_as_they_are(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty prompt is continued like text; the turns beside it still end where the model ends a turn."""
+    ends: list[Any] = []
+
+    def record(_: Any, __: Any, prompts: Any, *, end_ids: Any, **settings: Any) -> list[str]:
+        ends.append(end_ids)
+        return [""] * len(prompts)
+
+    monkeypatch.setattr("lmtrain.generation.generate.sample_texts", record)
+    for number, prompts in enumerate((["", "how far is Oslo?"], ["how far is Oslo?", ""])):
+        name = tmp_path / f"{number}.jsonl"
+        name.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+        ended = run("generate", f"run_dir={folder}", f"generate.prompts_file={name}", *GREEDY)
+        assert ended.code == 0, ended.err
+    assert ends[0] == ends[1] is not None
 
 
 def test_the_tokenizer_of_an_export_has_the_template(folder: Path) -> None:

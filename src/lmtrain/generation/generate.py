@@ -49,7 +49,8 @@ def many(model: Any, tokenizer: Any, config: Config) -> int:
     for start in range(answers.done, len(asked), g.batch_size):
         batch = asked[start : start + g.batch_size]
         given = [as_conversation(tokenizer, config, prompt) for prompt, _ in batch]
-        prompts, ends = [ids for ids, _ in given], given[0][1]
+        prompts = [ids for ids, _ in given]
+        ends = next((ids for _, ids in given if ids is not None), None)  # an empty prompt is no turn and has none
         texts = sample_texts(model, tokenizer, prompts, seed=config.seed + start, end_ids=ends, **settings_of(g))
         answers.add([{"prompt": p, "sample": i, "text": t} for (p, i), t in zip(batch, texts, strict=True)])
     return errors.FINISHED
@@ -75,9 +76,11 @@ def read_prompts(name: str) -> Iterator[str]:
     """
     try:
         text = sys.stdin.read() if name == "-" else Path(name).expanduser().read_text(encoding="utf-8")
+        text = text.removeprefix("\ufeff")  # some Windows programs begin UTF-8 files with it
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"generate.prompts_file={name} can't be read: {reason(error)}") from None
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # Not splitlines(), which also splits at characters that a text of JSON may contain, such as U+2028.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     as_json = name.endswith((".jsonl", ".ndjson")) or (name == "-" and bool(lines) and lines[0][1].startswith("{"))
     for number, line in lines:
         yield _of_json(line, f"{name}, line {number}") if as_json else line
