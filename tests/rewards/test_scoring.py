@@ -17,7 +17,8 @@ from lmtrain.rewards.text import ExactNumber, LengthPenalty, Regex, TaggedFormat
 @pytest.mark.parametrize(
     ("text", "number"),
     [("so it is 1,234.50.", "1234.5"), ("$7", "7"), ("-3 or 4", "4"), ("x = -12", "-12"), ("none", None), (".5", "0.5"),
-     ("1.000.000", "0"), ("#### 18", "18")],
+     ("1.000.000", "0"), ("#### 18", "18"), ("3.0e8 m/s", "300000000"), ("2E-3", "0.002"), ("x = \u22125", "-5"),
+     ("$.5", "0.5"), ("1e", "1")],
 )  # fmt: skip
 def test_the_final_number_of_a_text(text: str, number: str | None) -> None:
     found = final_number(text)
@@ -31,6 +32,7 @@ def test_rewards_of_texts() -> None:
         0,
         1,
     ]
+    assert ExactNumber()([0] * 3, ["0.00001", "-5", "1e-5"], answer=[1e-05] * 3) == [1, 0, 1]
     with pytest.raises(ValueError, match="holds no number"):
         exact([0], ["1"], answer=["nothing"])
     assert Regex(r"<\d+>")([0] * 3, ["<12>", "<12> ", "12"]) == [1, 0, 0]
@@ -109,6 +111,7 @@ def test_what_the_config_names() -> None:
         ({}, "there is none"),
         ({"_target_": "lmtrain.rewards.text.Regex", "pattern": "a", "weight": "much"}, "a number is needed"),
         ({"_target_": "os.system"}, "outside the known packages"),
+        ({"parts": {"reward": form}}, "reward.parts.reward: the sum itself is recorded under this name"),
         ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}, "is not a Reward"),
     ]:
         with pytest.raises(UserError, match=words):
