@@ -138,6 +138,13 @@ def representable(key: str, value: Any) -> None:
         raise UserError(f"{key}={value}: it can't hold a NUL character")
 
 
+def regular_expression(key: str, value: str) -> None:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise UserError(f"{key}={value!r} is not a regular expression: {error}") from None
+
+
 def name_or_names(key: str, value: Any) -> None:
     """Raises UserError unless the value is null, a text or a list of texts, which OmegaConf's types can't express."""
     names = [value] if isinstance(value, str) else value

@@ -20,6 +20,7 @@ from lmtrain.config.constraints import (
     choice,
     less_than_half,
     not_negative,
+    regular_expression,
     share,
     two_betas,
     up_to_one,
@@ -150,7 +151,7 @@ class AdamWConfig(OptimizerConfig):
 
 @dataclass(kw_only=True)
 class AdamW8bitConfig(AdamWConfig):
-    full_state_pattern: Annotated[str, TRAJECTORY]
+    full_state_pattern: Annotated[str, TRAJECTORY, regular_expression]
 
 
 @dataclass(kw_only=True)
@@ -168,7 +169,7 @@ class MuonConfig(AdamWConfig):
     momentum: Annotated[float, TRAJECTORY]
     nesterov: Annotated[bool, TRAJECTORY]
     ns_steps: Annotated[int, TRAJECTORY]
-    adamw_pattern: Annotated[str, TRAJECTORY]
+    adamw_pattern: Annotated[str, TRAJECTORY, regular_expression]
 
 
 # optimizer.name -> its keys; `optim.optimizers` builds the optimizer.
