@@ -62,7 +62,8 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
         use,
         "## Training",
         _table([(what, _at(config, key)) for what, key in _SETTINGS]),
-        "`lmtrain_config.yaml` beside this file holds every key: it is enough to train the model again.",
+        "`lmtrain_config.yaml` in the folder that lmtrain wrote holds every key: it is enough to train the model "
+        "again. It names local paths, so it is left out of uploads.",
     ]
     if scores:
         parts += [f"## Validation at step {validated:,}", _table(list(scores.items()))]
