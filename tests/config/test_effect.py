@@ -7,6 +7,7 @@ import pytest
 from inprocess import message, run, snapshot, train_tiny
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.compose import check, compose
+from lmtrain.config.effect import inference_note
 from lmtrain.data.corpus import check_rows
 from lmtrain.errors import UserError
 from lmtrain.run.plan import unlikely
@@ -101,6 +102,16 @@ def test_the_plan_says_which_source_a_bare_path_chose(corpus: Path, tmp_path: Pa
     assert "20 files" in said or str(corpus) in said
     assert "optimizer.lr=0: nothing will be learned" in said
     assert "trainer.val_check_interval=99 is longer than the run" in said
+
+
+def test_only_a_length_that_nobody_gave_is_said_to_be_chosen(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  max_epochs: 3\n")
+    for typed, is_chosen in (([], True), (["experiment=mine"], False), (["trainer.max_epochs=15"], False)):
+        words = [*typed, "data.path=book.txt"]
+        notes = inference_note(words, check(compose(words, str(tmp_path))))
+        assert any(note.startswith("no length was given") for note in notes) is is_chosen
+    assert inference_note(["experiment=mine"], check(compose(["experiment=mine"], str(tmp_path)))) == []
 
 
 def test_an_option_and_a_suffix_that_differ_are_refused() -> None:
