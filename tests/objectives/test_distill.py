@@ -64,6 +64,19 @@ def test_the_student_comes_nearer_on_its_own_answers(folder: Path, tmp_path: Pat
     assert own[-1] < 0.8 * own[0]
 
 
+def test_the_routers_of_a_student_are_balanced(folder: Path, tmp_path: Path) -> None:
+    """A student that equals its teacher has no divergence to learn from: its gradient is that of the routers' loss."""
+    student = save_pretrained(tmp_path / "mixture", "qwen3_moe", max_position_embeddings=128, router_aux_loss_coef=0.1)
+    argv = [f"model.name_or_path={student}", f"objective.teacher={student}", "objective.on_policy=0.5"]
+    ended = distill(folder, tmp_path / "run", *argv, "trainer.max_steps=4")
+    assert ended.code == 0, ended.err
+    first, *_ = found = losses(tmp_path / "run")
+    assert first["train/loss"] == pytest.approx(0, abs=1e-6)
+    assert first["grad_norm"] > 1e-3
+    assert all(0.9 < row["train/router/load_balance"] < 2.1 for row in found)
+    assert {row["train/on_policy"] for row in found} == {0.0, 1.0}
+
+
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_does(folder: Path, tmp_path: Path, lmtrain: Run) -> None:
     """Loss and gradients equal those of one rank, in steps on the data and on the student's own answers."""

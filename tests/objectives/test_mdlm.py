@@ -24,9 +24,9 @@ MASK = 0
 MDLM_ARGS = ["objective=mdlm"]
 
 
-def an_objective(family: str) -> Any:
+def an_objective(family: str, **changes: Any) -> Any:
     """Builds an MDLM around a tiny model, with only the attributes that the losses read."""
-    model = wrapped(family)
+    model = wrapped(family, **changes)
     model.model.set_attn_implementation(ATTENTION)
     objective = MDLM.__new__(MDLM)
     pl.LightningModule.__init__(objective)
@@ -133,7 +133,7 @@ def test_masked_tokens_are_predicted_from_both_sides(family: str) -> None:
     hf = objective.model.model.eval()
     ids = torch.randint(1, VOCAB, (3, 16), generator=torch.Generator().manual_seed(1))
     masked = draw(3, 16, 1e-3, ids.device, torch.Generator().manual_seed(2))
-    found = objective.masked_nll(ids, masked)
+    found = -objective.masked_log_probs(ids, masked).tokens
     hf.set_attn_implementation("eager")
     logits = hf(ids.masked_fill(masked.where, MASK), attention_mask=torch.zeros(3, 1, 16, 16)).logits
     expected = F.cross_entropy(logits[masked.where], ids[masked.where], reduction="none")
@@ -141,7 +141,22 @@ def test_masked_tokens_are_predicted_from_both_sides(family: str) -> None:
     hf.set_attn_implementation(ATTENTION)
     last_changed = torch.cat([ids[:, :-1], ids[:, -1:] % (VOCAB - 1) + 1], dim=1)
     first_only = Masked(torch.zeros_like(masked.where).index_fill(1, torch.tensor([0]), True), masked.times)
-    assert not torch.allclose(objective.masked_nll(ids, first_only), objective.masked_nll(last_changed, first_only))
+    first, other = (objective.masked_log_probs(text, first_only).tokens for text in (ids, last_changed))
+    assert not torch.allclose(first, other)
+
+
+def test_routers_of_a_mixture_are_balanced() -> None:
+    """The gradient and the records have the routers' loss, with the weight of the model's config."""
+    objective, text = an_objective("qwen3_moe", router_aux_loss_coef=0.1), Text(4, 16)
+    losses = objective.model.router_losses
+    ids = text.ids
+    masked = draw_for([0, 1, 2, 3], 16, ids.device)
+    plain = objective.row_losses({"input_ids": ids}, masked)[0].sum()
+    parts = objective.eval().micro_batch_loss({"input_ids": ids})
+    out = objective.masked_log_probs(ids, masked)
+    assert out.router_loss > 0
+    torch.testing.assert_close(parts.loss_sum, plain + ids.numel() * out.router_loss)
+    assert validated(objective, text, 2, 1).keys() == {"loss", "loss_se", *losses.names()}
 
 
 def test_times_cover_their_range_evenly() -> None:

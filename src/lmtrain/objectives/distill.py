@@ -30,7 +30,7 @@ from lmtrain.models.build import build_model
 from lmtrain.models.folder import export_of
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import Definition, LossParts
+from lmtrain.objectives.parts import Definition, LossParts, with_routers
 from lmtrain.objectives.reference import first_values_hash
 from lmtrain.rollouts.engine import Request, Sampling
 from lmtrain.rollouts.in_process import InProcess
@@ -118,6 +118,9 @@ class Distill(Objective):
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return (batch["labels"] != IGNORE).sum()
 
+    def validation_names(self) -> list[str]:
+        return ["loss", *self.model.router_losses.names()]
+
     def plan_rows(self) -> list[tuple[str, str]]:
         o = self.options
         kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(o.beta, f"generalised JSD, beta={o.beta:g}")
@@ -160,17 +163,17 @@ class Distill(Objective):
             hidden, _ = self.teacher.hidden_states(**where)  # type: ignore[arg-type]
             hidden, weight, bias = output_head(self.teacher.model, hidden.flatten(0, 1).index_select(0, at))
         head = OutputHead(weight, bias, self.teacher.logit_scale, self.teacher.logit_softcap)
-        each = self.model.divergence(
+        out = self.model.divergence(
             **where,  # type: ignore[arg-type]
             at=at, teacher_hidden=hidden, teacher=head, vocabulary=len(self.tokenizer), beta=o.beta,
             temperature=o.temperature,
         )  # fmt: skip
         scale = self.scale if self.training else 1.0
-        loss, n = each.double().sum() * scale, self.count_tokens(batch)
+        loss, n = out.tokens.double().sum() * scale, self.count_tokens(batch)
         sums = {"loss": loss.detach()}
         if self.training:
             sums["on_policy"] = (n * scale * self.is_on_policy).double()
-        return LossParts(loss, n, sums)
+        return with_routers(LossParts(loss, n * scale, sums), out)._replace(n_tokens=n)
 
 
 def check_tokenizer(teacher: str, tokenizer: Any) -> None:
