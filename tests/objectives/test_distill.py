@@ -1,13 +1,17 @@
 """Distillation runs on the data and on the student's own answers, and refused teachers."""
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inprocess import Ended, run
+from lmtrain.objectives.distill import Distill
 from support import REPO, Run, rows
 from tiny_pretrained import save_pretrained
 
@@ -75,6 +79,27 @@ def test_the_routers_of_a_student_are_balanced(folder: Path, tmp_path: Path) -> 
     assert first["grad_norm"] > 1e-3
     assert all(0.9 < row["train/router/load_balance"] < 2.1 for row in found)
     assert {row["train/on_policy"] for row in found} == {0.0, 1.0}
+
+
+def test_answers_that_a_model_has_no_positions_for_are_refused(folder: Path, tmp_path: Path) -> None:
+    student = save_pretrained(tmp_path / "gpt2", "gpt2", n_positions=128)
+    argv = [f"model.name_or_path={student}", f"objective.teacher={student}", "objective.max_new_tokens=125"]
+    ended = distill(folder, tmp_path / "run", *argv, "objective.on_policy=1")
+    assert ended.code == 2, ended.err
+    assert re.search(r"a prompt has \d+ tokens, and the 128 positions .* leave room for 3: lower", ended.err)
+    assert distill(folder, tmp_path / "run", *argv, "trainer.max_steps=1").code == 0  # the data's answers fit
+
+
+def test_predictions_are_of_the_data() -> None:
+    """Outside training, as in trainer.predict, the answers are not replaced by samples."""
+    objective = Distill.__new__(Distill)
+    pl.LightningModule.__init__(objective)
+    objective.seed, objective._trainer = 0, SimpleNamespace(global_step=0)
+    objective.options = SimpleNamespace(on_policy=1.0)
+    batch = {"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[-100, 3, 4]])}
+    objective.eval().look_ahead([batch], torch.tensor(2))
+    assert not objective.is_on_policy
+    assert batch["labels"].tolist() == [[-100, 3, 4]]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ language models", GKD, arXiv:2306.13649), as a mean over learned tokens.
 
 import zlib
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.config.strategies import refuse_split_layers
 from lmtrain.data import tokenizers
 from lmtrain.data.corpus import Corpus
-from lmtrain.data.examples.rows import padded
+from lmtrain.data.examples.rows import PaddedRows, padded
 from lmtrain.data.order import mix64
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.distributed.devices import total
@@ -83,7 +83,11 @@ class Distill(Objective):
     loss_is_nll = False
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
-        """Loads the teacher; raises UserError if it can't be loaded, or has another tokenizer than the student."""
+        """Loads the teacher.
+
+        Raises:
+            UserError: it can't be loaded or has another tokenizer than the student, or answers may not fit a model.
+        """
         assert isinstance(config.objective, DistillOptions)
         self.options, self.tokenizer = config.objective, corpus.tokenizer
         name = export_of(str(self.options.teacher))
@@ -104,9 +108,26 @@ class Distill(Objective):
         self.fingerprint["contents"]["teacher"] = first_values_hash(model)
         teacher = LanguageModel(model.eval().requires_grad_(False), config.objective, config.router)
         self._teacher = [teacher]  # in a list: not a submodule, so neither saved nor optimized
+        if self.options.on_policy:
+            self._check_room(corpus)
         self.end_ids = tuple(corpus.end_ids or [eos])
         self.scale: Tensor | float = 1.0
         self.is_on_policy = False
+
+    def _check_room(self, corpus: Corpus) -> None:
+        """Raises UserError if a prompt and the student's answer may together exceed the positions of a model."""
+        configs = (model.model.config.get_text_config() for model in (self.model, self.teacher))
+        most = min(getattr(config, "max_position_embeddings", None) or 2**31 for config in configs)
+        examples, room = cast(PaddedRows, corpus.train).examples, most - self.options.max_new_tokens
+        long = np.flatnonzero(examples.lengths - 1 > room).tolist()  # others have short prompts, whatever is learned
+        longest = max((1 + int(examples.read(index)[1][1:].argmax()) for index in long), default=0)
+        if longest > room:
+            raise UserError(
+                f"objective.on_policy: a prompt has {longest:,} tokens, and the {most:,} positions of student and "
+                f"teacher less objective.max_new_tokens={self.options.max_new_tokens} leave room for {max(room, 0):,}: "
+                f"lower objective.max_new_tokens, or leave longer conversations out with data.on_too_long=drop "
+                f"data.max_length={max(room, 1)}"
+            )
 
     @property
     def teacher(self) -> LanguageModel:
@@ -132,7 +153,7 @@ class Distill(Objective):
         """Replaces the step's answers by the student's own samples, in a share objective.on_policy of all steps."""
         step = self.trainer.global_step
         self.scale = 1.0
-        self.is_on_policy = mix64(_STUDENT, self.seed, step) < self.options.on_policy * 2**64
+        self.is_on_policy = self.training and mix64(_STUDENT, self.seed, step) < self.options.on_policy * 2**64
         if not self.is_on_policy:
             return
         prompts = [prompts_of(batch) for batch in micro_batches]
