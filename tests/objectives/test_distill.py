@@ -90,6 +90,14 @@ def test_answers_that_a_model_has_no_positions_for_are_refused(folder: Path, tmp
     assert distill(folder, tmp_path / "run", *argv, "trainer.max_steps=1").code == 0  # the data's answers fit
 
 
+def test_rows_of_the_embeddings_that_no_token_uses_are_not_sampled(folder: Path, tmp_path: Path) -> None:
+    """The teacher has no embeddings for the rows by which the student's are padded."""
+    student = save_pretrained(tmp_path / "padded", spare_rows=255, max_position_embeddings=128)
+    argv = [f"model.name_or_path={student}", "objective.on_policy=1", "trainer.max_steps=2"]
+    ended = distill(folder, tmp_path / "run", *argv)
+    assert ended.code == 0, ended.err
+
+
 def test_predictions_are_of_the_data() -> None:
     """Outside training, as in trainer.predict, the answers are not replaced by samples."""
     objective = Distill.__new__(Distill)

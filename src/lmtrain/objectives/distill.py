@@ -170,7 +170,7 @@ class Distill(Objective):
 
     def _written(self, step: int, prompts: list[list[int]]) -> list[list[int]]:
         o = self.options
-        sampling = Sampling(o.max_new_tokens, o.sampling_temperature, 1.0, self.end_ids)
+        sampling = Sampling(o.max_new_tokens, o.sampling_temperature, 1.0, self.end_ids, len(self.tokenizer))
         keys = (mix64(_STUDENT, self.seed, step, zlib.crc32(np.array(p, dtype="<i8").tobytes())) for p in prompts)
         requests = [Request(p, key) for p, key in zip(prompts, keys, strict=True)]
         engine = InProcess(self.model.model, o.rollout_batch_size)

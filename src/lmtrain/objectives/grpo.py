@@ -63,7 +63,8 @@ class GRPO(ReferenceObjective):
         parts = build_rewards(config.reward, config.run.allow_target)
         self.reward_names = [part.name for part in parts if part.name != SOLE]
         self.check_room(corpus)
-        sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, end_ids(corpus, o.stop_tokens))
+        ends, vocabulary = end_ids(corpus, o.stop_tokens), len(corpus.tokenizer)
+        sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, ends, vocabulary)
         self.maker = Maker(
             self.make_engine(), sampling, Scorer(parts, o.reward_timeout), corpus.tokenizer, self.variant, o.group_size,
             round(self.variant.overlong_share * o.max_new_tokens) if o.overlong_buffer is None else o.overlong_buffer,
