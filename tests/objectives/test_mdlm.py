@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from helpers_models import VOCAB, wrapped
 from inprocess import run, train_tiny
 from lmtrain.data.loaders import ValidationDataset
 from lmtrain.data.text.windows import empty_window
-from lmtrain.objectives.mdlm import ATTENTION, MDLM, Masked, draw, draw_for
+from lmtrain.errors import UserError
+from lmtrain.objectives.mdlm import ATTENTION, MDLM, Masked, bidirectional, draw, draw_for
 from loopback_hub import HUB
 from support import rows
 
@@ -157,6 +159,16 @@ def test_routers_of_a_mixture_are_balanced() -> None:
     assert out.router_loss > 0
     torch.testing.assert_close(parts.loss_sum, plain + ids.numel() * out.router_loss)
     assert validated(objective, text, 2, 1).keys() == {"loss", "loss_se", *losses.names()}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"softcap": 30.0}, "softcap"), ({"sliding_window": 4}, "sliding_window=4"), ({}, None),
+                          ({"sliding_window": 8}, None), ({"s_aux": torch.zeros(2)}, "s_aux")],
+)  # fmt: skip
+def test_attention_that_does_more_is_refused(options: dict[str, Any], said: str | None) -> None:
+    states = torch.ones(1, 2, 8, 4)
+    with pytest.raises(UserError, match=f"Linear asks its attention for {said}") if said else nullcontext():
+        bidirectional(torch.nn.Linear(1, 1), states, states, states, None, **options)
 
 
 def test_times_cover_their_range_evenly() -> None:

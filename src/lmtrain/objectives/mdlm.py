@@ -211,7 +211,20 @@ def bidirectional(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention of every token to every other, in transformers' AttentionInterface signature; [B, T, H, D]."""
+    """Computes attention of every token to every other, in transformers' AttentionInterface signature; [B, T, H, D].
+
+    Raises:
+        UserError: the family's attention does more, which would be left out: a cap on its scores (Gemma 2), a sink
+            (gpt-oss), a position bias, or a window that is shorter than the row.
+    """
+    asked = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if (kwargs.get("sliding_window") or math.inf) < key.shape[2]:
+        asked.append(f"sliding_window={kwargs['sliding_window']}")
+    if asked:
+        raise UserError(
+            f"objective=mdlm: {type(module).__name__} asks its attention for {', '.join(asked)}, which masked "
+            f"diffusion doesn't have here: choose another model"
+        )
     grouped = query.shape[1] != key.shape[1]
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings give fp32
     out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=grouped)
