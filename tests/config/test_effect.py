@@ -7,7 +7,7 @@ import pytest
 from inprocess import message, run, snapshot, train_tiny
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.compose import check, compose
-from lmtrain.config.effect import inference_note
+from lmtrain.config.effect import default_in, inference_note, without_effect
 from lmtrain.data.corpus import check_rows
 from lmtrain.errors import UserError
 from lmtrain.run.plan import unlikely
@@ -43,6 +43,38 @@ def test_a_key_that_nothing_reads_is_refused(
     swept = run("train", "-m", *TINY, "data=text", f"data.path={corpus}", override, "seed=1,2")
     assert swept.code == 2
     assert NO_EFFECT[override] in message(swept.err)
+
+
+PAIRS, PROMPTS = ["objective=dpo", "data=ultrafeedback"], ["objective=grpo", "data=prompts_jsonl", "data.path=p.jsonl"]
+WITH_OTHERS = {
+    "objective.label_smoothing=0.1": ([*PAIRS, "objective.loss=ipo"], "set objective.loss=sigmoid or objective.loss="),
+    "objective.length_normalize=false": ([*PAIRS, "objective.loss=simpo"], "always take log-probabilities per token"),
+    "objective.clip_high=0.3": ([*PROMPTS, "objective.loss=reinforce"], "reinforce has no ratio to clip"),
+    "objective.kl_by_ratio=true": (
+        [*PROMPTS, "objective.loss=rloo", "objective.kl_coef=0.1", "objective.kl_estimator=k1"],
+        "a loss that adds the KL itself",
+    ),
+    "objective.max_new_tokens=9": (
+        ["objective=distill", "data=ultrachat", "objective.teacher=a/b"], "set objective.on_policy=0.5 too"
+    ),
+    "schedule.decay_ratio=0.5": (["schedule=wsd", "schedule.decay_from=5"], "set by schedule.decay_from"),
+}  # fmt: skip
+OF_GENERATE = {
+    "generate.out=a.jsonl": ([], "set generate.prompts_file too"),
+    "generate.prompt=Hi": (["generate.prompts_file=p.txt"], "generate.prompts_file names the prompts"),
+    "generate.system_prompt=Hi": (["generate.chat=false"], "leave generate.chat=false out"),
+}
+
+
+@pytest.mark.parametrize("verb", ["train", "generate"])
+def test_a_key_that_others_leave_without_effect_is_refused(verb: str) -> None:
+    for typed, (others, words) in (WITH_OTHERS if verb == "train" else OF_GENERATE).items():
+        key, default = typed.partition("=")[0], default_in(compose(["data.seq_len=64", *others]))
+        said = without_effect(verb, [typed], check(compose(["data.seq_len=64", *others, typed])), default)
+        assert said
+        assert said[0].startswith(f"{key} has no effect ")
+        assert words in said[0]
+        assert without_effect(verb, [typed], check(compose(["data.seq_len=64", *others])), default) == []
 
 
 def test_a_key_set_to_its_default_passes(corpus: Path) -> None:

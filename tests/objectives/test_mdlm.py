@@ -1,7 +1,6 @@
 """Masked diffusion: the loss against closed forms and a plain forward, and that a model learns."""
 
 import math
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from lmtrain.errors import UserError
 from lmtrain.objectives.mdlm import ATTENTION, MDLM, Masked, bidirectional, draw, draw_for
 from loopback_hub import HUB
 from support import rows
+from tiny_pretrained import SHORT, save_pretrained
 
 MASK = 0
 MDLM_ARGS = ["objective=mdlm"]
@@ -215,7 +215,12 @@ def test_what_it_needs_is_said(corpus: Path, tmp_path: Path) -> None:
     assert "set data.isolate_documents=false" in apart.err
     full = train_tiny(corpus, *MDLM_ARGS, "model.vocab_multiple_of=1", f"run.dir={tmp_path}/run")
     assert full.code == 2
-    assert re.search(r"rows of the embeddings belong to tokens; set model\.vocab_size=\d+, or name a token", full.err)
+    assert "rows of the embeddings belong to tokens; add one with tokenizer.add_tokens=[HIDDEN] objective." in full.err
+    added = ["tokenizer.add_tokens=[HIDDEN]", "objective.mask_token=HIDDEN", "trainer.max_steps=1"]
+    pretrained = [f"model.name_or_path={save_pretrained(tmp_path / 'model')}", "data.isolate_documents=false"]
+    ended = run("train", *SHORT, f"data.path={corpus}", *MDLM_ARGS, *pretrained, *added, f"run.dir={tmp_path}/grown")
+    assert ended.code == 0, ended.err
+    assert f"a hidden token is id {257}" in " ".join(ended.out.split())
     unknown = train_tiny(corpus, *MDLM_ARGS, "objective.mask_token=MASK", f"run.dir={tmp_path}/run")
     assert unknown.code == 2
     assert "objective.mask_token=MASK is no token here" in unknown.err

@@ -33,8 +33,15 @@ PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "hinge", "dpop", "kto_pair", "a
 REFERENCES = ("auto", "frozen_copy", "adapter_off", "precomputed", "none")
 
 
-def _of_loss(name: str) -> ReadWhere:
-    return ReadWhere(lambda c: c.objective.loss == name, f"set objective.loss={name}")
+def _of_loss(*names: str) -> ReadWhere:
+    choices = " or ".join(f"objective.loss={name}" for name in names)
+    return ReadWhere(lambda c: c.objective.loss in names, f"set {choices}")
+
+
+_CHOOSES = ReadWhere(
+    lambda c: c.objective.loss not in ("simpo", "orpo"),
+    "simpo and orpo always take log-probabilities per token; leave it out",
+)
 
 
 @dataclass(kw_only=True)
@@ -56,11 +63,11 @@ class DPOConfig(ObjectiveConfig):
 
     loss: Annotated[str, TRAJECTORY, choice(*PREFERENCE_LOSSES)]
     beta: Annotated[float, TRAJECTORY, above_zero]
-    label_smoothing: Annotated[float, TRAJECTORY, less_than_half]
+    label_smoothing: Annotated[float, TRAJECTORY, less_than_half, _of_loss("sigmoid", "robust")]
     gamma: Annotated[float, TRAJECTORY, not_negative, _of_loss("simpo")]
     dpop_lambda: Annotated[float, TRAJECTORY, not_negative, _of_loss("dpop")]
     sft_weight: Annotated[float, TRAJECTORY, not_negative]
-    length_normalize: Annotated[bool | str, TRAJECTORY, choice("auto")]
+    length_normalize: Annotated[bool | str, TRAJECTORY, choice("auto"), _CHOOSES]
     reference: Annotated[str, MACHINE, choice(*REFERENCES)]
 
     def check(self, config: Config) -> None:
@@ -199,9 +206,15 @@ class PolynomialConfig(ToFloorConfig):
     power: Annotated[float, RATE, above_zero]
 
 
+_NO_STEP = ReadWhere(
+    lambda c: c.schedule.decay_from is None,
+    "the step at which the decay begins is set by schedule.decay_from or run.cooldown_from; leave one of them out",
+)
+
+
 @dataclass(kw_only=True)
 class WarmupStableDecayConfig(ToFloorConfig):
-    decay_ratio: Annotated[float, RATE, above_zero, up_to_one]
+    decay_ratio: Annotated[float, RATE, above_zero, up_to_one, _NO_STEP]
     decay_from: Annotated[int | None, RATE, not_negative] = None  # first step of the decay; overrides decay_ratio
     decay_shape: Annotated[str, RATE, choice("linear", "cosine", "sqrt")]
 

@@ -288,14 +288,21 @@ class ExportConfig:
     push_private: Annotated[bool, SHOWN]
 
 
+_MANY_PROMPTS = ReadWhere(lambda c: c.generate.prompts_file is not None, "set generate.prompts_file too")
+_ONE_PROMPT = ReadWhere(
+    lambda c: c.generate.prompts_file is None, "generate.prompts_file names the prompts; leave one of them out"
+)
+_IN_CHAT = ReadWhere(lambda c: c.generate.chat is not False, "leave generate.chat=false out")
+
+
 @dataclass(kw_only=True)
 class GenerateConfig:
-    prompt: Annotated[str, SHOWN]
+    prompt: Annotated[str, SHOWN, _ONE_PROMPT]
     prompts_file: Annotated[str | None, SHOWN]
-    out: Annotated[str | None, SHOWN]
-    batch_size: Annotated[int, SHOWN, at_least(1)]
+    out: Annotated[str | None, SHOWN, _MANY_PROMPTS]
+    batch_size: Annotated[int, SHOWN, at_least(1), _MANY_PROMPTS]
     chat: Annotated[bool | str, SHOWN, choice("auto")]
-    system_prompt: Annotated[str | None, SHOWN]
+    system_prompt: Annotated[str | None, SHOWN, _IN_CHAT]
     num_samples: Annotated[int, SHOWN, at_least(1)]
     max_new_tokens: Annotated[int, SHOWN, at_least(1)]
     temperature: Annotated[float, SHOWN, not_negative]

@@ -60,6 +60,8 @@ def as_conversation(tokenizer: Any, config: Config, prompt: str) -> tuple[str | 
     """Returns the prompt as a user turn and the ids that end an answer; outside a chat, the prompt itself and None."""
     g = config.generate
     if g.chat is False or (g.chat == "auto" and not (prompt and tokenizer.chat_template)):
+        if g.system_prompt and not tokenizer.chat_template:
+            raise UserError("generate.system_prompt: the tokenizer has no chat template, so there are no turns")
         return prompt, None
     template = own_template(tokenizer)
     if template is None or not prompt:

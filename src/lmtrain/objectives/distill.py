@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmtrain.config.constraints import CONTENT, MACHINE, MODEL, TRAJECTORY, above_zero, at_least, up_to_one
+from lmtrain.config.constraints import CONTENT, MACHINE, MODEL, TRAJECTORY, ReadWhere, above_zero, at_least, up_to_one
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.config.schema_data import TokenizerConfig
@@ -46,6 +46,9 @@ DISTILLATION = {
 }  # fmt: skip
 
 
+_SAMPLES = ReadWhere(lambda c: c.objective.on_policy > 0, "set objective.on_policy=0.5 too")
+
+
 @dataclass(kw_only=True)
 class DistillOptions(ObjectiveConfig):
     rows: ClassVar[str] = "conversations"
@@ -54,9 +57,9 @@ class DistillOptions(ObjectiveConfig):
     beta: Annotated[float, TRAJECTORY, up_to_one]
     temperature: Annotated[float, TRAJECTORY, above_zero]
     on_policy: Annotated[float, TRAJECTORY, up_to_one]
-    max_new_tokens: Annotated[int, TRAJECTORY, at_least(1)]
-    sampling_temperature: Annotated[float, TRAJECTORY, above_zero]
-    rollout_batch_size: Annotated[int, MACHINE, at_least(1)]
+    max_new_tokens: Annotated[int, TRAJECTORY, at_least(1), _SAMPLES]
+    sampling_temperature: Annotated[float, TRAJECTORY, above_zero, _SAMPLES]
+    rollout_batch_size: Annotated[int, MACHINE, at_least(1), _SAMPLES]
 
     def check(self, config: Config) -> None:
         if not self.teacher:

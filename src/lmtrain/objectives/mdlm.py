@@ -195,8 +195,9 @@ def _mask_id(token: str | None, tokenizer: Any, model: Any) -> int:
         return int(found)
     if rows <= size:
         raise UserError(
-            f"objective.mask_token=null: all {rows} rows of the embeddings belong to tokens; set "
-            f"model.vocab_size={size + 1}, or name a token that doesn't occur in the text"
+            f"objective.mask_token=null: all {rows} rows of the embeddings belong to tokens; add one with "
+            f"tokenizer.add_tokens=[HIDDEN] objective.mask_token=HIDDEN, from scratch also with model.vocab_size="
+            f"{size + 1}, or name a token that doesn't occur in the text"
         )
     return size
 
