@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from chats import write_chats
 from inprocess import Ended, message, run
@@ -125,6 +127,24 @@ def test_prompts_of_a_file(form: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert [row["prompt"] for row in found] == prompts
     for row in found:
         assert row["text"] == sample_text(loaded, tokenizer, row["prompt"], max_new_tokens=12, temperature=0.0)
+
+
+def test_a_text_and_its_continuation_are_one_text() -> None:
+    """A tokenizer such as Llama 2's decodes a text without its first space, which belongs between the two here."""
+    words = ["<eos>", *("▁" + word for word in ["once", "upon", "a", "time", "there", "was"])]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<eos>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), bos_token_id=0, eos_token_id=0, **shape)).eval()
+    given = tokenizer("once upon a", return_tensors="pt")["input_ids"]
+    whole = model.generate(given, max_new_tokens=3, do_sample=False, pad_token_id=0)[0]
+    expected = tokenizer.decode(whole, skip_special_tokens=True)
+    assert len(expected.split()) > 3
+    for prompt in ("once upon a", given[0].tolist()):
+        assert f"once upon a{sample_text(model, tokenizer, prompt, max_new_tokens=3, temperature=0)}" == expected
 
 
 def test_answers_in_a_file_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
