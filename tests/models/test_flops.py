@@ -86,6 +86,9 @@ def test_peak_flops_of_known_devices(monkeypatch):
         ("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12),
         ("NVIDIA GeForce RTX 4090", 165.2e12), ("NVIDIA A10G", 70e12), ("NVIDIA A10", 125e12), ("Tesla K80", None),
+        ("NVIDIA GB200", 2500e12), ("NVIDIA GH200 480GB", 989e12), ("AMD Instinct MI250X / MI250", 383e12),
+        # Workstation cards whose numbers begin like those of others.
+        ("NVIDIA RTX A1000 Laptop GPU", None), ("NVIDIA RTX A4000", None), ("NVIDIA RTX A3000", None),
     ]:  # fmt: skip
         assert flops.peak_flops(torch.device("cuda"), "bf16-mixed") == peak, name
     assert flops.peak_flops(torch.device("cuda"), "32-true") is None

@@ -17,7 +17,7 @@ from lmtrain.models.language_model import auto_chunk_bytes
 ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
 
 # Dense bf16 (or fp16) tensor-core peak in FLOP/s, from the vendors' data sheets. The first entry that is part of
-# torch's name for the device applies.
+# torch's name for the device, and not of a longer number in it (RTX A1000 is no A100), applies.
 PEAK_FLOPS = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -142,7 +142,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or not outside_fp8(precision).startswith(("bf16", "16")):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_FLOPS if known in name), None)
+    return next((peak for known, peak in PEAK_FLOPS if re.search(rf"{known}(?!\d)", name)), None)
 
 
 def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | None = None) -> dict[str, int]:
