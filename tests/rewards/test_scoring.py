@@ -9,7 +9,7 @@ import pytest
 
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward
-from lmtrain.rewards.code import CodeTests
+from lmtrain.rewards.code import CodeTests, code_of
 from lmtrain.rewards.scoring import Part, Scorer, build_rewards
 from lmtrain.rewards.text import ExactNumber, LengthPenalty, Regex, TaggedFormat, final_number
 
@@ -130,6 +130,16 @@ PROGRAMS = {
     "import os\nos.setsid()\nif os.fork() == 0:\n    import time\n    time.sleep(60)\ndef f(x): return 4": 1,
     "open('a', 'w').write('x' * 2**26)\ndef f(x): return 4": 0,
 }
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["```python\nCODE\n```", "First:\n```bash\npip install x\n```\nNow:\n```python\nCODE\n```\nthen\n```sh\nls\n```\n",
+     "```python3\nCODE\n```\nThis is ```inline```.", "```Python\r\nCODE\r\n```\r\n", "So:\n   ``` py\nCODE\n   ```\n",
+     "So ```python\nCODE\n```", "```\nold\n```\n```\nCODE```", "CODE"],
+)  # fmt: skip
+def test_the_code_of_an_answer_is_its_last_block_of_python(text: str) -> None:
+    assert code_of(text).strip() == "CODE"
 
 
 def test_code_is_run_with_limits() -> None:

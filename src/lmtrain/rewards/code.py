@@ -25,13 +25,16 @@ from typing import Any
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward, needed
 
-_FENCE = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n`]*\n(.*?)```", re.DOTALL | re.MULTILINE)
+_WITHIN_A_LINE = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)  # a fence that doesn't begin its line
+_PYTHON = ("", "python", "python3", "py")
 _FILE_BYTES, _PROCESSES = 16 * 2**20, 64
 
 
 def code_of(completion: str) -> str:
     """Returns the last fenced block of Python, or the whole text if there is none."""
-    blocks = _FENCE.findall(completion)
+    blocks = [code for language, code in _FENCE.findall(completion) if language.lower() in _PYTHON]
+    blocks = blocks or _WITHIN_A_LINE.findall(completion)
     return blocks[-1] if blocks else completion
 
 
