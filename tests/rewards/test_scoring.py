@@ -10,6 +10,7 @@ import pytest
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward
 from lmtrain.rewards.code import CodeTests, code_of
+from lmtrain.rewards.math_verify import MathVerify, delimited
 from lmtrain.rewards.scoring import Part, Scorer, build_rewards
 from lmtrain.rewards.text import ExactNumber, LengthPenalty, Regex, TaggedFormat, final_number
 
@@ -130,6 +131,26 @@ PROGRAMS = {
     "import os\nos.setsid()\nif os.fork() == 0:\n    import time\n    time.sleep(60)\ndef f(x): return 4": 1,
     "open('a', 'w').write('x' * 2**26)\ndef f(x): return 4": 0,
 }
+
+
+@pytest.mark.parametrize(
+    ("reference", "read"),
+    [(r"2\pi", r"$2\pi$"), (r"\sqrt{2} \text{ cm}", r"$\sqrt{2} \text{ cm}$"), ("(1, 2)", "$(1, 2)$"), ("1/2", "$1/2$"),
+     (r"\boxed{7}", r"\boxed{7}"), ("so it is $2$", "so it is $2$"), ("12 apples", "12 apples")],
+)  # fmt: skip
+def test_a_reference_is_read_as_a_formula(reference: str, read: str) -> None:
+    assert delimited(reference) == read
+
+
+def test_answers_are_compared_as_formulas() -> None:
+    pytest.importorskip("math_verify")
+    references = [r"2\pi", r"3\sqrt{2}", "x^2+1", r"\frac{1}{2}", "0.5", r"\text{Tuesday}", "12 apples"]
+    answers = [r"$\boxed{2\pi}$", r"it is $3\sqrt{2}$", "$1+x^2$", "0.5", "1/2", r"$\boxed{\text{Tuesday}}$", "12"]
+    assert MathVerify()([0] * 7, answers, answer=references) == [1] * 7
+    assert MathVerify()([0], ["0.00001"], answer=[1e-05]) == [1]
+    assert MathVerify()([0] * 3, ["2", "3", "1"], answer=references[:3]) == [0] * 3
+    with pytest.raises(ValueError, match="holds nothing that math-verify can read"):
+        MathVerify()([0], ["1"], answer=[""])
 
 
 @pytest.mark.parametrize(
