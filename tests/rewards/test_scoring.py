@@ -12,7 +12,7 @@ from lmtrain.rewards.base import Reward
 from lmtrain.rewards.code import CodeTests, code_of
 from lmtrain.rewards.math_verify import MathVerify, delimited
 from lmtrain.rewards.scoring import Part, Scorer, build_rewards
-from lmtrain.rewards.text import ExactNumber, LengthPenalty, Regex, TaggedFormat, final_number
+from lmtrain.rewards.text import Equal, ExactNumber, LengthPenalty, Regex, TaggedFormat, final_number
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,17 @@ PROGRAMS = {
     "import os\nos.setsid()\nif os.fork() == 0:\n    import time\n    time.sleep(60)\ndef f(x): return 4": 1,
     "open('a', 'w').write('x' * 2**26)\ndef f(x): return 4": 0,
 }
+
+
+def test_a_row_without_a_reference_is_another_rewards() -> None:
+    """In a mixture of rows, each reward leaves the rows of the others alone."""
+    code, number = CodeTests(network=True), ExactNumber()
+    columns = {"tests": ["assert x == 1", None], "answer": [None, "2"]}
+    assert code([0] * 2, ["x = 1", "2"], **columns) == [1, None]
+    assert number([0] * 2, ["x = 1", "2"], **columns) == [None, 1]
+    scores = Scorer([Part("code", 1.0, code), Part("number", 1.0, number)], 60.0)([0] * 2, ["x = 1", "2"], columns)
+    assert (scores.total, scores.failed) == ([1, 1], [False, False])
+    assert Equal()([0], ["None"], answer=[None]) == [None]
 
 
 @pytest.mark.parametrize(
