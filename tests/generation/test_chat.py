@@ -163,6 +163,22 @@ def test_answers_in_a_file_are_continued(tmp_path: Path, monkeypatch: pytest.Mon
     assert "line 1 has no" in message(refused.err)
 
 
+@pytest.mark.parametrize("held", ["other", "mine", "unfinished", "longer"])
+def test_a_file_of_anything_else_stays_as_it_is(held: str, tmp_path: Path) -> None:
+    """Answers to other prompts would be taken for those asked for, and the end of any other file would be cut off."""
+    model, out = save_pretrained(tmp_path / "model"), tmp_path / "out.jsonl"
+    (tmp_path / "p.txt").write_text("one\ntwo\n")
+    line = '{"prompt": "%s", "sample": 0, "text": "x"}\n'
+    text = {"other": line % "uno", "mine": "my notes", "unfinished": line % "one" + '{"prompt": "twa'}
+    out.write_text(text.get(held, "".join(line % prompt for prompt in ("one", "two", "three"))))
+    before = out.read_bytes()
+    ended = run("generate", f"run_dir={model}", f"generate.prompts_file={tmp_path / 'p.txt'}", f"generate.out={out}")
+    assert ended.code == 2
+    number = {"unfinished": 2, "longer": 3}.get(held, 1)
+    assert f"line {number} is no answer to prompt {number} of this command" in message(ended.err)
+    assert out.read_bytes() == before
+
+
 def test_an_empty_prompt_leaves_the_answers_of_its_batch_as_they_are(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
