@@ -78,7 +78,7 @@ class GRPO(ReferenceObjective):
         self.pending: dict[int, dict[tuple[int, int], Group]] = {}  # by step, then by (epoch, row) of the prompt
         self.rollout: list[Group] = []
         self.failures = Counter[str]()  # number of occurrences of each reward failure in the last rollout
-        self.judge_failures = Counter[str]()  # the same in the last micro-batch of a validation
+        self.judge_failures = Counter[str]()  # the same in the last validation
         self.completions_per_token = torch.ones(())
         self.has_signal = True  # whether some group of the step has a nonzero advantage
 
@@ -212,7 +212,8 @@ class GRPO(ReferenceObjective):
     def _judged(self, batch: dict[str, Tensor]) -> list[Group]:
         """Samples and scores a greedy completion of each prompt."""
         with sharding.gathered(self.model):
-            groups, self.judge_failures = self.judge.groups(-1, prompts_of(batch))
+            groups, reasons = self.judge.groups(-1, prompts_of(batch))
+        self.judge_failures.update(reasons)
         return groups
 
     def _score_old(self, groups: list[Group]) -> None:
@@ -285,6 +286,10 @@ class GRPO(ReferenceObjective):
         sums = {name: torch.tensor(value, device=self.device) for name, value in found.items() if name in keep}
         sums = {"loss": -sums["reward"], **sums, "n_tokens": torch.tensor(len(groups), device=self.device)}
         add_sums(self.val_sums.setdefault(dataloader_idx, {}), sums)
+
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self.judge_failures.clear()
 
     def validation_means(self, loader: int = 0) -> dict[str, float]:
         """Returns the means as in the base class.
