@@ -35,7 +35,7 @@ from lmtrain.secrets import shown_in
 # Largest allowed difference between reloaded and live logits: rounding of the stored dtype, amplified by the layers.
 # int8: the live model also rounds each layer's input, a merged one doesn't. merged: one product with W + s B A rounds
 # differently than two products; 6e-6 in 30 layers. A wrong merge is off by 0.01 or more.
-TOLERANCE = {"float32": 1e-5, "merged": 1e-4, "bfloat16": 0.1, "float16": 0.02, "int8": 0.2}
+TOLERANCE = {"float64": 1e-5, "float32": 1e-5, "merged": 1e-4, "bfloat16": 0.1, "float16": 0.02, "int8": 0.2}
 
 
 def export_model(
