@@ -154,6 +154,19 @@ def test_an_option_and_a_suffix_that_differ_are_refused() -> None:
     compose(["data=jsonl", "data.path=x.csv", "data.text_column=body"])
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [["objective.loss_chunk_tokens=0"], ["objective.loss_chunk_tokens=large"], ["objective.loss_chunk_tokens=2.5"],
+     ["objective.loss_chunk_tokens=true"], ["optimizer.eps=-1"], ["optimizer.momentum=1.0", "optimizer=muon"],
+     ["optimizer.ns_steps=0", "optimizer=muon"], ["optimizer.clip_threshold=0", "optimizer=adafactor"],
+     ["model.initializer_range=-1"], ["model.rope_theta=0", "model=llama_nano"], ["model.norm_eps=-1"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_no_run_can_have_is_refused_before_data_are_prepared(typed: list[str]) -> None:
+    with pytest.raises(UserError, match=typed[0].partition("=")[0]):
+        check(compose(typed))
+
+
 def test_values_that_are_rarely_meant() -> None:
     config = check(compose(["schedule.warmup_steps=50", "data.num_workers=64"]))
     notes = " ".join(unlikely(config, total_steps=40, cores=2, typed=[]))

@@ -117,6 +117,11 @@ def between(first: int, last: int) -> Constraint:
     return _number(lambda value: first <= value <= last, f"a whole number from {first} to {last}")
 
 
+def auto_or_count(key: str, value: Any) -> None:
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise UserError(f"{key}={value}: auto, or a whole number from 1 up, is needed")
+
+
 not_negative = _number(lambda value: 0 <= value < math.inf, "a number from 0 up")
 above_zero = _number(lambda value: 0 < value < math.inf, "a number above 0")
 above_one = _number(lambda value: 1 < value < math.inf, "a number above 1")

@@ -54,7 +54,7 @@ class CausalLMConfig(ObjectiveConfig):
 class SFTConfig(CausalLMConfig):
     rows: ClassVar[str] = "conversations"
 
-    neftune_alpha: Annotated[float | None, TRAJECTORY] = None
+    neftune_alpha: Annotated[float | None, TRAJECTORY, not_negative] = None
 
 
 @dataclass(kw_only=True)
@@ -106,9 +106,9 @@ class ScratchModelConfig(ModelConfig):
     intermediate_size: Annotated[int | None, MODEL] = None
     hidden_act: Annotated[str | None, MODEL] = None
     tie_word_embeddings: Annotated[bool | None, MODEL] = None
-    rope_theta: Annotated[float | None, MODEL] = None
-    norm_eps: Annotated[float | None, MODEL] = None
-    initializer_range: Annotated[float | None, MODEL] = None
+    rope_theta: Annotated[float | None, MODEL, above_zero] = None
+    norm_eps: Annotated[float | None, MODEL, not_negative] = None
+    initializer_range: Annotated[float | None, MODEL, not_negative] = None
     num_experts: Annotated[int | None, MODEL] = None
     num_experts_per_tok: Annotated[int | None, MODEL] = None
     moe_intermediate_size: Annotated[int | None, MODEL] = None
@@ -153,7 +153,7 @@ class LionConfig(OptimizerConfig):
 @dataclass(kw_only=True)
 class AdamWConfig(OptimizerConfig):
     betas: Annotated[Any, TRAJECTORY, two_betas]
-    eps: Annotated[float, TRAJECTORY]
+    eps: Annotated[float, TRAJECTORY, not_negative]
 
 
 @dataclass(kw_only=True)
@@ -164,18 +164,18 @@ class AdamW8bitConfig(AdamWConfig):
 @dataclass(kw_only=True)
 class AdafactorConfig(OptimizerConfig):
     beta2_decay: Annotated[float, TRAJECTORY]
-    eps: Annotated[float, TRAJECTORY]
-    min_parameter_rms: Annotated[float, TRAJECTORY]
-    clip_threshold: Annotated[float, TRAJECTORY]
+    eps: Annotated[float, TRAJECTORY, not_negative]
+    min_parameter_rms: Annotated[float, TRAJECTORY, not_negative]
+    clip_threshold: Annotated[float, TRAJECTORY, above_zero]
 
 
 @dataclass(kw_only=True)
 class MuonConfig(AdamWConfig):
     """Keys of Muon, and of the AdamW that updates every parameter other than hidden matrices."""
 
-    momentum: Annotated[float, TRAJECTORY]
+    momentum: Annotated[float, TRAJECTORY, share]
     nesterov: Annotated[bool, TRAJECTORY]
-    ns_steps: Annotated[int, TRAJECTORY]
+    ns_steps: Annotated[int, TRAJECTORY, at_least(1)]
     adamw_pattern: Annotated[str, TRAJECTORY, regular_expression]
 
 

@@ -26,6 +26,7 @@ from lmtrain.config.constraints import (
     above_one,
     above_zero,
     at_least,
+    auto_or_count,
     between,
     choice,
     name_of_file,
@@ -64,7 +65,7 @@ class ObjectiveConfig:
 
     name: Annotated[str, TRAJECTORY]
     _target_: Annotated[str, TRAJECTORY]
-    loss_chunk_tokens: Annotated[int | str, MACHINE]
+    loss_chunk_tokens: Annotated[int | str, MACHINE, auto_or_count]
 
     def check(self, config: "Config") -> None:
         """Raises UserError for incompatible keys; called after each key has passed its own constraints."""

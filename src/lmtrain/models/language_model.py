@@ -78,7 +78,7 @@ class LanguageModel(nn.Module):
         # Terms of the loss in `forward`; objectives with a loss of their own don't have these options.
         self.z_loss = getattr(objective, "z_loss", 0.0)
         self.label_smoothing = getattr(objective, "label_smoothing", 0.0)
-        self.chunk_tokens = _checked_chunk(objective.loss_chunk_tokens)
+        self.chunk_tokens = objective.loss_chunk_tokens
         self.logit_scale, self.logit_softcap = _logit_transform(model)
         config = model.config.get_text_config()
         self.routers = Routers(model)
@@ -404,12 +404,6 @@ def _scaled_gradient(x: Tensor, factor: int) -> Tensor:
     if x.requires_grad:
         x.register_hook(lambda gradient: gradient * factor)
     return x
-
-
-def _checked_chunk(value: int | str) -> int | str:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise UserError(f"objective.loss_chunk_tokens={value}: auto, or a number of tokens from 1 up")
 
 
 def _logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
