@@ -57,6 +57,9 @@ WITH_OTHERS = {
     "objective.max_new_tokens=9": (
         ["objective=distill", "data=ultrachat", "objective.teacher=a/b"], "set objective.on_policy=0.5 too"
     ),
+    "peft.double_quant=true": (
+        ["peft=lora", "model=pretrained", "model.name_or_path=a/b"], "set peft.quantization=nf4 too"
+    ),
     "schedule.decay_ratio=0.5": (["schedule=wsd", "schedule.decay_from=5"], "set by schedule.decay_from"),
 }  # fmt: skip
 OF_GENERATE = {
@@ -127,12 +130,14 @@ def test_rows_of_another_kind_name_the_option_to_choose(tmp_path: Path) -> None:
 
 def test_the_plan_says_which_source_a_bare_path_chose(corpus: Path, tmp_path: Path) -> None:
     steps = ["trainer.max_steps=1", "trainer.limit_val_batches=1", f"run.dir={tmp_path / 'run'}", "data.num_workers=0"]
-    ended = run("train", *TINY, *steps, f"data.path={corpus}", "optimizer.lr=0", "trainer.val_check_interval=99")
+    ended = run("train", *TINY, *steps, f"data.path={corpus}", "optimizer.lr=0", "trainer.val_check_interval=99",
+                "router.z_loss=0.001")  # fmt: skip
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.replace("│", " ").split())
     assert "chose its reader, files (text)" in said
     assert "20 files" in said or str(corpus) in said
     assert "optimizer.lr=0: nothing will be learned" in said
+    assert "router.*: this model has neither" in said
     assert "trainer.val_check_interval=99 is longer than the run" in said
 
 
@@ -171,6 +176,8 @@ def test_values_that_are_rarely_meant() -> None:
     config = check(compose(["schedule.warmup_steps=50", "data.num_workers=64"]))
     notes = " ".join(unlikely(config, total_steps=40, cores=2, typed=[]))
     assert "schedule.warmup_steps=50 of 40 steps" in notes
+    constant = check(compose(["schedule=constant_with_warmup", "schedule.warmup_steps=50"]))
+    assert "the peak lr" in " ".join(unlikely(constant, total_steps=40, cores=2, typed=[]))
     assert "data.num_workers=64 on 2 cores" in notes
     assert unlikely(check(compose([])), total_steps=100, cores=2, typed=[]) == []
 

@@ -91,6 +91,9 @@ class ModelConfig:
     extra: Annotated[dict[str, Any], MODEL] = field(default_factory=dict)
 
 
+_IN_4_BITS = ReadWhere(lambda c: c.peft.quantization in ("nf4", "fp4"), "set peft.quantization=nf4 too")
+
+
 @dataclass(kw_only=True)
 class PeftConfig:
     method: Annotated[str, MODEL, choice("none", "lora", "memory")]
@@ -105,7 +108,7 @@ class PeftConfig:
     use_dora: Annotated[bool | None, MODEL] = None
     init_weights: Annotated[str | None, MODEL] = None  # default, pissa, pissa_niter_<n>, ...
     quantization: Annotated[str | None, MODEL, choice("nf4", "fp4", "int8")] = None  # how the frozen base is stored
-    double_quant: Annotated[bool | None, MODEL] = None
+    double_quant: Annotated[bool | None, MODEL, _IN_4_BITS] = None
     learning_rate: Annotated[float | None, RATE] = None
 
 
