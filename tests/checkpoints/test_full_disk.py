@@ -99,7 +99,9 @@ def test_in_the_export(disk: Disk, corpus: Path) -> None:
     assert train_tiny(corpus, *settings, "export.enabled=false").code == 0
     (folder / "run" / "summary.json").unlink()
     resize(folder, used_kib(folder) + 40)
-    assert_full(train_tiny(corpus, *settings), f"python -m lmtrain.export run_dir={folder}/run")
+    assert_full(
+        train_tiny(corpus, *settings), f"python -m lmtrain.export run_dir={folder}/run export.checkpoint=step_0"
+    )
     assert [store.damage(p) for p in store.scan(folder / "run" / "checkpoints")] == [None, None]
     assert not list((folder / "run").glob("export*"))
 

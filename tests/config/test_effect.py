@@ -7,6 +7,7 @@ import pytest
 from inprocess import message, run, snapshot, train_tiny
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.compose import check, compose
+from lmtrain.config.effect import default_in, inference_note, without_effect
 from lmtrain.data.corpus import check_rows
 from lmtrain.errors import UserError
 from lmtrain.run.plan import unlikely
@@ -70,6 +71,41 @@ def test_a_policy_for_long_rows_that_their_kind_does_not_have(words: str, policy
     assert f"data.on_too_long={policy}" in message(ended.err)
 
 
+PAIRS, PROMPTS = ["objective=dpo", "data=ultrafeedback"], ["objective=grpo", "data=prompts_jsonl", "data.path=p.jsonl"]
+WITH_OTHERS = {
+    "objective.label_smoothing=0.1": ([*PAIRS, "objective.loss=ipo"], "set objective.loss=sigmoid or objective.loss="),
+    "objective.length_normalize=false": ([*PAIRS, "objective.loss=simpo"], "always take log-probabilities per token"),
+    "objective.clip_high=0.3": ([*PROMPTS, "objective.loss=reinforce"], "reinforce has no ratio to clip"),
+    "objective.kl_by_ratio=true": (
+        [*PROMPTS, "objective.loss=rloo", "objective.kl_coef=0.1", "objective.kl_estimator=k1"],
+        "a loss that adds the KL itself",
+    ),
+    "objective.max_new_tokens=9": (
+        ["objective=distill", "data=ultrachat", "objective.teacher=a/b"], "set objective.on_policy=0.5 too"
+    ),
+    "peft.double_quant=true": (
+        ["peft=lora", "model=pretrained", "model.name_or_path=a/b"], "set peft.quantization=nf4 too"
+    ),
+    "schedule.decay_ratio=0.5": (["schedule=wsd", "schedule.decay_from=5"], "set by schedule.decay_from"),
+}  # fmt: skip
+OF_GENERATE = {
+    "generate.out=a.jsonl": ([], "set generate.prompts_file too"),
+    "generate.prompt=Hi": (["generate.prompts_file=p.txt"], "generate.prompts_file names the prompts"),
+    "generate.system_prompt=Hi": (["generate.chat=false"], "leave generate.chat=false out"),
+}
+
+
+@pytest.mark.parametrize("verb", ["train", "generate"])
+def test_a_key_that_others_leave_without_effect_is_refused(verb: str) -> None:
+    for typed, (others, words) in (WITH_OTHERS if verb == "train" else OF_GENERATE).items():
+        key, default = typed.partition("=")[0], default_in(compose(["data.seq_len=64", *others]))
+        said = without_effect(verb, [typed], check(compose(["data.seq_len=64", *others, typed])), default)
+        assert said
+        assert said[0].startswith(f"{key} has no effect ")
+        assert words in said[0]
+        assert without_effect(verb, [typed], check(compose(["data.seq_len=64", *others])), default) == []
+
+
 def test_a_key_set_to_its_default_passes(corpus: Path) -> None:
     assert run("train", "data=text", f"data.path={corpus}", "trainer.fsdp.cpu_offload=false", "--cfg").code == 0
     ended = run("inspect", *TINY, "data=text", f"data.path={corpus}", "trainer.deepspeed.stage=2", "inspect.samples=1")
@@ -120,13 +156,25 @@ def test_rows_of_another_kind_name_the_option_to_choose(tmp_path: Path) -> None:
 
 def test_the_plan_says_which_source_a_bare_path_chose(corpus: Path, tmp_path: Path) -> None:
     steps = ["trainer.max_steps=1", "trainer.limit_val_batches=1", f"run.dir={tmp_path / 'run'}", "data.num_workers=0"]
-    ended = run("train", *TINY, *steps, f"data.path={corpus}", "optimizer.lr=0", "trainer.val_check_interval=99")
+    ended = run("train", *TINY, *steps, f"data.path={corpus}", "optimizer.lr=0", "trainer.val_check_interval=99",
+                "router.z_loss=0.001")  # fmt: skip
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.replace("│", " ").split())
     assert "chose its reader, files (text)" in said
     assert "20 files" in said or str(corpus) in said
     assert "optimizer.lr=0: nothing will be learned" in said
+    assert "router.*: this model has neither" in said
     assert "trainer.val_check_interval=99 is longer than the run" in said
+
+
+def test_only_a_length_that_nobody_gave_is_said_to_be_chosen(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  max_epochs: 3\n")
+    for typed, is_chosen in (([], True), (["experiment=mine"], False), (["trainer.max_epochs=15"], False)):
+        words = [*typed, "data.path=book.txt"]
+        notes = inference_note(words, check(compose(words, str(tmp_path))))
+        assert any(note.startswith("no length was given") for note in notes) is is_chosen
+    assert inference_note(["experiment=mine"], check(compose(["experiment=mine"], str(tmp_path)))) == []
 
 
 def test_an_option_and_a_suffix_that_differ_are_refused() -> None:
@@ -137,12 +185,40 @@ def test_an_option_and_a_suffix_that_differ_are_refused() -> None:
     compose(["data=jsonl", "data.path=x.csv", "data.text_column=body"])
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [["objective.loss_chunk_tokens=0"], ["objective.loss_chunk_tokens=large"], ["objective.loss_chunk_tokens=2.5"],
+     ["objective.loss_chunk_tokens=true"], ["optimizer.eps=-1"], ["optimizer.momentum=1.0", "optimizer=muon"],
+     ["optimizer.ns_steps=0", "optimizer=muon"], ["optimizer.clip_threshold=0", "optimizer=adafactor"],
+     ["model.initializer_range=-1"], ["model.rope_theta=0", "model=llama_nano"], ["model.norm_eps=-1"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_no_run_can_have_is_refused_before_data_are_prepared(typed: list[str]) -> None:
+    with pytest.raises(UserError, match=typed[0].partition("=")[0]):
+        check(compose(typed))
+
+
 def test_values_that_are_rarely_meant() -> None:
     config = check(compose(["schedule.warmup_steps=50", "data.num_workers=64"]))
     notes = " ".join(unlikely(config, total_steps=40, cores=2, typed=[]))
     assert "schedule.warmup_steps=50 of 40 steps" in notes
+    constant = check(compose(["schedule=constant_with_warmup", "schedule.warmup_steps=50"]))
+    assert "the peak lr" in " ".join(unlikely(constant, total_steps=40, cores=2, typed=[]))
     assert "data.num_workers=64 on 2 cores" in notes
     assert unlikely(check(compose([])), total_steps=100, cores=2, typed=[]) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["trainer.spike_factor=1.0"], "trainer.spike_factor=1.0: a number above 1 is needed"),
+        (["objective=dpo", "data=ultrafeedback", "objective.loss=robust", "objective.label_smoothing=0.1",
+          "data.seq_len=64", "trainer.spike_factor=2.0"], "objective.loss=robust falls below 0"),
+    ],
+)  # fmt: skip
+def test_a_spike_is_a_multiple_of_losses_above_zero(typed: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check(compose(typed))
 
 
 @pytest.mark.parametrize(

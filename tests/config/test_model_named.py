@@ -19,6 +19,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     save_pretrained(tmp_path / "base", "gpt2", n_positions=POSITIONS)
     save_pretrained(tmp_path / "outputs" / "first" / "export", "gpt2", n_positions=POSITIONS)
+    save_pretrained(tmp_path / "outputs" / "merged" / "export_merged", "gpt2", n_positions=POSITIONS)
+    for run_dir in ("adapter", "merged"):
+        export = tmp_path / "outputs" / run_dir / "export"
+        export.mkdir(parents=True)
+        (export / "adapter_config.json").write_text("{}")
     return tmp_path
 
 
@@ -30,6 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("model=base", "base", POSITIONS),
         ("model=./base", "base", POSITIONS),
         ("model=outputs/first", "outputs/first/export", POSITIONS),
+        ("model=outputs/merged", "outputs/merged/export_merged", POSITIONS),
     ],
 )
 def test_a_name_or_a_folder(typed: str, name: str, seq_len: int, folder: Path) -> None:
@@ -52,6 +58,7 @@ def test_options_stay_what_they_are(folder: Path) -> None:
         ("model=./nowhere", "no such folder"),
         ("model=a/b/c", "no such folder"),
         ("model=empty", "python -m lmtrain.export run_dir=empty"),
+        ("model=outputs/adapter", "python -m lmtrain.export run_dir=outputs/adapter export.merge=true"),
     ],
 )
 def test_what_names_no_model(typed: str, said: str, folder: Path) -> None:

@@ -46,6 +46,22 @@ def test_export_gives_the_training_models_logits(family: str, corpus: Path, tmp_
     assert (trained_run.export / "lmtrain_config.yaml").read_text() == trained_run.config.read_text()
 
 
+def test_a_model_of_few_positions(corpus: Path, tmp_path: Path) -> None:
+    """The export is compared with the model on a row that the model has positions for."""
+    few = ["data.seq_len=16", "model.max_position_embeddings=16", "trainer.max_steps=1", "report.enabled=false"]
+    done = run("train", *TINY, "data=text", f"data.path={corpus}", *few, f"run.dir={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    done = run("export", f"run_dir={tmp_path / 'run'}", "export.checkpoint=last")
+    assert done.code == 0, done.err
+
+
+def test_weights_in_double_precision(corpus: Path, tmp_path: Path) -> None:
+    settings = [*TINY, "data=text", f"data.path={corpus}", "trainer.max_steps=1", "report.enabled=false"]
+    done = run("train", *settings, "trainer.precision=64-true", f"run.dir={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").dtype == torch.float32
+
+
 def test_export_verb_and_generate(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = [*TINY, "data=text", f"data.path={corpus}", "trainer.max_steps=4", "trainer.save_every_n_steps=2"]

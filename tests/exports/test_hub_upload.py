@@ -2,6 +2,8 @@
 
 import base64
 import json
+import shlex
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -112,12 +114,21 @@ def test_a_run_uploads_its_export_and_the_verb_does_it_again(hub: Hub, corpus: P
 
 def test_an_upload_that_is_refused_leaves_the_export(hub: Hub, corpus: Path, tmp_path: Path) -> None:
     hub.refuses = True
-    ended = train_tiny(corpus, f"run.dir={tmp_path / 'run'}", "export.push_to=me/tiny")
+    own = ["export.dtype=bfloat16", "export.push_private=false", "export.generation={temperature: 0.5}"]
+    ended = train_tiny(corpus, f"run.dir={tmp_path / 'run'}", "export.push_to=me/tiny", *own)
     assert ended.code == 1
     assert "is written but not uploaded" in ended.err
-    assert "lmtrain.export run_dir=" in ended.err
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
-    assert (tmp_path / "run/export/model.safetensors").exists()
+    written = (tmp_path / "run/export/model.safetensors").read_bytes()
+    hub.refuses = False
+    argv = shlex.split(ended.err.partition("python -m lmtrain.export ")[2].splitlines()[0])
+    shutil.rmtree(tmp_path / "run/export")
+    ended = run("export", *argv)  # writes the same weights, in the same dtype, of the same step
+    assert ended.code == 0, ended.err
+    assert hub.made["visibility"] == "public"
+    assert hub.commits == ["run, step 2"]
+    assert hub.files["model.safetensors"] == written
+    assert json.loads(hub.files["generation_config.json"])["temperature"] == 0.5
 
 
 def test_what_could_not_be_uploaded_is_refused_before_training(
@@ -141,4 +152,4 @@ def test_a_hub_that_is_gone(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunError, match="not uploaded"):
-        push(tmp_path, check(compose(["export.push_to=me/tiny"])).export, "words")
+        push(tmp_path, check(compose(["export.push_to=me/tiny"])).export, 2)

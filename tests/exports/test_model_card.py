@@ -36,8 +36,10 @@ def test_a_run_from_scratch(corpus: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert "Validation at step 2" in card.text
     assert str(tmp_path) not in card.content
     assert "Once upon a time" in code_runs(folder, monkeypatch)
+    assert "| steps | 2 |" in card.text
     assert run("export", f"run_dir={tmp_path / 'run'}", "export.checkpoint=step_00000001").code == 0
     card = ModelCard.load(folder / "README.md")
+    assert "| steps | 1 |" in card.text  # of these weights, whatever trainer.max_steps is
     assert {r.metric_type: r.metric_value for r in card.data.eval_results}["loss"] == validated[1]["val/loss"]
 
 
@@ -46,7 +48,7 @@ def test_the_signature_of_an_address_is_left_out(tmp_path: Path) -> None:
     config.parent.mkdir()
     address = "https://host/texts/book.txt?X-Amz-Signature=secret"
     config.write_text(f"data: {{source: text, path: '{address}'}}\nobjective: {{name: causal_lm}}\n")
-    model_card.write(tmp_path, config, chat=False, parameters=1, step=None)
+    model_card.write(tmp_path, config, chat=False, parameters=1, step=2)
     card = (tmp_path / "README.md").read_text()
     assert "`book.txt`" in card
     assert "secret" not in card

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from chats import write_chats
 from inprocess import Ended, message, run
@@ -50,7 +52,7 @@ def expected(folder: Path, messages: list[dict[str, str]]) -> str:
 def test_turns_follow_one_another_and_are_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tmp_path / "talk.jsonl"
     lines = ["how far is Oslo?", "and Rome?", f"/save {saved}", "/system Be brief.", "how far is Lima?",
-             f"/save {saved}", "/reset", "/nonsense", f"/save {saved}"]  # fmt: skip
+             f"/save {saved}", "/reset", "/nonsense", f"/save {saved}", "and home?", f"/save {saved}"]  # fmt: skip
     ended = typed(monkeypatch, "chat", "\n".join(lines), f"run_dir={folder}", *GREEDY)
     assert ended.code == 0, ended.err
     first, second, third = (row["messages"] for row in rows(saved))
@@ -60,7 +62,9 @@ def test_turns_follow_one_another_and_are_kept(folder: Path, tmp_path: Path, mon
         assert first[turn]["content"] in ended.out
     assert second[0] == {"role": "system", "content": "Be brief."}
     assert second[2]["content"] == expected(folder, second[:2])
-    assert third == second[:1]  # a new conversation with the same system turn
+    assert third[0] == second[0]  # a new conversation with the same system turn
+    assert third[2]["content"] == expected(folder, third[:2])
+    assert ended.err.count("there is nothing to save yet") == 1
     assert ended.out.count("/exit") == 2  # the help, at the start and after an unknown command
 
 
@@ -109,19 +113,38 @@ def test_a_model_without_a_template_continues_text(tmp_path: Path, monkeypatch: 
 def test_prompts_of_a_file(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches of prompts of different lengths, each greedy answer equals that of the prompt alone."""
     model = save_pretrained(tmp_path / "model", max_position_embeddings=256)
-    prompts = ["a", "a longer prompt, much longer", "words", "é", "one more"]
+    prompts = ["a", "a longer prompt, much longer", "words", "é", "two\u2028lines"]
     name = {"txt": str(tmp_path / "p.txt"), "jsonl": str(tmp_path / "p.jsonl"), "-": "-"}[form]
-    text = "".join((json.dumps({"prompt": p}) if form == "jsonl" else p) + "\n" for p in prompts)
+    as_json = lambda prompt: json.dumps({"prompt": prompt}, ensure_ascii=False)  # noqa: E731
+    text = "".join((as_json(p) if form == "jsonl" else p) + "\n" for p in prompts)
     if form != "-":
-        Path(name).write_text(text)
+        Path(name).write_text(text, encoding="utf-8-sig", newline="\r\n")  # as some Windows programs write
     argv = [f"run_dir={model}", f"generate.prompts_file={name}", "generate.batch_size=2", *GREEDY]
     ended = typed(monkeypatch, "generate", text if form == "-" else "", *argv)
     assert ended.code == 0, ended.err
-    found = [json.loads(line) for line in ended.out.splitlines()]
+    found = [json.loads(line) for line in ended.out.strip().split("\n")]
     loaded, tokenizer = trained.load(str(model), "last", {})
     assert [row["prompt"] for row in found] == prompts
     for row in found:
         assert row["text"] == sample_text(loaded, tokenizer, row["prompt"], max_new_tokens=12, temperature=0.0)
+
+
+def test_a_text_and_its_continuation_are_one_text() -> None:
+    """A tokenizer such as Llama 2's decodes a text without its first space, which belongs between the two here."""
+    words = ["<eos>", *("▁" + word for word in ["once", "upon", "a", "time", "there", "was"])]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<eos>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), bos_token_id=0, eos_token_id=0, **shape)).eval()
+    given = tokenizer("once upon a", return_tensors="pt")["input_ids"]
+    whole = model.generate(given, max_new_tokens=3, do_sample=False, pad_token_id=0)[0]
+    expected = tokenizer.decode(whole, skip_special_tokens=True)
+    assert len(expected.split()) > 3
+    for prompt in ("once upon a", given[0].tolist()):
+        assert f"once upon a{sample_text(model, tokenizer, prompt, max_new_tokens=3, temperature=0)}" == expected
 
 
 def test_answers_in_a_file_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +161,41 @@ def test_answers_in_a_file_are_continued(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     refused = run("generate", f"run_dir={model}", f"generate.prompts_file={tmp_path / 'bad.jsonl'}")
     assert "line 1 has no" in message(refused.err)
+
+
+@pytest.mark.parametrize("held", ["other", "mine", "unfinished", "longer"])
+def test_a_file_of_anything_else_stays_as_it_is(held: str, tmp_path: Path) -> None:
+    """Answers to other prompts would be taken for those asked for, and the end of any other file would be cut off."""
+    model, out = save_pretrained(tmp_path / "model"), tmp_path / "out.jsonl"
+    (tmp_path / "p.txt").write_text("one\ntwo\n")
+    line = '{"prompt": "%s", "sample": 0, "text": "x"}\n'
+    text = {"other": line % "uno", "mine": "my notes", "unfinished": line % "one" + '{"prompt": "twa'}
+    out.write_text(text.get(held, "".join(line % prompt for prompt in ("one", "two", "three"))))
+    before = out.read_bytes()
+    ended = run("generate", f"run_dir={model}", f"generate.prompts_file={tmp_path / 'p.txt'}", f"generate.out={out}")
+    assert ended.code == 2
+    number = {"unfinished": 2, "longer": 3}.get(held, 1)
+    assert f"line {number} is no answer to prompt {number} of this command" in message(ended.err)
+    assert out.read_bytes() == before
+
+
+def test_an_empty_prompt_leaves_the_answers_of_its_batch_as_they_are(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty prompt is continued like text; the turns beside it still end where the model ends a turn."""
+    ends: list[Any] = []
+
+    def record(_: Any, __: Any, prompts: Any, *, end_ids: Any, **settings: Any) -> list[str]:
+        ends.append(end_ids)
+        return [""] * len(prompts)
+
+    monkeypatch.setattr("lmtrain.generation.generate.sample_texts", record)
+    for number, prompts in enumerate((["", "how far is Oslo?"], ["how far is Oslo?", ""])):
+        name = tmp_path / f"{number}.jsonl"
+        name.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+        ended = run("generate", f"run_dir={folder}", f"generate.prompts_file={name}", *GREEDY)
+        assert ended.code == 0, ended.err
+    assert ends[0] == ends[1] is not None
 
 
 def test_the_tokenizer_of_an_export_has_the_template(folder: Path) -> None:

@@ -31,3 +31,12 @@ class Sleeps(Reward):
 class NaNs(Reward):
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
         return [math.nan if i == 1 else 0.5 for i in range(len(completions))]
+
+
+class NoValidation(Reward):
+    """Fails where prompts have a single completion each, as in a validation."""
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        if len(set(prompts)) == len(prompts):
+            raise ValueError("no group")
+        return [float(len(completion)) for completion in completions]

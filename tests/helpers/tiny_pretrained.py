@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema_data import TokenizerConfig
@@ -21,6 +21,12 @@ SIZES: dict[str, Any] = {
         "max_position_embeddings": 64,
     },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+SIZES["qwen3_moe"] = SIZES["llama"] | {
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
 }
 # Overrides of a short run that fine-tunes it.
 SHORT = [
@@ -45,7 +51,7 @@ def save_pretrained(folder: Path, family: str = "llama", spare_rows: int = 0, **
     """Saves a model, with weights so large that each layer's effect shows in the logits, and a bytes tokenizer."""
     cfg = TokenizerConfig(kind="bytes")
     tokenizer = tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
-    config_class = {"llama": LlamaConfig, "gpt2": GPT2Config}[family]
+    config_class = {"llama": LlamaConfig, "gpt2": GPT2Config, "qwen3_moe": Qwen3MoeConfig}[family]
     fields = {"vocab_size": len(tokenizer) + spare_rows, "initializer_range": 0.2, "eos_token_id": 0, "bos_token_id": 0}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_class(**{**SIZES[family], **fields, **changes}))

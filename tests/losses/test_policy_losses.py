@@ -126,3 +126,18 @@ def test_overlong_completions_are_punished_softly() -> None:
     found = overlong_penalty(torch.tensor([1, 80, 81, 90, 100]), 100, 20)
     assert found.tolist() == pytest.approx([0, 0, -0.05, -0.5, -1])
     assert overlong_penalty(torch.tensor([100]), 100, 0).tolist() == [0]
+
+
+def test_completions_that_are_left_out_count_in_the_recorded_kl() -> None:
+    """The KL is reported over all sampled tokens, so cut-off completions that the loss leaves out are in its sum."""
+    policy, old, reference, _ = completions()
+    tokens, lengths = (torch.cat(list(parts)) for parts in (policy, old)), torch.tensor(LENGTHS)
+    current, sampled_by = tokens
+    base, number = torch.cat(reference), len(LENGTHS)
+    weight = torch.tensor([1.0, 0.0] * (number // 2), dtype=torch.float64)
+    which = torch.arange(number).repeat_interleave(lengths)
+    sampled = Sampled(sampled_by, which, lengths, torch.ones_like(weight), weight, reference=base)
+    settings = LossSettings(0.2, 0.2, MOST, 0.1, "k3")
+    found = policy_loss(current, sampled, VARIANTS["grpo"], settings, torch.ones(()))
+    by_hand = sum(math.exp(r - p) - 1 - (r - p) for p, r in zip(current.tolist(), base.tolist(), strict=True))
+    assert found.kl.item() == pytest.approx(by_hand)

@@ -251,6 +251,7 @@ def test_pretrained_on_meta_reads_no_weights(checkpoint):
         ({}, VOCAB + 1, 8, "the tokenizer has 62 tokens"),
         ({}, VOCAB, 65, "data.seq_len=65 exceeds the 64 positions"),
         ({"max_position_embeddings": 64}, VOCAB, 8, "model.max_position_embeddings=64"),
+        ({"vocab_size": 128}, VOCAB, 8, "model.vocab_size=128"),
         ({"name_or_path": None}, VOCAB, 8, "set model.name_or_path"),
         ({"extra": {"nonsense": 1}}, VOCAB, 8, "model.extra.nonsense"),
         ({"name_or_path": "./no/such/folder"}, VOCAB, 8, "model.name_or_path=./no/such/folder: no such folder"),

@@ -161,6 +161,12 @@ def compare_runs(one: Path, other: Path) -> None:
          "the chat template writes nothing that asks for an answer"),
         ([*LETTERS, "trainer.strategy=deepspeed"], "set trainer.strategy=ddp or fsdp"),
         ([*LETTERS, "objective.loss=rloo", "objective.kl_coef=0.1"], "objective.kl_estimator=k1"),
+        ([*LETTERS, "trainer.spike_factor=2.0"], "objective=grpo has losses around 0"),
+        ([*LETTERS, "checkpoint.monitor=val/reward"], "more of it is better: set checkpoint.mode=max"),
+        ([*LETTERS, "checkpoint.mode=max"], "less of it is better: set checkpoint.mode=min"),
+        ([*LETTERS, "callbacks.early_stopping.monitor=val/reward"], "set callbacks.early_stopping.mode=max"),
+        (["reward=custom", "reward._target_=odd_rewards.NoValidation", "run.allow_target=[odd_rewards]"],
+         "in the validation after step 2 no completion could be scored: reward raised ValueError: no group"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_on_is_said_once(
@@ -183,6 +189,9 @@ def test_rewards_that_fail_for_some_are_counted_and_steps_without_signal_are_sai
     records = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
     assert [row["train/reward_failures"] for row in records] == [1 / 12, 1 / 12]
     assert [row["train/groups_without_signal"] for row in records] == [1.0, 1.0]
+    validated = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "val/loss" in row]
+    # Of two greedy completions per micro-batch of four prompts, each second one fails; the loss is of those scored.
+    assert [(row["val/reward_failures"], row["val/reward"], row["val/loss"]) for row in validated] == [(0.5, 0.5, -0.5)]
     assert ended.out.count("the reward reward returned nan (1 completions)") == 1
     assert ended.out.count("nothing is learned. Where they are low the task is too hard") == 1
 

@@ -1,7 +1,7 @@
 """Masked diffusion: the loss against closed forms and a plain forward, and that a model learns."""
 
 import math
-import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +16,19 @@ from helpers_models import VOCAB, wrapped
 from inprocess import run, train_tiny
 from lmtrain.data.loaders import ValidationDataset
 from lmtrain.data.text.windows import empty_window
-from lmtrain.objectives.mdlm import ATTENTION, MDLM, Masked, draw, draw_for
+from lmtrain.errors import UserError
+from lmtrain.objectives.mdlm import ATTENTION, MDLM, Masked, bidirectional, draw, draw_for
 from loopback_hub import HUB
 from support import rows
+from tiny_pretrained import SHORT, save_pretrained
 
 MASK = 0
 MDLM_ARGS = ["objective=mdlm"]
 
 
-def an_objective(family: str) -> Any:
+def an_objective(family: str, **changes: Any) -> Any:
     """Builds an MDLM around a tiny model, with only the attributes that the losses read."""
-    model = wrapped(family)
+    model = wrapped(family, **changes)
     model.model.set_attn_implementation(ATTENTION)
     objective = MDLM.__new__(MDLM)
     pl.LightningModule.__init__(objective)
@@ -133,7 +135,7 @@ def test_masked_tokens_are_predicted_from_both_sides(family: str) -> None:
     hf = objective.model.model.eval()
     ids = torch.randint(1, VOCAB, (3, 16), generator=torch.Generator().manual_seed(1))
     masked = draw(3, 16, 1e-3, ids.device, torch.Generator().manual_seed(2))
-    found = objective.masked_nll(ids, masked)
+    found = -objective.masked_log_probs(ids, masked).tokens
     hf.set_attn_implementation("eager")
     logits = hf(ids.masked_fill(masked.where, MASK), attention_mask=torch.zeros(3, 1, 16, 16)).logits
     expected = F.cross_entropy(logits[masked.where], ids[masked.where], reduction="none")
@@ -141,7 +143,32 @@ def test_masked_tokens_are_predicted_from_both_sides(family: str) -> None:
     hf.set_attn_implementation(ATTENTION)
     last_changed = torch.cat([ids[:, :-1], ids[:, -1:] % (VOCAB - 1) + 1], dim=1)
     first_only = Masked(torch.zeros_like(masked.where).index_fill(1, torch.tensor([0]), True), masked.times)
-    assert not torch.allclose(objective.masked_nll(ids, first_only), objective.masked_nll(last_changed, first_only))
+    first, other = (objective.masked_log_probs(text, first_only).tokens for text in (ids, last_changed))
+    assert not torch.allclose(first, other)
+
+
+def test_routers_of_a_mixture_are_balanced() -> None:
+    """The gradient and the records have the routers' loss, with the weight of the model's config."""
+    objective, text = an_objective("qwen3_moe", router_aux_loss_coef=0.1), Text(4, 16)
+    losses = objective.model.router_losses
+    ids = text.ids
+    masked = draw_for([0, 1, 2, 3], 16, ids.device)
+    plain = objective.row_losses({"input_ids": ids}, masked)[0].sum()
+    parts = objective.eval().micro_batch_loss({"input_ids": ids})
+    out = objective.masked_log_probs(ids, masked)
+    assert out.router_loss > 0
+    torch.testing.assert_close(parts.loss_sum, plain + ids.numel() * out.router_loss)
+    assert validated(objective, text, 2, 1).keys() == {"loss", "loss_se", *losses.names()}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"softcap": 30.0}, "softcap"), ({"sliding_window": 4}, "sliding_window=4"), ({}, None),
+                          ({"sliding_window": 8}, None), ({"s_aux": torch.zeros(2)}, "s_aux")],
+)  # fmt: skip
+def test_attention_that_does_more_is_refused(options: dict[str, Any], said: str | None) -> None:
+    states = torch.ones(1, 2, 8, 4)
+    with pytest.raises(UserError, match=f"Linear asks its attention for {said}") if said else nullcontext():
+        bidirectional(torch.nn.Linear(1, 1), states, states, states, None, **options)
 
 
 def test_times_cover_their_range_evenly() -> None:
@@ -188,7 +215,12 @@ def test_what_it_needs_is_said(corpus: Path, tmp_path: Path) -> None:
     assert "set data.isolate_documents=false" in apart.err
     full = train_tiny(corpus, *MDLM_ARGS, "model.vocab_multiple_of=1", f"run.dir={tmp_path}/run")
     assert full.code == 2
-    assert re.search(r"rows of the embeddings belong to tokens; set model\.vocab_size=\d+, or name a token", full.err)
+    assert "rows of the embeddings belong to tokens; add one with tokenizer.add_tokens=[HIDDEN] objective." in full.err
+    added = ["tokenizer.add_tokens=[HIDDEN]", "objective.mask_token=HIDDEN", "trainer.max_steps=1"]
+    pretrained = [f"model.name_or_path={save_pretrained(tmp_path / 'model')}", "data.isolate_documents=false"]
+    ended = run("train", *SHORT, f"data.path={corpus}", *MDLM_ARGS, *pretrained, *added, f"run.dir={tmp_path}/grown")
+    assert ended.code == 0, ended.err
+    assert f"a hidden token is id {257}" in " ".join(ended.out.split())
     unknown = train_tiny(corpus, *MDLM_ARGS, "objective.mask_token=MASK", f"run.dir={tmp_path}/run")
     assert unknown.code == 2
     assert "objective.mask_token=MASK is no token here" in unknown.err

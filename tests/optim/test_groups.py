@@ -16,6 +16,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from lmtrain.config.compose import check, compose
 from lmtrain.config.options import MuonConfig
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import UserError
@@ -199,12 +200,10 @@ def test_wrong_groups_are_explained(groups: list[dict[str, Any]], message: str) 
         parameter_groups(llama().named_parameters(), config(groups=groups))
 
 
-def test_muons_pattern_is_a_regular_expression() -> None:
-    cfg = config("muon")
-    assert isinstance(cfg, MuonConfig)
-    cfg.adamw_pattern = "["
-    with pytest.raises(UserError, match=r"optimizer\.adamw_pattern.*regular expression"):
-        parameter_groups(gpt2().named_parameters(), cfg)
+@pytest.mark.parametrize(("name", "key"), [("muon", "adamw_pattern"), ("adamw_8bit", "full_state_pattern")])
+def test_patterns_are_regular_expressions(name: str, key: str) -> None:
+    with pytest.raises(UserError, match=rf"optimizer\.{key}='\[' is not a regular expression"):
+        check(compose([f"optimizer={name}", f"optimizer.{key}='['"]))
 
 
 def test_table_rows() -> None:

@@ -167,7 +167,7 @@ def recorded() -> Iterator[list[Any]]:
     Masked diffusion: (ids, hidden, times). Single answers: token ids of each, with its own and its mismatched prompt.
     """
     drawn: list[Any] = []
-    loss_of, look_ahead = their_mdlm.MDLM.masked_nll, their_kto.KTO.look_ahead
+    loss_of, look_ahead = their_mdlm.MDLM.masked_log_probs, their_kto.KTO.look_ahead
 
     def noting(self: Any, ids: Any, masked: Any) -> Any:
         drawn.append((ids, masked.where, masked.times))
@@ -182,7 +182,7 @@ def recorded() -> Iterator[list[Any]]:
         look_ahead(self, micro_batches, n_tokens)
 
     with (
-        mock.patch.object(their_mdlm.MDLM, "masked_nll", noting),
+        mock.patch.object(their_mdlm.MDLM, "masked_log_probs", noting),
         mock.patch.object(their_kto.KTO, "look_ahead", looking),
     ):
         yield drawn

@@ -9,15 +9,17 @@ import pytest
 
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward
-from lmtrain.rewards.code import CodeTests
+from lmtrain.rewards.code import CodeTests, code_of
+from lmtrain.rewards.math_verify import MathVerify, delimited
 from lmtrain.rewards.scoring import Part, Scorer, build_rewards
-from lmtrain.rewards.text import ExactNumber, LengthPenalty, Regex, TaggedFormat, final_number
+from lmtrain.rewards.text import Equal, ExactNumber, LengthPenalty, Regex, TaggedFormat, final_number
 
 
 @pytest.mark.parametrize(
     ("text", "number"),
     [("so it is 1,234.50.", "1234.5"), ("$7", "7"), ("-3 or 4", "4"), ("x = -12", "-12"), ("none", None), (".5", "0.5"),
-     ("1.000.000", "0"), ("#### 18", "18")],
+     ("1.000.000", "0"), ("#### 18", "18"), ("3.0e8 m/s", "300000000"), ("2E-3", "0.002"), ("x = \u22125", "-5"),
+     ("$.5", "0.5"), ("1e", "1")],
 )  # fmt: skip
 def test_the_final_number_of_a_text(text: str, number: str | None) -> None:
     found = final_number(text)
@@ -31,6 +33,7 @@ def test_rewards_of_texts() -> None:
         0,
         1,
     ]
+    assert ExactNumber()([0] * 3, ["0.00001", "-5", "1e-5"], answer=[1e-05] * 3) == [1, 0, 1]
     with pytest.raises(ValueError, match="holds no number"):
         exact([0], ["1"], answer=["nothing"])
     assert Regex(r"<\d+>")([0] * 3, ["<12>", "<12> ", "12"]) == [1, 0, 0]
@@ -109,6 +112,7 @@ def test_what_the_config_names() -> None:
         ({}, "there is none"),
         ({"_target_": "lmtrain.rewards.text.Regex", "pattern": "a", "weight": "much"}, "a number is needed"),
         ({"_target_": "os.system"}, "outside the known packages"),
+        ({"parts": {"reward": form}}, "reward.parts.reward: the sum itself is recorded under this name"),
         ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}, "is not a Reward"),
     ]:
         with pytest.raises(UserError, match=words):
@@ -127,6 +131,47 @@ PROGRAMS = {
     "import os\nos.setsid()\nif os.fork() == 0:\n    import time\n    time.sleep(60)\ndef f(x): return 4": 1,
     "open('a', 'w').write('x' * 2**26)\ndef f(x): return 4": 0,
 }
+
+
+def test_a_row_without_a_reference_is_another_rewards() -> None:
+    """In a mixture of rows, each reward leaves the rows of the others alone."""
+    code, number = CodeTests(network=True), ExactNumber()
+    columns = {"tests": ["assert x == 1", None], "answer": [None, "2"]}
+    assert code([0] * 2, ["x = 1", "2"], **columns) == [1, None]
+    assert number([0] * 2, ["x = 1", "2"], **columns) == [None, 1]
+    scores = Scorer([Part("code", 1.0, code), Part("number", 1.0, number)], 60.0)([0] * 2, ["x = 1", "2"], columns)
+    assert (scores.total, scores.failed) == ([1, 1], [False, False])
+    assert Equal()([0], ["None"], answer=[None]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("reference", "read"),
+    [(r"2\pi", r"$2\pi$"), (r"\sqrt{2} \text{ cm}", r"$\sqrt{2} \text{ cm}$"), ("(1, 2)", "$(1, 2)$"), ("1/2", "$1/2$"),
+     (r"\boxed{7}", r"\boxed{7}"), ("so it is $2$", "so it is $2$"), ("12 apples", "12 apples")],
+)  # fmt: skip
+def test_a_reference_is_read_as_a_formula(reference: str, read: str) -> None:
+    assert delimited(reference) == read
+
+
+def test_answers_are_compared_as_formulas() -> None:
+    pytest.importorskip("math_verify")
+    references = [r"2\pi", r"3\sqrt{2}", "x^2+1", r"\frac{1}{2}", "0.5", r"\text{Tuesday}", "12 apples"]
+    answers = [r"$\boxed{2\pi}$", r"it is $3\sqrt{2}$", "$1+x^2$", "0.5", "1/2", r"$\boxed{\text{Tuesday}}$", "12"]
+    assert MathVerify()([0] * 7, answers, answer=references) == [1] * 7
+    assert MathVerify()([0], ["0.00001"], answer=[1e-05]) == [1]
+    assert MathVerify()([0] * 3, ["2", "3", "1"], answer=references[:3]) == [0] * 3
+    with pytest.raises(ValueError, match="holds nothing that math-verify can read"):
+        MathVerify()([0], ["1"], answer=[""])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["```python\nCODE\n```", "First:\n```bash\npip install x\n```\nNow:\n```python\nCODE\n```\nthen\n```sh\nls\n```\n",
+     "```python3\nCODE\n```\nThis is ```inline```.", "```Python\r\nCODE\r\n```\r\n", "So:\n   ``` py\nCODE\n   ```\n",
+     "So ```python\nCODE\n```", "```\nold\n```\n```\nCODE```", "CODE"],
+)  # fmt: skip
+def test_the_code_of_an_answer_is_its_last_block_of_python(text: str) -> None:
+    assert code_of(text).strip() == "CODE"
 
 
 def test_code_is_run_with_limits() -> None:

@@ -107,3 +107,13 @@ def test_top_p_leaves_out_the_unlikely() -> None:
     share = torch.bincount(tokens, minlength=4) / n
     torch.testing.assert_close(share, torch.tensor([0.0, 0.5, 0.0, 0.35]) / 0.85, rtol=0, atol=0.02)
     torch.testing.assert_close(log_probs, logits[0][tokens])  # of the whole distribution, as the trainer computes them
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (1.0, 1.0), (1.0, 0.8)])
+def test_ids_beyond_the_vocabulary_are_never_drawn(temperature: float, top_p: float) -> None:
+    """Log-probabilities stay those of the whole distribution, which the trainer computes."""
+    n, logits = 2000, torch.tensor([[0.0, 1.0, 0.5, 3.0, 2.0]])
+    sampling = Sampling(1, temperature, top_p, (), vocabulary=3)
+    tokens, log_probs, _ = draw(logits.expand(n, -1), torch.arange(n), torch.zeros(n, dtype=torch.int64), sampling)
+    assert tokens.max() <= 2
+    torch.testing.assert_close(log_probs, logits.log_softmax(-1)[0, tokens])

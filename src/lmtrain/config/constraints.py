@@ -117,8 +117,14 @@ def between(first: int, last: int) -> Constraint:
     return _number(lambda value: first <= value <= last, f"a whole number from {first} to {last}")
 
 
+def auto_or_count(key: str, value: Any) -> None:
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise UserError(f"{key}={value}: auto, or a whole number from 1 up, is needed")
+
+
 not_negative = _number(lambda value: 0 <= value < math.inf, "a number from 0 up")
 above_zero = _number(lambda value: 0 < value < math.inf, "a number above 0")
+above_one = _number(lambda value: 1 < value < math.inf, "a number above 1")
 share = _number(lambda value: 0 <= value < 1, "a share from 0 up to (not including) 1")
 less_than_half = _number(lambda value: 0 <= value < 0.5, "a share below 0.5 (else most labels would be wrong)")
 up_to_one = _number(lambda value: 0 <= value <= 1, "a share from 0 to 1")
@@ -135,6 +141,13 @@ def representable(key: str, value: Any) -> None:
         raise UserError(f"{key}={value}: whole numbers have 64 bits, so {2**63 - 1} is the largest")
     if isinstance(value, str) and "\0" in value:
         raise UserError(f"{key}={value}: it can't hold a NUL character")
+
+
+def regular_expression(key: str, value: str) -> None:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise UserError(f"{key}={value!r} is not a regular expression: {error}") from None
 
 
 def name_or_names(key: str, value: Any) -> None:

@@ -139,7 +139,7 @@ def _is_a_models_name(name: str, folders: Sequence[Path]) -> bool:
 
 
 def _weights_of(name: str) -> str:
-    """Returns a hub name unchanged, or the path of a model folder; for a run folder, that of its export."""
+    """Returns a hub name unchanged, or the path of a model folder; for a run, that of its export (merged)."""
     path = Path(name).expanduser()
     if not path.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -147,8 +147,15 @@ def _weights_of(name: str) -> str:
         return name
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return str(path)
-    if (path / "export" / "config.json").is_file():
-        return str(path / "export")
+    for export in (path / "export_merged", path / "export"):
+        if (export / "config.json").is_file():
+            return str(export)
+    if (path / "export" / "adapter_config.json").is_file():
+        raise UserError(
+            f"model={name}: the run exported an adapter. To start from the whole model, merge it first: python -m "
+            f"lmtrain.export run_dir={name} export.merge=true; to go on training the adapter, name its base in model= "
+            f"and set peft=lora peft.adapter={path / 'export'}"
+        )
     raise UserError(
         f"model={name}: the folder holds no model (config.json). Of a run, python -m lmtrain.export run_dir={name} "
         f"writes it"
@@ -203,9 +210,14 @@ def epochs_at_most(overrides: Sequence[str], option: str) -> list[str]:
     Args:
         option: the option of `data` that reads the file.
     """
-    if {*_LENGTHS, "budget.tokens", "budget.flops"} & typed_keys(overrides).keys():
+    if not _no_length_in(typed_keys(overrides)):
         return []
     return [f"trainer.max_epochs={EPOCHS['text' if option in set(_READ_AS.values()) else 'rows']}"]
+
+
+def _no_length_in(typed: Mapping[str, str]) -> bool:
+    """Returns whether no typed key says, or may say, how long the run is."""
+    return not {*_LENGTHS, "budget.tokens", "budget.flops"} & typed.keys()
 
 
 def option_holding(rows: str, folders: Sequence[Path]) -> str | None:
@@ -248,14 +260,13 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
             f"model={typed['model']} trains {weights} further, in rows of {config.data.seq_len:,} tokens (data.seq_len)"
         )
     t = config.trainer
-    limited = config.budget.chosen is None and t.max_epochs in EPOCHS.values()  # not chosen by the budget
-    if typed.get("trainer.max_epochs") is None and limited and "data" not in typed:
+    inferred = "data.path" in typed and not {"data", "data.source"} & typed.keys()
+    if inferred and _no_length_in(typed) and config.budget.chosen is None and t.max_epochs in EPOCHS.values():
         notes.append(
             f"no length was given: the run ends after {t.max_epochs} epochs, or trainer.max_steps={t.max_steps} where "
             f"that is earlier; trainer.max_epochs=... or trainer.max_steps=... changes it"
         )
-    chosen = "data.path" in typed and not {"data", "data.source", "experiment"} & typed.keys()
-    if chosen and config.data.path and not proposed:
+    if inferred and "experiment" not in typed and config.data.path and not proposed:
         notes.append(
             f"data.path={typed['data.path']} chose its reader, {config.data.source} ({config.data.format}), and is "
             "the only data of this run; data=... chooses another reader"

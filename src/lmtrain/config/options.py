@@ -20,19 +20,28 @@ from lmtrain.config.constraints import (
     choice,
     less_than_half,
     not_negative,
+    regular_expression,
     share,
     two_betas,
     up_to_one,
 )
 from lmtrain.config.schema import Config, ModelConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig
+from lmtrain.errors import UserError
 
 # The names in losses.preferences.LOSSES, a module that imports torch.
 PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "hinge", "dpop", "kto_pair", "apo_zero", "apo_down", "simpo", "orpo")
 REFERENCES = ("auto", "frozen_copy", "adapter_off", "precomputed", "none")
 
 
-def _of_loss(name: str) -> ReadWhere:
-    return ReadWhere(lambda c: c.objective.loss == name, f"set objective.loss={name}")
+def _of_loss(*names: str) -> ReadWhere:
+    choices = " or ".join(f"objective.loss={name}" for name in names)
+    return ReadWhere(lambda c: c.objective.loss in names, f"set {choices}")
+
+
+_CHOOSES = ReadWhere(
+    lambda c: c.objective.loss not in ("simpo", "orpo"),
+    "simpo and orpo always take log-probabilities per token; leave it out",
+)
 
 
 @dataclass(kw_only=True)
@@ -45,7 +54,7 @@ class CausalLMConfig(ObjectiveConfig):
 class SFTConfig(CausalLMConfig):
     rows: ClassVar[str] = "conversations"
 
-    neftune_alpha: Annotated[float | None, TRAJECTORY] = None
+    neftune_alpha: Annotated[float | None, TRAJECTORY, not_negative] = None
 
 
 @dataclass(kw_only=True)
@@ -54,12 +63,19 @@ class DPOConfig(ObjectiveConfig):
 
     loss: Annotated[str, TRAJECTORY, choice(*PREFERENCE_LOSSES)]
     beta: Annotated[float, TRAJECTORY, above_zero]
-    label_smoothing: Annotated[float, TRAJECTORY, less_than_half]
+    label_smoothing: Annotated[float, TRAJECTORY, less_than_half, _of_loss("sigmoid", "robust")]
     gamma: Annotated[float, TRAJECTORY, not_negative, _of_loss("simpo")]
     dpop_lambda: Annotated[float, TRAJECTORY, not_negative, _of_loss("dpop")]
     sft_weight: Annotated[float, TRAJECTORY, not_negative]
-    length_normalize: Annotated[bool | str, TRAJECTORY, choice("auto")]
+    length_normalize: Annotated[bool | str, TRAJECTORY, choice("auto"), _CHOOSES]
     reference: Annotated[str, MACHINE, choice(*REFERENCES)]
+
+    def check(self, config: Config) -> None:
+        if config.trainer.spike_factor is not None and self.loss == "robust" and self.label_smoothing:
+            raise UserError(
+                f"trainer.spike_factor={config.trainer.spike_factor:g}: with label_smoothing objective.loss=robust "
+                f"falls below 0, where no multiple of it is a spike: set trainer.spike_factor=null"
+            )
 
     def why_on_every_rank(self) -> str | None:
         if self.reference == "precomputed":
@@ -90,9 +106,9 @@ class ScratchModelConfig(ModelConfig):
     intermediate_size: Annotated[int | None, MODEL] = None
     hidden_act: Annotated[str | None, MODEL] = None
     tie_word_embeddings: Annotated[bool | None, MODEL] = None
-    rope_theta: Annotated[float | None, MODEL] = None
-    norm_eps: Annotated[float | None, MODEL] = None
-    initializer_range: Annotated[float | None, MODEL] = None
+    rope_theta: Annotated[float | None, MODEL, above_zero] = None
+    norm_eps: Annotated[float | None, MODEL, not_negative] = None
+    initializer_range: Annotated[float | None, MODEL, not_negative] = None
     num_experts: Annotated[int | None, MODEL] = None
     num_experts_per_tok: Annotated[int | None, MODEL] = None
     moe_intermediate_size: Annotated[int | None, MODEL] = None
@@ -137,30 +153,30 @@ class LionConfig(OptimizerConfig):
 @dataclass(kw_only=True)
 class AdamWConfig(OptimizerConfig):
     betas: Annotated[Any, TRAJECTORY, two_betas]
-    eps: Annotated[float, TRAJECTORY]
+    eps: Annotated[float, TRAJECTORY, not_negative]
 
 
 @dataclass(kw_only=True)
 class AdamW8bitConfig(AdamWConfig):
-    full_state_pattern: Annotated[str, TRAJECTORY]
+    full_state_pattern: Annotated[str, TRAJECTORY, regular_expression]
 
 
 @dataclass(kw_only=True)
 class AdafactorConfig(OptimizerConfig):
     beta2_decay: Annotated[float, TRAJECTORY]
-    eps: Annotated[float, TRAJECTORY]
-    min_parameter_rms: Annotated[float, TRAJECTORY]
-    clip_threshold: Annotated[float, TRAJECTORY]
+    eps: Annotated[float, TRAJECTORY, not_negative]
+    min_parameter_rms: Annotated[float, TRAJECTORY, not_negative]
+    clip_threshold: Annotated[float, TRAJECTORY, above_zero]
 
 
 @dataclass(kw_only=True)
 class MuonConfig(AdamWConfig):
     """Keys of Muon, and of the AdamW that updates every parameter other than hidden matrices."""
 
-    momentum: Annotated[float, TRAJECTORY]
+    momentum: Annotated[float, TRAJECTORY, share]
     nesterov: Annotated[bool, TRAJECTORY]
-    ns_steps: Annotated[int, TRAJECTORY]
-    adamw_pattern: Annotated[str, TRAJECTORY]
+    ns_steps: Annotated[int, TRAJECTORY, at_least(1)]
+    adamw_pattern: Annotated[str, TRAJECTORY, regular_expression]
 
 
 # optimizer.name -> its keys; `optim.optimizers` builds the optimizer.
@@ -190,9 +206,15 @@ class PolynomialConfig(ToFloorConfig):
     power: Annotated[float, RATE, above_zero]
 
 
+_NO_STEP = ReadWhere(
+    lambda c: c.schedule.decay_from is None,
+    "the step at which the decay begins is set by schedule.decay_from or run.cooldown_from; leave one of them out",
+)
+
+
 @dataclass(kw_only=True)
 class WarmupStableDecayConfig(ToFloorConfig):
-    decay_ratio: Annotated[float, RATE, above_zero, up_to_one]
+    decay_ratio: Annotated[float, RATE, above_zero, up_to_one, _NO_STEP]
     decay_from: Annotated[int | None, RATE, not_negative] = None  # first step of the decay; overrides decay_ratio
     decay_shape: Annotated[str, RATE, choice("linear", "cosine", "sqrt")]
 

@@ -23,8 +23,10 @@ from lmtrain.config.constraints import (
     VALIDATION,
     ReadBy,
     ReadWhere,
+    above_one,
     above_zero,
     at_least,
+    auto_or_count,
     between,
     choice,
     name_of_file,
@@ -63,7 +65,7 @@ class ObjectiveConfig:
 
     name: Annotated[str, TRAJECTORY]
     _target_: Annotated[str, TRAJECTORY]
-    loss_chunk_tokens: Annotated[int | str, MACHINE]
+    loss_chunk_tokens: Annotated[int | str, MACHINE, auto_or_count]
 
     def check(self, config: "Config") -> None:
         """Raises UserError for incompatible keys; called after each key has passed its own constraints."""
@@ -89,6 +91,9 @@ class ModelConfig:
     extra: Annotated[dict[str, Any], MODEL] = field(default_factory=dict)
 
 
+_IN_4_BITS = ReadWhere(lambda c: c.peft.quantization in ("nf4", "fp4"), "set peft.quantization=nf4 too")
+
+
 @dataclass(kw_only=True)
 class PeftConfig:
     method: Annotated[str, MODEL, choice("none", "lora", "memory")]
@@ -103,7 +108,7 @@ class PeftConfig:
     use_dora: Annotated[bool | None, MODEL] = None
     init_weights: Annotated[str | None, MODEL] = None  # default, pissa, pissa_niter_<n>, ...
     quantization: Annotated[str | None, MODEL, choice("nf4", "fp4", "int8")] = None  # how the frozen base is stored
-    double_quant: Annotated[bool | None, MODEL] = None
+    double_quant: Annotated[bool | None, MODEL, _IN_4_BITS] = None
     learning_rate: Annotated[float | None, RATE] = None
 
 
@@ -210,7 +215,7 @@ class TrainerConfig:
     save_every_n_steps: Annotated[int | None, SHOWN, at_least(1), TRAINING]
     gradient_clip_val: Annotated[float | None, TRAJECTORY, TRAINING]
     max_bad_steps: Annotated[int, RATE, at_least(1)]
-    spike_factor: Annotated[float | None, RATE]
+    spike_factor: Annotated[float | None, RATE, above_one]
     spike_window: Annotated[int, RATE, at_least(1), _SPIKES]
     float32_matmul_precision: Annotated[str, MACHINE, choice("highest", "high", "medium")]
     deterministic: Annotated[bool | str, MACHINE, choice("warn")]
@@ -287,14 +292,21 @@ class ExportConfig:
     push_private: Annotated[bool, SHOWN]
 
 
+_MANY_PROMPTS = ReadWhere(lambda c: c.generate.prompts_file is not None, "set generate.prompts_file too")
+_ONE_PROMPT = ReadWhere(
+    lambda c: c.generate.prompts_file is None, "generate.prompts_file names the prompts; leave one of them out"
+)
+_IN_CHAT = ReadWhere(lambda c: c.generate.chat is not False, "leave generate.chat=false out")
+
+
 @dataclass(kw_only=True)
 class GenerateConfig:
-    prompt: Annotated[str, SHOWN]
+    prompt: Annotated[str, SHOWN, _ONE_PROMPT]
     prompts_file: Annotated[str | None, SHOWN]
-    out: Annotated[str | None, SHOWN]
-    batch_size: Annotated[int, SHOWN, at_least(1)]
+    out: Annotated[str | None, SHOWN, _MANY_PROMPTS]
+    batch_size: Annotated[int, SHOWN, at_least(1), _MANY_PROMPTS]
     chat: Annotated[bool | str, SHOWN, choice("auto")]
-    system_prompt: Annotated[str | None, SHOWN]
+    system_prompt: Annotated[str | None, SHOWN, _IN_CHAT]
     num_samples: Annotated[int, SHOWN, at_least(1)]
     max_new_tokens: Annotated[int, SHOWN, at_least(1)]
     temperature: Annotated[float, SHOWN, not_negative]

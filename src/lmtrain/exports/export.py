@@ -17,7 +17,8 @@ from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.hub import endpoint, first_line
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
-from lmtrain.exports.hf_folder import check_memory, export_model
+from lmtrain.exports.hf_folder import check_memory, command, export_model
+from lmtrain.generation.sampling import positions
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.terminal import quiet_libraries
@@ -34,7 +35,7 @@ def export(config: Config) -> int:
     model, tokenizer, checkpoint = trained.from_run(run, config.export.checkpoint, grants)
     chats = rules.load(run.config, grants).data.rows != "text"
     generator = torch.Generator().manual_seed(config.seed)
-    example = torch.randint(len(tokenizer), (1, 32), generator=generator)
+    example = torch.randint(len(tokenizer), (1, min(32, positions(model))), generator=generator)
     merge = config.export.merge
     check_memory(model, merge)
     if merge and adapter_of(model) is None:
@@ -46,7 +47,7 @@ def export(config: Config) -> int:
     terminal.status.stop()
     print(terminal.visible(f"{folder}  (from {checkpoint.name}; {model_card.reader(folder)} reads it)"))
     if config.export.push_to is not None:
-        print(f"uploaded to {push(folder, config.export, f'{run.path.name}, {checkpoint.name}')}")
+        print(f"uploaded to {push(folder, config.export, step)}")
     return errors.FINISHED
 
 
@@ -66,14 +67,17 @@ def check_upload(export: ExportConfig) -> None:
         raise UserError(f"export.push_to={name} needs a token that may write: set HF_TOKEN or run `hf auth login`")
 
 
-def push(folder: Path, export: ExportConfig, message: str) -> str:
+def push(folder: Path, export: ExportConfig, step: int) -> str:
     """Uploads `folder` in one commit, creating the repository if it does not exist; returns the repository's URL.
+
+    Args:
+        step: the step of the weights.
 
     Raises:
         RunError: the hub refused the upload or did not answer; the folder is left unchanged.
     """
     name = str(export.push_to)
-    api = huggingface_hub.HfApi(endpoint=endpoint())
+    api, message = huggingface_hub.HfApi(endpoint=endpoint()), f"{folder.parent.name}, step {step}"
     try:
         made = api.create_repo(name, private=export.push_private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=LEFT_OUT)
@@ -83,6 +87,7 @@ def push(folder: Path, export: ExportConfig, message: str) -> str:
             raise
         raise RunError(
             f"{folder} is written but not uploaded to {endpoint()}/{name}: {first_line(error)}. To try again: "
-            f"python -m lmtrain.export run_dir={folder.parent} export.push_to={name}"
+            f"{command(folder, export, step)} export.push_to={name}"
+            f"{'' if export.push_private else ' export.push_private=false'}"
         ) from error
     return str(made)

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from lmtrain.adapters import memory_export
 from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.quantized import is_quantized, make_trainable_on_cpu
 from lmtrain.adapters.trainable import adapter_of
+from lmtrain.checkpoints.store import name_of
+from lmtrain.config.override_text import written
 from lmtrain.config.schema import ExportConfig
 from lmtrain.data.tokenizers import save as save_tokenizer
 from lmtrain.errors import RunError, UserError, did_you_mean, disk_full, reason
@@ -32,7 +35,7 @@ from lmtrain.secrets import shown_in
 # Largest allowed difference between reloaded and live logits: rounding of the stored dtype, amplified by the layers.
 # int8: the live model also rounds each layer's input, a merged one doesn't. merged: one product with W + s B A rounds
 # differently than two products; 6e-6 in 30 layers. A wrong merge is off by 0.01 or more.
-TOLERANCE = {"float32": 1e-5, "merged": 1e-4, "bfloat16": 0.1, "float16": 0.02, "int8": 0.2}
+TOLERANCE = {"float64": 1e-5, "float32": 1e-5, "merged": 1e-4, "bfloat16": 0.1, "float16": 0.02, "int8": 0.2}
 
 
 def export_model(
@@ -85,11 +88,20 @@ def export_model(
             raise
         raise RunError(
             f"cannot write the export {folder}: {reason(error)}; the checkpoints are untouched, so once there is room "
-            f"python -m lmtrain.export run_dir={folder.parent}{' export.merge=true' if merge else ''} writes it"
+            f"{command(folder, cfg, step)} writes it"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def command(folder: Path, cfg: ExportConfig, step: int) -> str:
+    """Returns the command that writes an export again, from the same checkpoint and with the same settings."""
+    words = [f"run_dir={folder.parent}", f"export.checkpoint={name_of(step)}"]
+    words += ["export.merge=true"] if folder.name == "export_merged" else []
+    words += [f"export.dtype={cfg.dtype}"] if cfg.dtype != "float32" else []
+    words += [shlex.quote(f"export.generation={written(cfg.generation)}")] if cfg.generation else []
+    return " ".join(["python -m lmtrain.export", *words])
 
 
 def write_config(run_config: Path, file: Path) -> None:

@@ -22,7 +22,7 @@ _DONE = {"causal_lm": "pretrained", "sft": "fine-tuned on conversations", "dpo":
 _FURTHER = {**_DONE, "causal_lm": "trained further"}
 # Rows of the settings table: label and config key.
 _SETTINGS = (
-    ("steps", "trainer.max_steps"), ("rows a step", "data.global_batch_size"), ("tokens a row", "data.seq_len"),
+    ("rows a step", "data.global_batch_size"), ("tokens a row", "data.seq_len"),
     ("optimizer", "optimizer.name"), ("learning rate", "optimizer.lr"), ("schedule", "schedule.name"),
     ("weight decay", "optimizer.weight_decay"), ("adapter", "peft.method"), ("adapter rank", "peft.r"),
     ("loss", "objective.loss"), ("beta", "objective.beta"), ("precision", "trainer.precision"), ("seed", "seed"),
@@ -35,18 +35,18 @@ _BEFORE_SHARING = (
 )
 
 
-def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: int | None) -> None:
+def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: int) -> None:
     """Writes <folder>/README.md.
 
     Args:
         run_config: config.yaml in the run's folder, next to metrics.jsonl.
         chat: whether the tokenizer has a chat template.
         parameters: number of parameters, including those of an adapter's base.
-        step: the step of the exported weights; None for the last validated step.
+        step: the step of the exported weights.
     """
     adapter = (folder / "adapter_config.json").exists()
     config = shown_in(yaml.safe_load(read_regular(run_config)))
-    name, (validated, scores) = run_config.parent.name, _scores(run_config.parent / "metrics.jsonl", step)
+    name, scores = run_config.parent.name, _scores(run_config.parent / "metrics.jsonl", step)
     if is_denoising(folder):
         task, use = "fill-mask", _use_denoising()
     elif gives_rewards(folder):
@@ -61,11 +61,12 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
         "## Use",
         use,
         "## Training",
-        _table([(what, _at(config, key)) for what, key in _SETTINGS]),
-        "`lmtrain_config.yaml` beside this file holds every key: it is enough to train the model again.",
+        _table([("steps", step), *((what, _at(config, key)) for what, key in _SETTINGS)]),
+        "`lmtrain_config.yaml` in the folder that lmtrain wrote holds every key: it is enough to train the model "
+        "again. It names local paths, so it is left out of uploads.",
     ]
     if scores:
-        parts += [f"## Validation at step {validated:,}", _table(list(scores.items()))]
+        parts += [f"## Validation at step {step:,}", _table(list(scores.items()))]
     parts += ["## Before you share it", _BEFORE_SHARING]
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
@@ -99,13 +100,12 @@ def _hub_name(name: Any) -> str | None:
     return name
 
 
-def _scores(metrics: Path, step: int | None) -> tuple[int, dict[str, float]]:
-    """Returns the step and the val/ metrics of the validation at `step` (None: the last one), or (0, {})."""
-    found: tuple[int, dict[str, float]] = 0, {}
+def _scores(metrics: Path, step: int) -> dict[str, float]:
+    """Returns the val/ metrics of the validation at `step`, or {} if there was none."""
+    found: dict[str, float] = {}
     for row in read_jsonl(metrics):
         numbers = {k: v for k, v in row.items() if k.startswith("val/") and isinstance(v, int | float)}
-        if numbers and (step is None or row["step"] == step):
-            found = row["step"], numbers
+        found = numbers if numbers and row["step"] == step else found
     return found
 
 

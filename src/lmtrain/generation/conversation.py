@@ -99,7 +99,13 @@ class Talk:
         return [{"text": f"{given['content']} {answer['content']}"} for given, answer in texts]
 
     def save(self, file: str) -> Path:
-        """Appends the conversation to a JSON-lines file (readable by data=chat_jsonl); UserError if writing fails."""
+        """Appends the conversation to a JSON-lines file (readable by data=chat_jsonl).
+
+        Raises:
+            UserError: nothing was asked yet, or writing fails.
+        """
+        if not self.turns:
+            raise UserError("there is nothing to save yet: ask something first")
         path = Path(file).expanduser().absolute()
         try:
             with path.open("a", encoding="utf-8") as out:

@@ -6,7 +6,7 @@ Answers to many prompts are written as JSON lines; the same command resumes the 
 import fcntl
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,14 +44,16 @@ def generate(config: Config) -> int:
 
 def many(model: Any, tokenizer: Any, config: Config) -> int:
     """Answers generate.prompts_file in batches; writes a {"prompt", "sample", "text"} line per answer, in order."""
-    g, answers = config.generate, AnswersFile(config.generate.out, config.generate.batch_size)
+    g = config.generate
     asked = [(prompt, i) for prompt in read_prompts(str(g.prompts_file)) for i in range(g.num_samples)]
+    answers = AnswersFile(g.out, g.batch_size, asked)
     for start in range(answers.done, len(asked), g.batch_size):
         batch = asked[start : start + g.batch_size]
         given = [as_conversation(tokenizer, config, prompt) for prompt, _ in batch]
-        prompts, ends = [ids for ids, _ in given], given[0][1]
+        prompts = [ids for ids, _ in given]
+        ends = next((ids for _, ids in given if ids is not None), None)  # an empty prompt is no turn and has none
         texts = sample_texts(model, tokenizer, prompts, seed=config.seed + start, end_ids=ends, **settings_of(g))
-        answers.add([{"prompt": p, "sample": i, "text": t} for (p, i), t in zip(batch, texts, strict=True)])
+        answers.add([(prompt, i, text) for (prompt, i), text in zip(batch, texts, strict=True)])
     return errors.FINISHED
 
 
@@ -59,6 +61,8 @@ def as_conversation(tokenizer: Any, config: Config, prompt: str) -> tuple[str | 
     """Returns the prompt as a user turn and the ids that end an answer; outside a chat, the prompt itself and None."""
     g = config.generate
     if g.chat is False or (g.chat == "auto" and not (prompt and tokenizer.chat_template)):
+        if g.system_prompt and not tokenizer.chat_template:
+            raise UserError("generate.system_prompt: the tokenizer has no chat template, so there are no turns")
         return prompt, None
     template = own_template(tokenizer)
     if template is None or not prompt:
@@ -75,9 +79,11 @@ def read_prompts(name: str) -> Iterator[str]:
     """
     try:
         text = sys.stdin.read() if name == "-" else Path(name).expanduser().read_text(encoding="utf-8")
+        text = text.removeprefix("\ufeff")  # some Windows programs begin UTF-8 files with it
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"generate.prompts_file={name} can't be read: {reason(error)}") from None
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # Not splitlines(), which also splits at characters that a text of JSON may contain, such as U+2028.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     as_json = name.endswith((".jsonl", ".ndjson")) or (name == "-" and bool(lines) and lines[0][1].startswith("{"))
     for number, line in lines:
         yield _of_json(line, f"{name}, line {number}") if as_json else line
@@ -93,21 +99,44 @@ def _of_json(line: str, where: str) -> str:
     return row["prompt"]
 
 
+def _line(prompt: str, sample: int, text: str) -> str:
+    return json.dumps({"prompt": prompt, "sample": sample, "text": text}, ensure_ascii=False) + "\n"
+
+
 class AnswersFile:
     """A JSON-lines file of answers, or standard output if there is none; `done` counts answers of an earlier command.
 
     A batch that a kill left incomplete is generated again as a whole, since the seed depends on the batch's start.
     """
 
-    def __init__(self, file: str | None, batch_size: int) -> None:
-        """Raises UserError if the file can't be written, or if another command is writing it."""
+    def __init__(self, file: str | None, batch_size: int, asked: Sequence[tuple[str, int]]) -> None:
+        """
+        Args:
+            asked: each prompt with the number of its sample.
+
+        Raises:
+            UserError: the file can't be written, another command is writing it, or it holds anything but the first
+                answers to what is asked.
+        """
         self.name, self.done = file, 0
         self._file = None if file is None else self._open(Path(file).expanduser())
         if self._file is not None:
-            whole = [line for line in self._file if line.endswith(b"\n")]
+            lines = list(self._file)
+            self._check(lines, asked)
+            whole = [line for line in lines if line.endswith(b"\n")]
             self.done = len(whole) // batch_size * batch_size
             self._file.seek(sum(map(len, whole[: self.done])))
             self._file.truncate()
+
+    def _check(self, lines: Sequence[bytes], asked: Sequence[tuple[str, int]]) -> None:
+        """Raises UserError for a line that is not the answer to the prompt of the same number, or the start of one."""
+        for number, line in enumerate(lines):
+            begins = _line(*asked[number], "").removesuffix('"}\n').encode() if number < len(asked) else b"\n"
+            if not line.startswith(begins) and not begins.startswith(line):
+                raise UserError(
+                    f"generate.out={self.name}: line {number + 1} is no answer to prompt {number + 1} of this command, "
+                    f"which would go on after it: name another file, or remove this one"
+                )
 
     def _open(self, path: Path) -> BinaryIO:
         try:
@@ -120,8 +149,9 @@ class AnswersFile:
             raise self._unwritable(error) from None
         return file
 
-    def add(self, rows: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    def add(self, rows: Sequence[tuple[str, int, str]]) -> None:
+        """Writes answers: the prompt, the number of its sample, the text."""
+        text = "".join(_line(*row) for row in rows)
         if self._file is None:
             print(text, end="", flush=True)
             return

@@ -88,7 +88,16 @@ def continued(
             tokenizer=tokenizer,  # for stop strings in the model's own generation config
             **settings,
         )
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in output[:, longest:]]
+    return [_following(tokenizer, row, ids.tolist()) for row, ids in zip(rows, output[:, longest:], strict=True)]
+
+
+def _following(tokenizer: Any, given: list[int], ids: list[int]) -> str:
+    """Returns the text that `ids` add to that of the ids before them.
+
+    Alone, some tokenizers (Llama 2's, Mistral's) decode them without the space that their first word begins with.
+    """
+    before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (given, [*given, *ids]))
+    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def _denoised(
@@ -106,7 +115,7 @@ def _denoised(
         length = max(1, min(max_new_tokens, positions(model) - len(row)))
         ids = denoise(model, row, length, n_ids=len(tokenizer), **settings)
         end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-        texts.append(tokenizer.decode(ids[:end], skip_special_tokens=True))
+        texts.append(_following(tokenizer, row, ids[:end]))
     return texts
 
 

@@ -134,7 +134,7 @@ class PolicyLoss(NamedTuple):
 
     loss: Tensor  # 0-dim, differentiable
     clipped: Tensor  # tokens whose gradient is clipped away (with sequence ratios: all of a completion)
-    kl: Tensor  # KL estimates of the tokens
+    kl: Tensor  # KL estimates of the tokens, of completions that are left out as well
 
 
 def policy_loss(
@@ -178,7 +178,7 @@ def policy_loss(
         "sum": 1.0,
     }
     loss = (tokens * scales[variant.over] * weight).sum()
-    return PolicyLoss(loss, (clipped * weight).sum(), (kl.detach() * weight).sum())
+    return PolicyLoss(loss, (clipped * weight).sum(), kl.detach().sum())
 
 
 def per_completion(tokens: Tensor, sampled: Sampled) -> Tensor:

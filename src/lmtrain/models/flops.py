@@ -1,12 +1,14 @@
 """Estimates of a model's cost before it runs (parameters, FLOPs, memory), and the peak FLOP/s of devices."""
 
+import re
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lmtrain.config.schema import Config
+from lmtrain.config.options import AdamW8bitConfig, MuonConfig
+from lmtrain.config.schema import Config, OptimizerConfig
 from lmtrain.config.strategies import context_parallel, engine_config, outside_fp8, ranks_per_part, tensor_parallel
 from lmtrain.models.blocks import decoder_blocks, untied_layers
 from lmtrain.models.language_model import auto_chunk_bytes
@@ -15,7 +17,7 @@ from lmtrain.models.language_model import auto_chunk_bytes
 ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
 
 # Dense bf16 (or fp16) tensor-core peak in FLOP/s, from the vendors' data sheets. The first entry that is part of
-# torch's name for the device applies.
+# torch's name for the device, and not of a longer number in it (RTX A1000 is no A100), applies.
 PEAK_FLOPS = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -43,8 +45,6 @@ PEAK_FLOPS = (
     ("MI300X", 1307e12),
     ("MI250X", 383e12),
 )
-# Bytes of optimizer state per trained parameter; Muon's matrices need one momentum, its other parameters AdamW's two.
-STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.0, "lion": 4.0, "muon": 4.0}
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int, int]:
@@ -142,7 +142,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or not outside_fp8(precision).startswith(("bf16", "16")):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_FLOPS if known in name), None)
+    return next((peak for known, peak in PEAK_FLOPS if re.search(rf"{known}(?!\d)", name)), None)
 
 
 def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | None = None) -> dict[str, int]:
@@ -156,7 +156,8 @@ def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | No
         card_bytes: memory of the GPU, which determines the size of a chunk of logits; None: that of the current GPU.
     """
     _, trained, _ = parameter_counts(model)
-    weight_bytes = 2 if config.trainer.precision == "bf16-true" else 4
+    weight_bytes = {"bf16-true": 2, "16-true": 2, "64-true": 8}.get(config.trainer.precision, 4)
+    state_bytes = 4 if config.trainer.strategy == "deepspeed" else weight_bytes  # ZeRO's optimizer updates fp32 copies
     mixed = outside_fp8(config.trainer.precision).endswith("-mixed")
     tokens = config.data.micro_batch_size * config.data.seq_len // context_parallel(config.trainer)
     blocks = [p for block in decoder_blocks(model) for p in block.parameters()]
@@ -165,7 +166,7 @@ def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | No
         # Autocast keeps a half-precision copy of the blocks' matrices until their backward.
         "parameters": _weights_bytes(model, weight_bytes) + (2 * in_blocks if mixed else 0),
         "gradients": weight_bytes * trained,
-        "optimizer": int(_state_bytes(model, config.optimizer.name)),
+        "optimizer": _state_bytes(model, config.optimizer, state_bytes),
         "activations": tokens * _activation_bytes(model, config, weight_bytes, mixed)
         + _memory_bytes(model, config, tokens, 2 if mixed else weight_bytes),
         **({"average": 4 * trained} if config.callbacks.ema.enabled else {}),
@@ -240,13 +241,18 @@ def _packed_bytes(parameter: nn.Parameter) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in (parameter, *scales))
 
 
-def _state_bytes(model: nn.Module, optimizer: str) -> float:
-    per_parameter = STATE_BYTES.get(optimizer, 8.0)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    size = sum(p.numel() * (8.0 if optimizer == "muon" and p.ndim != 2 else per_parameter) for p in trained)
-    if optimizer == "muon":  # embeddings are matrices, but AdamW updates them
-        size += 4.0 * sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
-    return size
+def _state_bytes(model: nn.Module, optimizer: OptimizerConfig, itemsize: int) -> int:
+    """Returns the bytes of the optimizer's state: one or two moments of `itemsize` bytes per trained parameter."""
+
+    def of_weight(name: str, p: nn.Parameter) -> int:
+        if isinstance(optimizer, MuonConfig):  # it keeps one momentum of hidden matrices; AdamW updates all others
+            hidden = p.ndim == 2 or (p.ndim == 3 and "experts" in name)
+            return itemsize if hidden and not re.search(optimizer.adamw_pattern, name) else 2 * itemsize
+        if isinstance(optimizer, AdamW8bitConfig):  # two moments in 8 bits, or in 32
+            return 8 if re.search(optimizer.full_state_pattern, name) else 2
+        return {"adafactor": 0, "lion": itemsize}.get(optimizer.name, 2 * itemsize)
+
+    return sum(p.numel() * of_weight(name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
 def _activation_bytes(model: PreTrainedModel, config: Config, weight_bytes: int, mixed: bool) -> int:

@@ -52,7 +52,7 @@ class LanguageModelOutput(NamedTuple):
 
 
 class LogProbs(NamedTuple):
-    """The result of `LanguageModel.log_probs`, and of `LanguageModel.scores`, where `tokens` are rewards."""
+    """The result of `LanguageModel.log_probs`, of `scores`, where `tokens` are rewards, and of `divergence`."""
 
     tokens: Tensor  # [C] fp32, differentiable
     router_loss: Tensor | None  # 0-dim, differentiable, to be added to the mean loss; None without a router
@@ -78,7 +78,7 @@ class LanguageModel(nn.Module):
         # Terms of the loss in `forward`; objectives with a loss of their own don't have these options.
         self.z_loss = getattr(objective, "z_loss", 0.0)
         self.label_smoothing = getattr(objective, "label_smoothing", 0.0)
-        self.chunk_tokens = _checked_chunk(objective.loss_chunk_tokens)
+        self.chunk_tokens = objective.loss_chunk_tokens
         self.logit_scale, self.logit_softcap = _logit_transform(model)
         config = model.config.get_text_config()
         self.routers = Routers(model)
@@ -209,8 +209,10 @@ class LanguageModel(nn.Module):
         vocabulary: int,
         beta: float,
         temperature: float,
-    ) -> Tensor:
-        """Computes the divergence [N] of this model's next-token distributions from a teacher's (losses.distillation).
+    ) -> LogProbs:
+        """Computes the divergences of this model's next-token distributions from a teacher's (losses.distillation).
+
+        They are in `tokens`, [N].
 
         Args:
             input_ids: [B, T] int64, as in `forward`; so are `position_ids` and `cu_seqlens`.
@@ -223,7 +225,7 @@ class LanguageModel(nn.Module):
             beta: selects the divergence.
             temperature: applied to both distributions.
         """
-        hidden, _ = self.hidden_states(input_ids, position_ids, cu_seqlens)
+        hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens)
 
         def of_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             head = OutputHead(weight, bias, self.logit_scale, self.logit_softcap)
@@ -232,7 +234,8 @@ class LanguageModel(nn.Module):
                 chunk_tokens=max(1, self._chunk(weight, hidden) // 2),
             )  # fmt: skip
 
-        return at_head(self.model, of_head, hidden.flatten(0, 1).index_select(0, at))
+        each = at_head(self.model, of_head, hidden.flatten(0, 1).index_select(0, at))
+        return LogProbs(each, *self.router_losses(router_logits))
 
     def scores(
         self,
@@ -401,12 +404,6 @@ def _scaled_gradient(x: Tensor, factor: int) -> Tensor:
     if x.requires_grad:
         x.register_hook(lambda gradient: gradient * factor)
     return x
-
-
-def _checked_chunk(value: int | str) -> int | str:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise UserError(f"objective.loss_chunk_tokens={value}: auto, or a number of tokens from 1 up")
 
 
 def _logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:

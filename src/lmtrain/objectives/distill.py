@@ -6,20 +6,20 @@ language models", GKD, arXiv:2306.13649), as a mean over learned tokens.
 
 import zlib
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lmtrain.config.constraints import CONTENT, MACHINE, MODEL, TRAJECTORY, above_zero, at_least, up_to_one
+from lmtrain.config.constraints import CONTENT, MACHINE, MODEL, TRAJECTORY, ReadWhere, above_zero, at_least, up_to_one
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.config.strategies import refuse_split_layers
 from lmtrain.data import tokenizers
 from lmtrain.data.corpus import Corpus
-from lmtrain.data.examples.rows import padded
+from lmtrain.data.examples.rows import PaddedRows, padded
 from lmtrain.data.order import mix64
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.distributed.devices import total
@@ -30,7 +30,7 @@ from lmtrain.models.build import build_model
 from lmtrain.models.folder import export_of
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import Definition, LossParts
+from lmtrain.objectives.parts import Definition, LossParts, with_routers
 from lmtrain.objectives.reference import first_values_hash
 from lmtrain.rollouts.engine import Request, Sampling
 from lmtrain.rollouts.in_process import InProcess
@@ -46,6 +46,9 @@ DISTILLATION = {
 }  # fmt: skip
 
 
+_SAMPLES = ReadWhere(lambda c: c.objective.on_policy > 0, "set objective.on_policy=0.5 too")
+
+
 @dataclass(kw_only=True)
 class DistillOptions(ObjectiveConfig):
     rows: ClassVar[str] = "conversations"
@@ -54,9 +57,9 @@ class DistillOptions(ObjectiveConfig):
     beta: Annotated[float, TRAJECTORY, up_to_one]
     temperature: Annotated[float, TRAJECTORY, above_zero]
     on_policy: Annotated[float, TRAJECTORY, up_to_one]
-    max_new_tokens: Annotated[int, TRAJECTORY, at_least(1)]
-    sampling_temperature: Annotated[float, TRAJECTORY, above_zero]
-    rollout_batch_size: Annotated[int, MACHINE, at_least(1)]
+    max_new_tokens: Annotated[int, TRAJECTORY, at_least(1), _SAMPLES]
+    sampling_temperature: Annotated[float, TRAJECTORY, above_zero, _SAMPLES]
+    rollout_batch_size: Annotated[int, MACHINE, at_least(1), _SAMPLES]
 
     def check(self, config: Config) -> None:
         if not self.teacher:
@@ -83,7 +86,11 @@ class Distill(Objective):
     loss_is_nll = False
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
-        """Loads the teacher; raises UserError if it can't be loaded, or has another tokenizer than the student."""
+        """Loads the teacher.
+
+        Raises:
+            UserError: it can't be loaded or has another tokenizer than the student, or answers may not fit a model.
+        """
         assert isinstance(config.objective, DistillOptions)
         self.options, self.tokenizer = config.objective, corpus.tokenizer
         name = export_of(str(self.options.teacher))
@@ -104,9 +111,26 @@ class Distill(Objective):
         self.fingerprint["contents"]["teacher"] = first_values_hash(model)
         teacher = LanguageModel(model.eval().requires_grad_(False), config.objective, config.router)
         self._teacher = [teacher]  # in a list: not a submodule, so neither saved nor optimized
+        if self.options.on_policy:
+            self._check_room(corpus)
         self.end_ids = tuple(corpus.end_ids or [eos])
         self.scale: Tensor | float = 1.0
         self.is_on_policy = False
+
+    def _check_room(self, corpus: Corpus) -> None:
+        """Raises UserError if a prompt and the student's answer may together exceed the positions of a model."""
+        configs = (model.model.config.get_text_config() for model in (self.model, self.teacher))
+        most = min(getattr(config, "max_position_embeddings", None) or 2**31 for config in configs)
+        examples, room = cast(PaddedRows, corpus.train).examples, most - self.options.max_new_tokens
+        long = np.flatnonzero(examples.lengths - 1 > room).tolist()  # others have short prompts, whatever is learned
+        longest = max((1 + int(examples.read(index)[1][1:].argmax()) for index in long), default=0)
+        if longest > room:
+            raise UserError(
+                f"objective.on_policy: a prompt has {longest:,} tokens, and the {most:,} positions of student and "
+                f"teacher less objective.max_new_tokens={self.options.max_new_tokens} leave room for {max(room, 0):,}: "
+                f"lower objective.max_new_tokens, or leave longer conversations out with data.on_too_long=drop "
+                f"data.max_length={max(room, 1)}"
+            )
 
     @property
     def teacher(self) -> LanguageModel:
@@ -117,6 +141,9 @@ class Distill(Objective):
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return (batch["labels"] != IGNORE).sum()
+
+    def validation_names(self) -> list[str]:
+        return ["loss", *self.model.router_losses.names()]
 
     def plan_rows(self) -> list[tuple[str, str]]:
         o = self.options
@@ -129,7 +156,7 @@ class Distill(Objective):
         """Replaces the step's answers by the student's own samples, in a share objective.on_policy of all steps."""
         step = self.trainer.global_step
         self.scale = 1.0
-        self.is_on_policy = mix64(_STUDENT, self.seed, step) < self.options.on_policy * 2**64
+        self.is_on_policy = self.training and mix64(_STUDENT, self.seed, step) < self.options.on_policy * 2**64
         if not self.is_on_policy:
             return
         prompts = [prompts_of(batch) for batch in micro_batches]
@@ -146,7 +173,7 @@ class Distill(Objective):
 
     def _written(self, step: int, prompts: list[list[int]]) -> list[list[int]]:
         o = self.options
-        sampling = Sampling(o.max_new_tokens, o.sampling_temperature, 1.0, self.end_ids)
+        sampling = Sampling(o.max_new_tokens, o.sampling_temperature, 1.0, self.end_ids, len(self.tokenizer))
         keys = (mix64(_STUDENT, self.seed, step, zlib.crc32(np.array(p, dtype="<i8").tobytes())) for p in prompts)
         requests = [Request(p, key) for p, key in zip(prompts, keys, strict=True)]
         engine = InProcess(self.model.model, o.rollout_batch_size)
@@ -160,17 +187,17 @@ class Distill(Objective):
             hidden, _ = self.teacher.hidden_states(**where)  # type: ignore[arg-type]
             hidden, weight, bias = output_head(self.teacher.model, hidden.flatten(0, 1).index_select(0, at))
         head = OutputHead(weight, bias, self.teacher.logit_scale, self.teacher.logit_softcap)
-        each = self.model.divergence(
+        out = self.model.divergence(
             **where,  # type: ignore[arg-type]
             at=at, teacher_hidden=hidden, teacher=head, vocabulary=len(self.tokenizer), beta=o.beta,
             temperature=o.temperature,
         )  # fmt: skip
         scale = self.scale if self.training else 1.0
-        loss, n = each.double().sum() * scale, self.count_tokens(batch)
+        loss, n = out.tokens.double().sum() * scale, self.count_tokens(batch)
         sums = {"loss": loss.detach()}
         if self.training:
             sums["on_policy"] = (n * scale * self.is_on_policy).double()
-        return LossParts(loss, n, sums)
+        return with_routers(LossParts(loss, n * scale, sums), out)._replace(n_tokens=n)
 
 
 def check_tokenizer(teacher: str, tokenizer: Any) -> None:

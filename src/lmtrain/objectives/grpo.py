@@ -63,7 +63,8 @@ class GRPO(ReferenceObjective):
         parts = build_rewards(config.reward, config.run.allow_target)
         self.reward_names = [part.name for part in parts if part.name != SOLE]
         self.check_room(corpus)
-        sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, end_ids(corpus, o.stop_tokens))
+        ends, vocabulary = end_ids(corpus, o.stop_tokens), len(corpus.tokenizer)
+        sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, ends, vocabulary)
         self.maker = Maker(
             self.make_engine(), sampling, Scorer(parts, o.reward_timeout), corpus.tokenizer, self.variant, o.group_size,
             round(self.variant.overlong_share * o.max_new_tokens) if o.overlong_buffer is None else o.overlong_buffer,
@@ -77,6 +78,7 @@ class GRPO(ReferenceObjective):
         self.pending: dict[int, dict[tuple[int, int], Group]] = {}  # by step, then by (epoch, row) of the prompt
         self.rollout: list[Group] = []
         self.failures = Counter[str]()  # number of occurrences of each reward failure in the last rollout
+        self.judge_failures = Counter[str]()  # the same in the last validation
         self.completions_per_token = torch.ones(())
         self.has_signal = True  # whether some group of the step has a nonzero advantage
 
@@ -210,7 +212,9 @@ class GRPO(ReferenceObjective):
     def _judged(self, batch: dict[str, Tensor]) -> list[Group]:
         """Samples and scores a greedy completion of each prompt."""
         with sharding.gathered(self.model):
-            return self.judge.groups(-1, prompts_of(batch))[0]
+            groups, reasons = self.judge.groups(-1, prompts_of(batch))
+        self.judge_failures.update(reasons)
+        return groups
 
     def _score_old(self, groups: list[Group]) -> None:
         """Stores the completions' log-probabilities under the weights that sampled them, by the trainer's forward."""
@@ -248,7 +252,7 @@ class GRPO(ReferenceObjective):
             "tokens": batch["lengths"].sum() * real,
         }
         if reference is not None:
-            sums["kl"] = loss.kl
+            sums["kl"] = loss.kl * real
         report = batch["report"].view(torch.float64)
         sums |= dict(zip(report_of([], self.reward_names), report, strict=True))
         return with_routers(LossParts(loss.loss, batch["sampled"], sums), out)
@@ -263,10 +267,13 @@ class GRPO(ReferenceObjective):
         return advantages(by_group, self.variant).flatten()[batch["place"]]
 
     def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
-        """Averages rewards over the completions they scored (left out without any), and token values over tokens."""
+        """Averages rewards over the completions they scored (left out without any), and token values over tokens.
+
+        A validation's loss is minus its reward, over the same completions: its sums have no "tokens".
+        """
         sums = dict(sums)
-        tokens = sums.pop("tokens", 1)
-        of_rewards = {"reward": sums.pop("scored")}
+        scored, tokens = sums.pop("scored"), sums.pop("tokens", None)
+        of_rewards = {"reward": scored} if tokens is not None else {"reward": scored, "loss": scored}
         of_rewards |= {f"reward/{name}": sums.pop(f"scored/{name}") for name in self.reward_names}
         return means_over(sums, n_tokens, {**dict.fromkeys(OF_TOKENS, tokens), **of_rewards})
 
@@ -279,6 +286,23 @@ class GRPO(ReferenceObjective):
         sums = {name: torch.tensor(value, device=self.device) for name, value in found.items() if name in keep}
         sums = {"loss": -sums["reward"], **sums, "n_tokens": torch.tensor(len(groups), device=self.device)}
         add_sums(self.val_sums.setdefault(dataloader_idx, {}), sums)
+
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self.judge_failures.clear()
+
+    def validation_means(self, loader: int = 0) -> dict[str, float]:
+        """Returns the means as in the base class.
+
+        Raises:
+            RunError: no completion could be scored, so there is no loss by which checkpoints could be compared.
+        """
+        means = super().validation_means(loader)
+        if "loss" not in means:
+            why = next(iter(self.judge_failures), "see what the other ranks say")
+            raise RunError(f"in the validation after step {self.trainer.global_step} no completion could be scored: "
+                           f"{why}; fix the reward, or the columns of the validation rows that it reads")  # fmt: skip
+        return means
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

@@ -85,6 +85,11 @@ ROLLOUTS = {
     "sampler_difference": Definition("nats", _TOKENS, "|logps/sampler - logps/trainer|", _ENGINE),
 }
 
+_CLIPS = ReadWhere(lambda c: c.objective.loss != "reinforce", "reinforce has no ratio to clip; set objective.loss=grpo")
+_WITH_KL_IN_LOSS = ReadWhere(
+    lambda c: c.objective.kl_coef > 0 and not VARIANTS[c.objective.loss].kl_in_reward,
+    "set objective.kl_coef=0.01 too, and a loss that adds the KL itself, such as objective.loss=grpo",
+)
 _WITH_KL = ReadWhere(lambda c: c.objective.kl_coef > 0, "set objective.kl_coef=0.01 too")
 
 
@@ -99,11 +104,11 @@ class GRPOOptions(ObjectiveConfig):
     temperature: Annotated[float, TRAJECTORY, above_zero]
     top_p: Annotated[float, TRAJECTORY, above_zero, up_to_one]
     stop_tokens: Annotated[list[str], TRAJECTORY]
-    clip_low: Annotated[float | None, TRAJECTORY, not_negative]
-    clip_high: Annotated[float | None, TRAJECTORY, not_negative]
+    clip_low: Annotated[float | None, TRAJECTORY, not_negative, _CLIPS]
+    clip_high: Annotated[float | None, TRAJECTORY, not_negative, _CLIPS]
     kl_coef: Annotated[float, TRAJECTORY, not_negative]
     kl_estimator: Annotated[str, TRAJECTORY, choice(*KL_ESTIMATORS), _WITH_KL]
-    kl_by_ratio: Annotated[bool, TRAJECTORY, _WITH_KL]
+    kl_by_ratio: Annotated[bool, TRAJECTORY, _WITH_KL_IN_LOSS]
     reference: Annotated[str, MACHINE, choice("auto", "frozen_copy", "adapter_off"), _WITH_KL]
     importance_cap: Annotated[float | None, TRAJECTORY, above_zero]
     resample: Annotated[int | None, TRAJECTORY, not_negative]
@@ -131,6 +136,11 @@ class GRPOOptions(ObjectiveConfig):
             raise UserError(
                 f"objective.top_p={self.top_p:g}: vLLM gives log-probabilities after top_p, and the loss compares them "
                 f"with the model's before it: set objective.top_p=1 or objective.engine=in_process"
+            )
+        if config.trainer.spike_factor is not None:
+            raise UserError(
+                f"trainer.spike_factor={config.trainer.spike_factor:g}: objective=grpo has losses around 0, of which "
+                f"no multiple is a spike: set trainer.spike_factor=null"
             )
         refuse_split_layers(config.trainer.strategy, "rollouts need all weights on each device while they are sampled")
         if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:

@@ -26,8 +26,9 @@ from lmtrain.data.text.windows import IGNORE
 from lmtrain.distributed.devices import data_parallel
 from lmtrain.errors import UserError
 from lmtrain.models.denoising import mask_token, set_mask_token
+from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives import base
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, with_routers
 
 ATTENTION = "lmtrain_bidirectional"
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
@@ -131,7 +132,7 @@ class MDLM(base.Objective):
         return _real(batch).sum() * batch["input_ids"].shape[1]
 
     def validation_names(self) -> list[str]:
-        return ["loss", "loss_se"]
+        return ["loss", "loss_se", *self.model.router_losses.names()]
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         ids = batch["input_ids"]
@@ -139,39 +140,43 @@ class MDLM(base.Objective):
             masked = draw(ids.shape[0], ids.shape[1], self.min_time, ids.device, None)
         else:
             masked = draw_for(list(range(len(ids))), ids.shape[1], ids.device)
-        loss_sum = self.row_losses(batch, masked).sum()
-        return LossParts(loss_sum, self.count_tokens(batch), {"loss": loss_sum.detach()})
+        losses, out = self.row_losses(batch, masked)
+        loss_sum = losses.sum()
+        return with_routers(LossParts(loss_sum, self.count_tokens(batch), {"loss": loss_sum.detach()}), out)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         ids, part = batch["input_ids"], data_parallel(self.trainer)
         places = validation_places(batch_idx, self.micro_batch_size, part.rank, part.size)[: len(ids)]
-        losses = self.row_losses(batch, draw_for(places.tolist(), ids.shape[1], ids.device)).double()
+        losses, out = self.row_losses(batch, draw_for(places.tolist(), ids.shape[1], ids.device))
+        losses = losses.double()
         per_token = losses / ids.shape[1]
-        sums = {"loss": losses.sum(), "n_tokens": self.count_tokens(batch), "rows": _real(batch).sum().double()}
+        sums = {"loss": losses.sum(), "rows": _real(batch).sum().double()}
         sums |= {"row_losses": per_token.sum(), "row_squares": per_token.square().sum()}
-        base.add_sums(self.val_sums.setdefault(dataloader_idx, {}), sums)
+        parts = with_routers(LossParts(losses.sum(), self.count_tokens(batch), sums), out)
+        base.add_sums(self.val_sums.setdefault(dataloader_idx, {}), {**parts.sums, "n_tokens": parts.n_tokens})
 
     def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
         """Computes the mean loss; in validation also loss_se, its standard error: its spread over rows / sqrt(rows)."""
-        rows, first, second = (sums.get(name, 0.0) for name in ("rows", "row_losses", "row_squares"))
-        means = super().means_of({"loss": sums["loss"]}, n_tokens)
+        sums = dict(sums)
+        rows, first, second = (sums.pop(name, 0.0) for name in ("rows", "row_losses", "row_squares"))
+        means = super().means_of(sums, n_tokens)
         if rows > 1:
             means["loss_se"] = math.sqrt(max(second - first**2 / rows, 0.0) / (rows - 1) / rows)
         return means
 
-    def row_losses(self, batch: dict[str, Tensor], masked: Masked) -> Tensor:
-        """Computes the bound of each row, in nats, [B] fp32; 0 for rows that train nothing."""
+    def row_losses(self, batch: dict[str, Tensor], masked: Masked) -> tuple[Tensor, LogProbs]:
+        """Computes the bound of each row in nats, [B] fp32, 0 for rows that train nothing, and the forward's output."""
         ids = batch["input_ids"]
-        weighted = self.masked_nll(ids, masked) / masked.times.expand_as(ids)[masked.where]
+        out = self.masked_log_probs(ids, masked)
+        weighted = -out.tokens / masked.times.expand_as(ids)[masked.where]
         rows = torch.zeros(len(ids), device=ids.device, dtype=weighted.dtype)
-        return rows.index_add(0, masked.where.nonzero()[:, 0], weighted) * _real(batch)
+        return rows.index_add(0, masked.where.nonzero()[:, 0], weighted) * _real(batch), out
 
-    def masked_nll(self, ids: Tensor, masked: Masked) -> Tensor:
-        """Returns the negative log-likelihood of each masked token of `ids` [B, T], given the unmasked: [C] fp32."""
+    def masked_log_probs(self, ids: Tensor, masked: Masked) -> LogProbs:
+        """Returns the log-probability of each masked token of `ids` [B, T], given the unmasked: [C] fp32."""
         at = masked.where.flatten().nonzero()[:, 0]
         hidden = ids.masked_fill(masked.where, self.mask_id)
-        out = self.model.log_probs(hidden, None, None, None, scored=at, before=at, targets=ids[masked.where])
-        return -out.tokens
+        return self.model.log_probs(hidden, None, None, None, scored=at, before=at, targets=ids[masked.where])
 
 
 def _real(batch: dict[str, Tensor]) -> Tensor:
@@ -190,8 +195,9 @@ def _mask_id(token: str | None, tokenizer: Any, model: Any) -> int:
         return int(found)
     if rows <= size:
         raise UserError(
-            f"objective.mask_token=null: all {rows} rows of the embeddings belong to tokens; set "
-            f"model.vocab_size={size + 1}, or name a token that doesn't occur in the text"
+            f"objective.mask_token=null: all {rows} rows of the embeddings belong to tokens; add one with "
+            f"tokenizer.add_tokens=[HIDDEN] objective.mask_token=HIDDEN, from scratch also with model.vocab_size="
+            f"{size + 1}, or name a token that doesn't occur in the text"
         )
     return size
 
@@ -206,7 +212,20 @@ def bidirectional(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention of every token to every other, in transformers' AttentionInterface signature; [B, T, H, D]."""
+    """Computes attention of every token to every other, in transformers' AttentionInterface signature; [B, T, H, D].
+
+    Raises:
+        UserError: the family's attention does more, which would be left out: a cap on its scores (Gemma 2), a sink
+            (gpt-oss), a position bias, or a window that is shorter than the row.
+    """
+    asked = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if (kwargs.get("sliding_window") or math.inf) < key.shape[2]:
+        asked.append(f"sliding_window={kwargs['sliding_window']}")
+    if asked:
+        raise UserError(
+            f"objective=mdlm: {type(module).__name__} asks its attention for {', '.join(asked)}, which masked "
+            f"diffusion doesn't have here: choose another model"
+        )
     grouped = query.shape[1] != key.shape[1]
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings give fp32
     out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=grouped)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lmtrain.config.constraints import regular_expression
 from lmtrain.config.options import MuonConfig
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import UserError
@@ -69,8 +70,6 @@ def parameter_groups(
         _check_matches(rule, owners)
 
     adamw_pattern = cfg.adamw_pattern if isinstance(cfg, MuonConfig) else None
-    if adamw_pattern is not None:
-        check_pattern("optimizer.adamw_pattern", adamw_pattern)
     members: dict[tuple[_Rule, str, bool], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, p in trainable.items():
         members[owners[name], _algorithm(name, p, adamw_pattern), is_matrix(name, p)][name] = p
@@ -112,7 +111,7 @@ def _rule(entry: dict[str, Any], index: int, cfg: OptimizerConfig) -> _Rule:
             f"{where} has no pattern: give a regular expression for parameter names, such as 'lora_', or one of the "
             f"names {', '.join(PRESETS)}"
         )
-    check_pattern(f"{where}.pattern", pattern)
+    regular_expression(f"{where}.pattern", pattern)
     values = {}
     for key, default in (("lr", cfg.lr), ("weight_decay", cfg.weight_decay)):
         value = default if entry.get(key) is None else entry[key]
@@ -120,14 +119,6 @@ def _rule(entry: dict[str, Any], index: int, cfg: OptimizerConfig) -> _Rule:
             raise UserError(f"{where}.{key}={value!r}: a number of at least 0 is needed (write 1.0e-4, not 1e-4)")
         values[key] = float(value)
     return _Rule(name=str(entry.get("name") or pattern), pattern=pattern, **values)
-
-
-def check_pattern(key: str, pattern: str) -> None:
-    """Raises UserError unless `pattern` is a regular expression."""
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"{key}={pattern!r} is not a regular expression: {error}") from None
 
 
 def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:

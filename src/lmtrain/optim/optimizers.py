@@ -14,7 +14,7 @@ from lmtrain.config.schema import OptimizerConfig
 from lmtrain.config.targets import build_target, find_class
 from lmtrain.errors import UserError, needing
 from lmtrain.optim.adafactor import Adafactor
-from lmtrain.optim.groups import check_pattern, parameter_groups
+from lmtrain.optim.groups import parameter_groups
 from lmtrain.optim.lion import Lion
 from lmtrain.optim.muon import MuonWithAdamW
 
@@ -70,11 +70,9 @@ def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
     # Exceptions are stored by position in a manager that all optimizers of the process share, so this one gets its own.
     manager = optimizer.mng = GlobalOptimManager.__new__(GlobalOptimManager)
     manager.initialize()
-    pattern = cfg.full_state_pattern
-    check_pattern("optimizer.full_state_pattern", pattern)
     for g, group in enumerate(optimizer.param_groups):
         for p, name in enumerate(group["param_names"]):
-            if re.search(pattern, name):
+            if re.search(cfg.full_state_pattern, name):
                 manager.index2config[g, p] = {"optim_bits": 32}
     return optimizer
 

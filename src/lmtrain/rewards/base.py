@@ -44,7 +44,10 @@ class Reward(ABC):
 
 
 class ComparedWithReference(Reward):
-    """Base class of rewards of `right` if a completion is right by a reference in a column of its row, else `wrong`."""
+    """Base class of rewards of `right` if a completion is right by a reference in a column of its row, else `wrong`.
+
+    They are None, no opinion, where a row has no reference, such as the rows of another source in a mixture.
+    """
 
     def __init__(self, column: str = "answer", right: float = 1.0, wrong: float = 0.0) -> None:
         self.column, self.right, self.wrong = column, right, wrong
@@ -53,9 +56,11 @@ class ComparedWithReference(Reward):
     def is_right(self, completion: str, reference: Any) -> bool:
         """Returns whether the completion is right."""
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float | None]:
         pairs = zip(completions, needed(columns, self.column, type(self).__name__), strict=True)
-        return [self.right if self.is_right(*pair) else self.wrong for pair in pairs]
+        return [None if pair[1] is None else self.right if self.is_right(*pair) else self.wrong for pair in pairs]
 
 
 def needed(columns: dict[str, Sequence[Any]], name: str, who: str) -> Sequence[Any]:

@@ -25,13 +25,16 @@ from typing import Any
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward, needed
 
-_FENCE = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n`]*\n(.*?)```", re.DOTALL | re.MULTILINE)
+_WITHIN_A_LINE = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)  # a fence that doesn't begin its line
+_PYTHON = ("", "python", "python3", "py")
 _FILE_BYTES, _PROCESSES = 16 * 2**20, 64
 
 
 def code_of(completion: str) -> str:
     """Returns the last fenced block of Python, or the whole text if there is none."""
-    blocks = _FENCE.findall(completion)
+    blocks = [code for language, code in _FENCE.findall(completion) if language.lower() in _PYTHON]
+    blocks = blocks or _WITHIN_A_LINE.findall(completion)
     return blocks[-1] if blocks else completion
 
 
@@ -49,7 +52,8 @@ def without_network() -> tuple[str, ...] | None:
 class CodeTests(Reward):
     """A reward of 1 if the answer's Python code, followed by the tests of its row, ends without an error; else 0.
 
-    A program that fails, runs too long or needs too much memory is a wrong answer, not a failure of the reward.
+    A program that fails, runs too long or needs too much memory is a wrong answer, not a failure of the reward. A row
+    without tests gives None, no opinion.
     """
 
     def __init__(
@@ -77,13 +81,17 @@ class CodeTests(Reward):
         self.column, self.seconds, self.memory, self.network = column, seconds, memory_mb * 2**20, network
         self.jobs = jobs or os.cpu_count() or 1
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float | None]:
         tests = needed(columns, self.column, "CodeTests")
-        programs = [f"{code_of(c)}\n\n{t}\n" for c, t in zip(completions, tests, strict=True)]
+        programs = [None if t is None else f"{code_of(c)}\n\n{t}\n" for c, t in zip(completions, tests, strict=True)]
         with ThreadPoolExecutor(self.jobs) as pool:
             return list(pool.map(self._run, programs))
 
-    def _run(self, program: str) -> float:
+    def _run(self, program: str | None) -> float | None:
+        if program is None:
+            return None
         with tempfile.TemporaryDirectory(prefix="lmtrain-code-") as folder:
             command = [sys.executable, "-I", "-S", "-c", _LIMITED, str(self.seconds), str(self.memory)]
             prefix = () if self.network else (without_network() or ())

@@ -40,7 +40,10 @@ def build_rewards(config: Mapping[str, Any], allow_target: Sequence[str]) -> lis
     """
     if "_target_" in config and config.get("parts"):
         raise UserError("reward has a _target_ and parts: name one reward, or put both under reward.parts")
-    entries = {SOLE: dict(config)} if config.get("_target_") else dict(config.get("parts") or {})
+    parts = dict(config.get("parts") or {})
+    if SOLE in parts:
+        raise UserError(f"reward.parts.{SOLE}: the sum itself is recorded under this name: give the part another one")
+    entries = {SOLE: dict(config)} if config.get("_target_") else parts
     if not entries:
         raise UserError(
             "objective=grpo learns from rewards, and there is none: choose one with reward=exact_number, regex, "

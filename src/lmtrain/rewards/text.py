@@ -8,7 +8,9 @@ from typing import Any
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import ComparedWithReference, Reward, needed
 
-_NUMBER = re.compile(r"[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+# With a power of ten, as Python writes a float such as 1e-05.
+_NUMBER = re.compile(r"[-+]?\$?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+_MINUS = "\u2212"  # Unicode's minus sign, which models write too
 
 
 def final_number(text: str, after: str | None = None) -> Decimal | None:
@@ -17,7 +19,7 @@ def final_number(text: str, after: str | None = None) -> Decimal | None:
         _, found, text = text.rpartition(after)
         if not found:
             return None
-    numbers = _NUMBER.findall(text)
+    numbers = _NUMBER.findall(text.replace(_MINUS, "-"))
     try:
         return Decimal(numbers[-1].replace(",", "").replace("$", "")) if numbers else None
     except InvalidOperation:

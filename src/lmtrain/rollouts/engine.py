@@ -24,14 +24,15 @@ class Sampling(NamedTuple):
     temperature: float  # 0: always the most likely token
     top_p: float  # draw from the fewest tokens that have this share of the probability; 1: from all
     end_ids: tuple[int, ...]  # a completion ends at the first of these
+    vocabulary: int | None = None  # ids from here on belong to no token and are never drawn: rows that pad embeddings
 
 
 class SampledText(NamedTuple):
     """A sampled completion of T tokens, including its ending token."""
 
     ids: list[int]
-    log_probs: list[float]  # of each token at the sampling temperature, before top_p is applied
-    entropy: float  # nats, summed over the distributions of its tokens, before top_p is applied
+    log_probs: list[float]  # of each token at the sampling temperature, before top_p and vocabulary are applied
+    entropy: float  # nats, summed over the distributions of its tokens, before both are applied
     ended: bool  # whether by an ending token; False: cut off at max_new_tokens
 
 
@@ -65,9 +66,9 @@ def draw(logits: Tensor, keys: Tensor, at: Tensor, sampling: Sampling) -> tuple[
     probabilities = log_probs.exp()
     entropy = -(probabilities * log_probs.clamp(min=-1e9)).sum(-1)
     if sampling.temperature == 0:
-        tokens = logits.argmax(-1)
+        tokens = logits[:, : sampling.vocabulary].argmax(-1)
     else:
-        shares = (probabilities * 2**_BITS).long()
+        shares = (probabilities[:, : sampling.vocabulary] * 2**_BITS).long()
         order = None
         if sampling.top_p < 1:
             shares, order = shares.sort(dim=-1, descending=True, stable=True)
@@ -77,7 +78,7 @@ def draw(logits: Tensor, keys: Tensor, at: Tensor, sampling: Sampling) -> tuple[
         upto = shares.cumsum(-1)
         # A fraction of the sum, not a remainder: if the sum differs in its last bits only, so does the ticket.
         ticket = (_shifted(noise(keys, at), 11).double() * 2.0**-53 * upto[:, -1].double()).long()
-        tokens = (upto <= ticket[:, None]).sum(-1).clamp(max=logits.shape[1] - 1)
+        tokens = (upto <= ticket[:, None]).sum(-1).clamp(max=shares.shape[1] - 1)
         tokens = tokens if order is None else order.gather(1, tokens[:, None])[:, 0]
     return tokens, log_probs.gather(1, tokens[:, None])[:, 0], entropy
 

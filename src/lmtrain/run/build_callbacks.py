@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from lmtrain.callbacks.time_budget import Forecast, Length, TimeBudget
 from lmtrain.callbacks.validation import EarlyStopping, Validation
 from lmtrain.config import places
 from lmtrain.config.effect import TRIAL
+from lmtrain.config.keys import value_of
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.schema import Config, EarlyStoppingConfig
 from lmtrain.config.targets import build_target
@@ -43,7 +45,10 @@ _PAUSES = 60  # seconds: ranks also wait for the pauses between read attempts
 def check_monitors(
     config: Config, corpus: Corpus, objective: Objective, samples: Samples | None, val_sets: dict[str, ValSet]
 ) -> None:
-    """Raises UserError if the best checkpoint or early stopping needs a metric that not every validation reports."""
+    """Raises UserError if the best checkpoint or early stopping needs a metric that not every validation reports.
+
+    Also if the worst value of the metric would count as the best.
+    """
     stopping = config.callbacks.early_stopping
     if stopping.enabled and corpus.val is None and not val_sets:
         raise UserError(
@@ -64,6 +69,24 @@ def check_monitors(
             raise UserError(f"{key}={name} is needed at every validation: set callbacks.samples.every_n_validations=1")
         if known and name not in known and not config.callbacks.extra:  # extra callbacks may log others
             raise UserError(f"{key}={name}: this run's validations report {', '.join(known)}")
+        _check_direction(key.removesuffix(".monitor"), name, value_of(config, f"{key.removesuffix('monitor')}mode"))
+
+
+_MORE_IS_BETTER = re.compile(
+    r"val/([^/]+/)?(reward|reward/.+|rewards/accuracy|rewards/margin|exact_match|bleu|rouge[12]?|bertscore)"
+)
+_LESS_IS_BETTER = re.compile(r"val/([^/]+/)?(loss|perplexity|bits_per_byte)")
+
+
+def _check_direction(section: str, name: str, mode: str) -> None:
+    """Raises UserError if the worst value of a metric would count as the best."""
+    wrong = _MORE_IS_BETTER.fullmatch(name) if mode == "min" else _LESS_IS_BETTER.fullmatch(name)
+    if wrong is not None and (mode == "min" or section == "checkpoint"):  # to stop where the loss rises is of use
+        better, right = ("more", "max") if mode == "min" else ("less", "min")
+        raise UserError(
+            f"{section}.monitor={name} with {section}.mode={mode} takes the worst value for the best, as {better} of "
+            f"it is better: set {section}.mode={right}"
+        )
 
 
 def _reported(objective: Objective, bytes_per_token: float | None) -> list[str]:

@@ -314,6 +314,9 @@ def advice(run: Run) -> list[str]:
         notes.append(f"{c.trainer.deepspeed.config}: the run's own config overrides {', '.join(unheard)}")
     notes += for_budget(c, run.total_steps, len(rows_to_train(c, corpus)))
     notes += for_mixtures(corpus.train, run.total_steps)
+    r = c.router
+    if not run.objective.model.router_losses.kinds and (r.load_balance or r.deviation or r.z_loss):
+        notes.append("router.*: this model has neither a mixture of experts nor a memory, so none is balanced")
     notes += effect.inference_note(ranks.typed(), c, ranks.proposed())
     notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))
     on_every_rank = sharding.why_on_every_rank(c)
@@ -410,7 +413,7 @@ def unlikely(c: Config, total_steps: int, cores: int, typed: Collection[str]) ->
     if c.optimizer.lr == 0:
         notes.append("optimizer.lr=0: nothing will be learned")
     warmup = c.schedule.warmup_steps or 0
-    if warmup >= total_steps and c.schedule.name != "constant":
+    if warmup >= total_steps:
         notes.append(
             f"schedule.warmup_steps={warmup:,} of {total_steps:,} steps: the peak lr {c.optimizer.lr:g} is not reached "
             f"before the end (schedule.warmup_ratio=0.02)"
