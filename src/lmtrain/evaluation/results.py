@@ -81,9 +81,9 @@ def interval(scores: Scores, score: str, resamples: int, seed: int, other: Score
 
 
 def _difference(pairs: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray) -> float:
-    values = [
-        float(weights @ numerator) / max(float(weights @ denominator), 1e-300) for numerator, denominator in pairs
-    ]
+    sums = [(float(weights @ numerator), float(weights @ denominator)) for numerator, denominator in pairs]
+    # Of rows without a token, or of another task, nothing can be said: nanpercentile leaves such draws out.
+    values = [numerator / denominator if denominator else math.nan for numerator, denominator in sums]
     return values[0] - (values[1] if len(values) > 1 else 0.0)
 
 
