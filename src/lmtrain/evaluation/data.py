@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -76,6 +77,18 @@ def _has_own_split(data: DataConfig) -> bool:
     return sources.open_source(data).records("val") is not None
 
 
+def bytes_of(token: int, tokenizer: Any) -> int:
+    """Returns the number of bytes of text that a token stands for, also if it is only a part of a character."""
+    text, written = (
+        tokenizer.decode([token], clean_up_tokenization_spaces=False),
+        tokenizer.convert_ids_to_tokens(token),
+    )
+    if "\ufffd" not in text or "\ufffd" in written:
+        return len(text.encode())
+    # Such a token is written with one character per byte, or, where single bytes are a fallback, as <0xE2>.
+    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", written) else len(written)
+
+
 @dataclass
 class ScoredDocuments:
     """Text as tokenized documents.
@@ -136,7 +149,7 @@ def _of_bins(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]
             ids = np.concatenate([*begun, shard.read(start, end - start)])
             begun.clear()
             ids = ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_token_id else ids
-            yield ids, len(tokenizer.decode(ids.tolist()).encode())
+            yield ids, len(tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False).encode())
         last = ends[-1] if ends else 0
         begun.append(shard.read(last, shard.tokens - last))
 
