@@ -34,6 +34,15 @@ def byte_tokenizer() -> object:
     return tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
 
 
+def test_a_document_that_is_longer_than_a_shard_has_its_whole_length(tmp_path: Path) -> None:
+    texts = ["short", "x" * 250, "another"]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    found = look(check(compose(["data=jsonl", f"data.path={tmp_path / 'texts.jsonl'}", "tokenizer=bytes",
+                                "data.seq_len=8", "data.val_fraction=0", "data.shard_tokens=100"])))  # fmt: skip
+    assert found.lengths is not None
+    assert found.lengths.tolist() == [len(text) + 1 for text in texts]  # the end of text
+
+
 def test_counts_lengths_and_masks(tmp_path: Path) -> None:
     """With one token per byte, learned tokens can be counted in the rows themselves."""
     late = {"messages": [{"role": "user", "content": "x" * 600}, {"role": "assistant", "content": "late"}]}

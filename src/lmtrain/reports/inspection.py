@@ -165,8 +165,10 @@ def _lengths(rows: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
     if isinstance(rows, Windows):
         if any(shard.docs is None for shard in rows.shards):
             return None, None
-        ends = [shard.document_ends(1, shard.tokens + 1) for shard in rows.shards]
-        return np.concatenate([np.diff(e, prepend=0) for e in ends]), None
+        # Counted over all shards, as a document that is longer than a shard goes on in the next one.
+        starts = np.cumsum([0, *(shard.tokens for shard in rows.shards)])
+        ends = [s.document_ends(1, s.tokens + 1) + start for s, start in zip(rows.shards, starts, strict=False)]
+        return np.diff(np.concatenate(ends), prepend=0), None
     return rows.examples.lengths, rows.examples.learned()
 
 
