@@ -10,6 +10,7 @@ import pytest
 from texts import documents
 
 from lmtrain.data.sources import choose as sources
+from lmtrain.data.sources.tables import read_table
 from lmtrain.errors import UserError
 
 TEXTS = ["first\ndocument", "second", "  dritter: äöü 日本 🙂\r\n", "fourth\n\nwith a gap"]
@@ -155,6 +156,21 @@ def test_bad_files(case, tmp_path, data_config):
     with pytest.raises(UserError, match=message) as caught:
         read(data_config("jsonl", path=str(tmp_path / name), val_fraction=0))
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_two_columns_of_one_name(format, tmp_path, data_config):
+    table = pa.table([["a"], ["b"], ["c"]], names=["text", "text", "other"])
+    path = tmp_path / f"a.{format}"
+    if format == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    for columns in (["text"], None):
+        with pytest.raises(UserError, match=rf"a\.{format} has several columns named 'text': rename all but one"):
+            list(read_table(path, format, columns))
+    assert [row for _, row in read_table(path, format, ["other"])] == [{"other": "c"}]
 
 
 def test_bad_paths(tmp_path, data_config):

@@ -11,7 +11,7 @@ from lmtrain.config.effect import epochs_at_most, suffix_of
 from lmtrain.config.override_text import bare_or_quoted, typed_keys, written
 from lmtrain.data.chat.conversations import FORMATS
 from lmtrain.data.chat.pairs import PAIR_FORMATS
-from lmtrain.data.sources import files
+from lmtrain.data.sources import encodings, files
 from lmtrain.data.sources.addresses import is_address
 from lmtrain.data.sources.lines import COMPRESSED, open_binary
 from lmtrain.data.sources.tables import read_table
@@ -69,7 +69,7 @@ def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
 def _refuse_binary(path: Path) -> None:
     with open_binary(path) as file:
         start = file.read(4096)
-    if b"\0" in start and not start.startswith((b"\xff\xfe", b"\xfe\xff")):
+    if b"\0" in start and encodings.marked(start) is None:
         known = ", ".join([*files.FORMATS, *COMPRESSED])
         raise UserError(f"{path} is neither text nor a table that lmtrain reads (known: {known})")
 

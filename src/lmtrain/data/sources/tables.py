@@ -212,7 +212,7 @@ def parquet_from(path: File, columns: list[str] | None, start: int) -> Iterator[
     import pyarrow.parquet as pq
 
     with _read_as("parquet", path), pq.ParquetFile(path if isinstance(path, Path) else opened(path)) as file:
-        check_columns(columns or [], file.schema_arrow.names, str(path))
+        _check_names(columns, file.schema_arrow.names, str(path))
         sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
         ends = list(itertools.accumulate(sizes))
         group = bisect.bisect_right(ends, start)  # the row group that contains row `start`
@@ -239,9 +239,17 @@ def _arrow(path: File, columns: list[str] | None) -> Iterator[Record]:
         else:
             reader = pa.ipc.open_stream(source)
             batches = iter(reader)
-        check_columns(columns or [], reader.schema.names, str(path))
+        _check_names(columns, reader.schema.names, str(path))
         rows = (row for batch in batches for row in batch.select(columns or reader.schema.names).to_pylist())
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
+
+
+def _check_names(wanted: list[str] | None, found: list[str], where: str) -> None:
+    """Raises UserError if a wanted column is missing or there are two of its name, of which one would be lost."""
+    check_columns(wanted or [], found, where)
+    twice = next((name for name in wanted or found if found.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{where} has several columns named {twice!r}: rename all but one of them")
 
 
 READERS: dict[str, Callable[[File, list[str] | None], Iterator[Record]]] = {
