@@ -43,6 +43,14 @@ def test_a_document_that_is_longer_than_a_shard_has_its_whole_length(tmp_path: P
     assert found.lengths.tolist() == [len(text) + 1 for text in texts]  # the end of text
 
 
+def test_notes_on_a_source_are_called_notes(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "one and the same"}\n' * 4)
+    found = look(check(compose(["data=jsonl", f"data.path={tmp_path / 'texts.jsonl'}", "tokenizer=bytes",
+                                "data.seq_len=8", "data.val_fraction=0"])))  # fmt: skip
+    copies = "3 of 4 documents (75%) are exact copies of an earlier one: data.dedup=exact leaves them out"
+    assert ("note", copies) in found.rows  # they are read
+
+
 def test_counts_lengths_and_masks(tmp_path: Path) -> None:
     """With one token per byte, learned tokens can be counted in the rows themselves."""
     late = {"messages": [{"role": "user", "content": "x" * 600}, {"role": "assistant", "content": "late"}]}

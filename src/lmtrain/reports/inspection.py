@@ -117,7 +117,7 @@ def look(config: Config) -> Inspection:
     lengths, learned = _lengths(rows)
     return Inspection(
         split,
-        [("data", corpus.words[0]), *_row_facts(corpus, rows, config), *(("not read", n) for n in corpus.notes)],
+        [("data", corpus.words[0]), *_row_facts(corpus, rows, config), *(("note", n) for n in corpus.notes)],
         lengths,
         learned,
         "document" if isinstance(rows, Windows) else "piece" if config.data.rows == "text" else "example",
