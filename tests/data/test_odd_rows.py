@@ -342,6 +342,20 @@ def test_a_column_that_is_absent_or_null(option: str, encoder: Any, row: Any, sa
         read(lines(row), option=option, encoder=encoder, on_bad_row="raise")
 
 
+@pytest.mark.parametrize(("label", "desirable"), [
+    (True, 1), (0, 0), (1.0, 1), ("true", 1), (" False ", 0), ("1", 1), ("0.0", 0), ("yes", None), (2, None), ([], None)
+])  # fmt: skip
+def test_labels_of_unpaired_answers(label: Any, desirable: int | None, read: Any) -> None:
+    """Of a CSV file all values are text."""
+    rows = {"option": "unpaired_jsonl", "encoder": UnpairedRowEncoder}
+    row = lines({"prompt": "a", "completion": "b", "label": label})
+    if desirable is None:
+        with pytest.raises(UserError, match=re.escape(f"must be true (desirable) or false, and is {label!r}")):
+            read(row, **rows)
+    else:
+        assert read(row, **rows).split("train").labels.tolist() == [desirable]
+
+
 def test_answers_that_the_template_trims_to_the_same(read: Any) -> None:
     rows = lines(PROMPT, {**PROMPT, "rejected": "Four. "})
     with pytest.raises(UserError, match=r"line 2: chosen and rejected are the same once the chat template has"):

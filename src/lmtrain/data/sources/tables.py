@@ -169,7 +169,7 @@ def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterato
         if values is None:
             return
         if names is None:
-            names = _header(values, where)
+            names = _header(values, where, delimiter)
             check_columns(columns or [], names, str(path))
         elif len(values) == len(names):
             yield where, dict(zip(names, values, strict=True))
@@ -177,11 +177,17 @@ def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterato
             yield where, f"the line has {len(values)} fields, and the first line names {len(names)} columns"
 
 
-def _header(names: list[str], where: str) -> list[str]:
+def _header(names: list[str], where: str, delimiter: str) -> list[str]:
     twice = next((name for name in names if names.count(name) > 1 or not name.strip()), None)
     if twice is not None or not names:
         raise UserError(
             f"{where}: the first line must name the columns, each by a name of its own, and is {_excerpt(str(names))}"
+        )
+    other = next((sign for sign in (";", "\t") if [delimiter, len(names)] == [",", 1] and sign in names[0]), None)
+    if other is not None:
+        raise UserError(
+            f"{where}: the columns are separated by {other!r}, which is read as one column: separate them by commas, "
+            f"or by tabs with data.format=tsv"
         )
     return names
 
