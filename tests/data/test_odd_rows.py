@@ -446,6 +446,16 @@ def test_a_question_is_the_one_that_is_answered_last(read: Any, tmp_path: Path) 
     assert (question["prompt"], question["reference"]) == (U["content"], A["content"])
 
 
+def test_validation_rows_that_are_all_left_out_are_noted(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "val.jsonl").write_bytes(lines(messages(U, {**A, "content": "y" * 600})) * 5)
+    val = {"val_path": str(tmp_path / "val.jsonl"), "max_length": 500, "on_too_long": "drop"}
+    for _ in range(2):  # also of data that is prepared already
+        found = read(lines(messages(U, A)), **val)
+        assert found.split("val") is None
+        assert found.notes == ["no row is left to validate on: val: 5 rows -> 0 examples, 0 tokens, 0% learned, 5 too "
+                               "long and dropped"]  # fmt: skip
+
+
 def test_pairs_whose_prompt_begins_with_the_assistant(read: Any) -> None:
     rows = lines({"chosen": [A, U, A], "rejected": [A, U, {**A, "content": "Five."}]})
     with pytest.raises(UserError, match="the first turn must be the user's"):
