@@ -135,6 +135,11 @@ BAD_FILES = {
     ),
     "malformed list": ("a.json", b'[\n{"text": "fine"},\n{"text" 1}]', r"a\.json, line 3: malformed JSON .*text"),
     "a line that is no object": ("a.jsonl", b"[1, 2]\n", r"line 1: a JSON object .* needed, found \[1, 2\]"),
+    "an object over several lines": (
+        "a.json", b'{\n "version": 1,\n "data": [{"text": "a"}]\n}\n',
+        r"a\.json holds one object with 'version', 'data'; a list of objects, .* its key 'data' has a list: write that",
+    ),
+    "a malformed first line": ("a.json", b'{"text": \n{"text": "a"}\n', r"a\.json, line 1: malformed JSON"),
     "a number in json": ("a.json", b"17", r"a\.json holds 17; a list of objects"),
     "a column missing in one row": (
         "a.jsonl", b'{"text": "a"}\n\n{"body": "b"}\n', r"line 3 has no column 'text'; it has: body.*text_column=body",

@@ -70,6 +70,7 @@ def _row_of(line: str, decoder: "_Decoder") -> dict[str, Any] | str:
 def _json(path: File, columns: list[str] | None) -> Iterator[Record]:
     """Yields the rows of a list of objects, or of one object per line."""
     if _has_lines(path):
+        _refuse_one_object(path)
         yield from _json_lines(path, columns)
         return
     text, decoder = "".join(data_lines(path)), _Decoder(checked=columns is None)
@@ -103,6 +104,26 @@ def _has_lines(path: File) -> bool:
     """Returns whether a .json file holds one object per line instead of one list."""
     with open_binary(path) as file, explained(path):
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+
+
+def _refuse_one_object(path: File) -> None:
+    """Raises UserError if the file is one object written over several lines."""
+    try:
+        json.loads(next(data_lines(path), ""))
+        return
+    except (ValueError, RecursionError):
+        pass
+    try:
+        whole = json.loads("".join(data_lines(path)))
+    except (ValueError, RecursionError):
+        return  # lines of objects, of which the first is malformed
+    lists = [
+        f"; its key {key!r} has a list: write that list alone" for key, value in whole.items() if type(value) is list
+    ]
+    raise UserError(
+        f"{path} holds one object with {', '.join(map(repr, whole)) or 'no keys'}; a list of objects, or an object per "
+        f"line, is needed{''.join(lists[:1])}"
+    )
 
 
 def _start(text: str, at: int) -> int:
