@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -242,6 +243,24 @@ def test_what_is_not_read_or_left_out_is_shown(tmp_path: Path) -> None:
     plan = flat(ended.out)
     assert all(flat(words) in plan for words in said), ended.out
     assert flat("1 began with the assistant, whose first turns were dropped, 4 bad rows skipped") in plan
+
+
+def test_prepare_says_what_is_not_read(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "corpus", tmp_path / "the cache"
+    folder.mkdir()
+    (folder / "book.txt").write_text("some text " * 100)
+    (folder / "more.docx").write_text("x")
+    argv = [f"data.path={folder}", f"data.cache_dir={cache}", "data.val_fraction=0.1"]
+    ended = run("prepare", *TINY, "data=text", *argv)
+    assert ended.code == 0, ended.err
+    assert f"{folder}: 1 file is not read: more.docx" in ended.out
+    words = shlex.split(ended.out[ended.out.index("data=bins") :])
+    assert run("inspect", *TINY, *words).code == 0, words
+    (folder / "book.txt").rename(folder / "book.md")
+    write_chats(folder / "chats.jsonl", [conversation(i) for i in range(4)])
+    ended = run("prepare", *CHAT, *argv[:2])
+    assert ended.code == 0, ended.err
+    assert f"{folder}: 2 files are not read: book.md, more.docx" in ended.out
 
 
 def flat(text: str) -> str:
