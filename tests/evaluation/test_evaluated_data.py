@@ -99,6 +99,16 @@ def test_pairs_of_the_hub_are_those_of_the_run(
         ]
 
 
+@pytest.mark.parametrize(("argv", "words"), [
+    (["data=text_mixture", "data.mixture=[{path: a.txt},{path: b.txt}]"], "mixture, validation part"),
+    (["data=bins", "data.path=outputs/bins"], "outputs/bins, validation part"),
+    (["data=text", "data.path=a.txt"], "all of a.txt"),
+    (["data=jsonl", "data.path=[a.jsonl,b.jsonl]"], "all of a.jsonl, b.jsonl"),
+])  # fmt: skip
+def test_the_title_says_what_is_evaluated_on(argv: list[str], words: str) -> None:
+    assert data.chosen(config(*argv), None)[1] == words
+
+
 def test_bytes_of_a_token_that_is_a_part_of_a_character() -> None:
     """What is scored of a text without its first token (evaluate.start_token=false) are the bytes of the others."""
     text = "日本 é\ufffd"

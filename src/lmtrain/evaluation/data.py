@@ -66,8 +66,10 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
         return named, f"all of {files if isinstance(files, str) else ', '.join(files)}"
     if data.source == "python_stdlib":
         return named, f"held-out {data.rows if data.rows != 'text' else 'modules'} of the standard library"
-    name = data.name or data.source
-    if data.source == "hub" and not _has_own_split(data):
+    if data.source != "hub":  # data.val_split is the split of a dataset of the hub
+        return named, f"{data.path if data.source == 'bins' else data.source}, validation part"
+    name = data.name
+    if not _has_own_split(data):
         return named, f"{name}, held out of split {data.train_split}"
     return named, f"{name}, split {data.val_split or data.train_split}"
 
