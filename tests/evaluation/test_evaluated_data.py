@@ -109,6 +109,23 @@ def test_the_title_says_what_is_evaluated_on(argv: list[str], words: str) -> Non
     assert data.chosen(config(*argv), None)[1] == words
 
 
+@pytest.mark.parametrize("argv", [
+    ["data.val_path={}/a.txt"], ["data.val_path={}/a.jsonl"], ["data.val_path={}"], ["data=python_stdlib",
+    "data.val_path={}/a.txt"], ["data=text_mixture", "data.mixture=[{{path: b.txt}}]", "data.val_path={}/a.txt"],
+])  # fmt: skip
+def test_files_that_are_named_alone_are_what_is_evaluated_on(argv: list[str], tmp_path: Path) -> None:
+    """Without data=..., the default data is the standard library, whatever files are named."""
+    name = argv[-1].rpartition("/")[2] if argv[-1].endswith(("txt", "jsonl")) else "a.txt"
+    if name == "a.txt":
+        (tmp_path / name).write_text("some text")
+    else:
+        written(tmp_path / name, ["some text"])
+    named, _ = data.chosen(config(*(word.format(tmp_path) for word in argv)), None)
+    own = tokenizers.load_or_train(TokenizerConfig(kind="bytes"), lambda _: iter(()))
+    found = [bytes(ids.astype(np.uint8)).decode() for ids, _ in ScoredDocuments(named, None).read(own)]
+    assert found == ["some text"]
+
+
 def test_bytes_of_a_token_that_is_a_part_of_a_character() -> None:
     """What is scored of a text without its first token (evaluate.start_token=false) are the bytes of the others."""
     text = "日本 é\ufffd"

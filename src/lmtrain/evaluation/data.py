@@ -62,7 +62,7 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
     data = named.data
     files = data.val_path or data.path
     if files and data.source != "bins":
-        data.path = data.val_path = files
+        data.source, data.path, data.val_path = "files", files, files  # whatever data is trained on by default
         return named, f"all of {files if isinstance(files, str) else ', '.join(files)}"
     if data.source == "python_stdlib":
         return named, f"held-out {data.rows if data.rows != 'text' else 'modules'} of the standard library"
