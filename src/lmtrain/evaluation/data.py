@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lmtrain.config.effect import names_data
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data.chat.templates import ChatEncoder
@@ -35,14 +36,6 @@ def kind_of(data: DataConfig) -> str:
     return "text" if data.rows == "text" else "conversations" if data.ranking is None else "pairs"
 
 
-def is_named(config: Config) -> bool:
-    """Returns whether the command names the evaluation data; otherwise it is the run's own validation split."""
-    data, choice = config.data, config.evaluate.data
-    if choice != "auto":
-        return choice == "named"
-    return bool(data.val_path or data.path) or data.source != "python_stdlib" or data.rows != "text"
-
-
 def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
     """Returns the config whose data is evaluated on, and a description of the part that is used.
 
@@ -51,7 +44,7 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
     Raises:
         UserError: no data is named and the model's training config is unknown.
     """
-    if not is_named(config):
+    if not names_data(config):
         if own is None:
             raise UserError(
                 "evaluate on what? this model is not a run's: name data, such as data=text data.val_path=test.txt, or "
