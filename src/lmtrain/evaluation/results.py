@@ -41,7 +41,7 @@ class Scores:
 
     def has_interval(self, score: str) -> bool:
         """Returns whether several rows give the score; one row, such as a file of text, tells nothing of its spread."""
-        return score in self.ratios and np.count_nonzero(self.parts(score)[1]) > 1
+        return score in self.ratios and int(np.count_nonzero(self.parts(score)[1])) > 1
 
     def values(self) -> dict[str, float]:
         """Returns every score, and the perplexity if there is a loss per token."""

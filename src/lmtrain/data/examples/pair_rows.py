@@ -74,7 +74,7 @@ class PairRowEncoder(TemplateRows):
         if isinstance(pair.prompt, str):
             return Completion(pair.prompt, str(pair.chosen), pair.where)
         answer = pair.chosen if self.chat.cfg.train_on == "last_assistant" else pair.chosen[:1]
-        return Conversation([*pair.prompt, *answer], pair.tools, pair.where)  # type: ignore[list-item]
+        return Conversation([*pair.prompt, *answer], pair.tools, pair.where)
 
 
 def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str) -> tuple[list[Tokens], int]:
