@@ -44,6 +44,20 @@ def test_a_document_that_is_longer_than_a_shard_has_its_whole_length(tmp_path: P
     assert found.lengths.tolist() == [len(text) + 1 for text in texts]  # the end of text
 
 
+def test_prompts_are_given_and_not_learned(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {i} plus {i}?", "answer": str(2 * i)} for i in range(8)]
+    path = write_chats(tmp_path / "prompts.jsonl", rows)
+    prompts = [*TINY, "objective=grpo", "data=prompts_jsonl", f"data.path={path}", "data.val_fraction=0",
+               "data.chat_template=zephyr", "inspect.samples=1"]  # fmt: skip
+    ended = run("inspect", *prompts)
+    assert ended.code == 0, ended.err
+    assert "8 rows -> 8 examples" in ended.out + ended.err
+    assert re.search(r"[1-9]\d* learned|% learned|learned +[1-9]", ended.out + ended.err) is None
+    assert "learned ones" not in ended.out
+    (body,) = re.findall(r"prompt 1 of 8(.*?)⟦learned⟧ given", ended.out, re.DOTALL)
+    assert "⟦" not in body
+
+
 def test_notes_on_a_source_are_called_notes(tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"text": "one and the same"}\n' * 4)
     found = look(check(compose(["data=jsonl", f"data.path={tmp_path / 'texts.jsonl'}", "tokenizer=bytes",

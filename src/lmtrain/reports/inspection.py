@@ -140,7 +140,8 @@ def _row_facts(corpus: Corpus, rows: Any, config: Config) -> list[tuple[str, str
              ("left out: no learned token", counts.untrained),
              ("left out: bad", sum(counts.bad.values()))]  # fmt: skip
     lines = [(name, f"{number:,}") for name, number in facts]
-    lines.insert(3, ("learned", f"{counts.trained:,} ({counts.trained / max(1, counts.tokens):.1%})"))
+    if _learns(rows):
+        lines.insert(3, ("learned", f"{counts.trained:,} ({counts.trained / max(1, counts.tokens):.1%})"))
     if counts.untrained_at is not None:
         lines.append(("first without a learned token", f"{counts.untrained_at}: {counts.untrained_text}"))
     if counts.assistant_first:
@@ -169,7 +170,12 @@ def _lengths(rows: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
         starts = np.cumsum([0, *(shard.tokens for shard in rows.shards)])
         ends = [s.document_ends(1, s.tokens + 1) + start for s, start in zip(rows.shards, starts, strict=False)]
         return np.diff(np.concatenate(ends), prepend=0), None
-    return rows.examples.lengths, rows.examples.learned()
+    return rows.examples.lengths, rows.examples.learned() if _learns(rows) else None
+
+
+def _learns(rows: Any) -> bool:
+    """Returns whether tokens of the rows are trained on; those of prompts (objective=grpo) are only given."""
+    return bool(getattr(rows, "learns", True))
 
 
 def _samples(tokenizer: Any, rows: Any, config: Config) -> list[Sample]:
@@ -185,7 +191,8 @@ def _samples(tokenizer: Any, rows: Any, config: Config) -> list[Sample]:
             continue
         for i in range(group * index, group * (index + 1)):
             title = rows.title(i) if hasattr(rows, "title") else f"example {i + 1:,} of {number:,}"
-            found.append(_sample(tokenizer, title, rows.examples.read(i), config))
+            ids, learned = rows.examples.read(i)
+            found.append(_sample(tokenizer, title, (ids, learned & _learns(rows)), config))
     return found
 
 

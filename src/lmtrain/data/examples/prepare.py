@@ -195,16 +195,16 @@ def _write_part(
                     counts.untrained_at, counts.untrained_text = where, short(encoder.decode(group[-1][0]))
                 continue
             show.advance(0, sum(len(example[0]) for example in group))
-            _write(group, writer, counts, encoded.kept)
+            _write(group, writer, counts, encoded.kept, getattr(encoder, "learns", True))
         if counts.examples > first and questions is not None and encoded.question is not None:
             questions.append({**encoded.question, "example": first})
 
 
-def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | None) -> None:
+def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | None, learns: bool) -> None:
     for ids, trained, *label in group:
         array = np.array(ids, dtype=writer.dtypes["bin"])
         writer.append(array, np.array(trained), ends_document=True, label=label[0] if label else None, text=kept)
         counts.examples += 1
         counts.tokens += len(ids)
-        counts.trained += sum(trained)
+        counts.trained += sum(trained) if learns else 0  # a prompt's tokens are all given
         counts.longest = max(counts.longest, len(ids))
