@@ -4,6 +4,7 @@ Text becomes a tokenizer and token bins. Conversations, pairs and other rows bec
 same settings finds in the cache.
 """
 
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,8 @@ def prepare(config: Config) -> int:
     from lmtrain.data.text.mixture import prepare_mixture
 
     if config.data.rows != "text":
-        for line in prepare_corpus(config).words:
-            terminal.console().print(line, soft_wrap=True, markup=False, highlight=False)
+        corpus = prepare_corpus(config)
+        _print([*corpus.words, *corpus.notes])
         return errors.FINISHED
     if config.data.source == "bins":
         raise UserError(
@@ -51,7 +52,12 @@ def _show(prepared: "PreparedData") -> None:
         table.add_row(name, *("" if n is None else f"{n:,}" for n in counts))
     console = terminal.console()
     console.print(table)
-    console.print(f"train on it anywhere: data=bins data.path={prepared.folder}", soft_wrap=True)
+    _print([*prepared.notes, f"train on it anywhere: data=bins {shlex.quote(f'data.path={prepared.folder}')}"])
+
+
+def _print(lines: list[str]) -> None:
+    for line in lines:
+        terminal.console().print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 main = cli.main_of("prepare", prepare)

@@ -119,6 +119,20 @@ def test_verbs_that_read_a_run_refuse_what_only_training_reads(tmp_path: Path) -
         assert f"trainer.max_steps has no effect in `lmtrain {verb}`" in message(ended.err)
 
 
+OF_HELD_OUT = [["data.val_fraction=0.5"], ["data.num_samples=3"], ["data.text_column=body"],
+               ["data.val_path=a.txt", "evaluate.data=run"], ["data.path=a.txt", "evaluate.data=run"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", OF_HELD_OUT, ids=" ".join)
+def test_data_keys_without_data_to_evaluate_on(argv: list[str], tmp_path: Path) -> None:
+    """What a run held out is read with the run's own settings."""
+    ended = run("evaluate", f"run_dir={tmp_path}", *argv)
+    assert ended.code == 2
+    assert message(ended.err).startswith(f"{argv[0].partition('=')[0]} has no effect in `lmtrain evaluate` on what the")
+    named = check(compose([argv[0], "evaluate.data=named"]))
+    assert without_effect("evaluate", argv[:1], named, lambda _: None) == []
+
+
 SOURCES = {
     ("a.txt",): ("files", "text"),
     ("a.jsonl",): ("files", "auto"),

@@ -173,6 +173,23 @@ def test_special_tokens_in_a_users_text(folder: str, tokenizer_config: Any, data
     assert (plain.encode(text)[0].input_ids.count(eos), special.encode(text)[0].input_ids.count(eos)) == (1, 2)
 
 
+@pytest.mark.parametrize("plane", [0xF0000, 0xF8000, 0x100000, 0x108000])
+def test_private_use_characters_spell_no_special_token(plane: int, tokenizer_config: Any, data_config: Any) -> None:
+    """A text of private-use characters is that text, or its row is refused; it never becomes the end of text."""
+    tokenizer = tokenizers.load_or_train(tokenizer_config("bytes"), lambda _: iter(()))
+    encoder = ChatEncoder(tokenizer, data_config("chat", chat_template="vicuna", max_length=None,
+                                                 allow_special_text=False))  # fmt: skip
+    typed = f"a{chr(plane) * len(tokenizer.eos_token)}b"
+    for sample in (Conversation([user(typed), says("Yes.")], None, "here"), Completion(typed, "Yes.", "here")):
+        if plane in (0xF8000, 0x108000):
+            with pytest.raises(BadRow, match=f"private-use character U\\+{plane:X}"):
+                encoder.encode(sample)
+            continue
+        (example,) = encoder.encode(sample)
+        assert typed in tokenizer.decode(example.input_ids)
+        assert example.input_ids.count(tokenizer.eos_token_id) == (2 if isinstance(sample, Conversation) else 1)
+
+
 def test_alpacas_input(tokenizer_config: Any, data_config: Any) -> None:
     """Prompts equal those of Stanford Alpaca's train.py (github.com/tatsu-lab/stanford_alpaca)."""
     tokenizer = tokenizers.load_or_train(tokenizer_config("bytes"), lambda _: iter(()))

@@ -110,7 +110,7 @@ EXPECTED = {  # <E> is the beginning and end of text; [ ] encloses learned text
     "mistral": "<E>[INST] Be brief.\n\nHi [/INST][ Yes<E>][INST] Bye [/INST][ No<E>]",
     "phi3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n[Yes<|end|>]\n<|user|>\nBye<|end|>\n"
     "<|assistant|>\n[No<|end|>]\n",
-    "vicuna": "<E>Be brief. USER: Hi ASSISTANT:[ Yes<E>] USER: Bye ASSISTANT:[ No<E>]",
+    "vicuna": "<E>Be brief. USER: Hi ASSISTANT:[ Yes<E>]USER: Bye ASSISTANT:[ No<E>]",  # as FastChat writes it
     "zephyr": "<|system|>\nBe brief.<E>\n<|user|>\nHi<E>\n<|assistant|>\n[Yes<E>]\n<|user|>\nBye<E>\n<|assistant|>\n"
     "[No<E>]\n",
 }

@@ -10,6 +10,7 @@ import pytest
 from texts import documents
 
 from lmtrain.data.sources import choose as sources
+from lmtrain.data.sources.tables import read_table
 from lmtrain.errors import UserError
 
 TEXTS = ["first\ndocument", "second", "  dritter: äöü 日本 🙂\r\n", "fourth\n\nwith a gap"]
@@ -134,6 +135,11 @@ BAD_FILES = {
     ),
     "malformed list": ("a.json", b'[\n{"text": "fine"},\n{"text" 1}]', r"a\.json, line 3: malformed JSON .*text"),
     "a line that is no object": ("a.jsonl", b"[1, 2]\n", r"line 1: a JSON object .* needed, found \[1, 2\]"),
+    "an object over several lines": (
+        "a.json", b'{\n "version": 1,\n "data": [{"text": "a"}]\n}\n',
+        r"a\.json holds one object with 'version', 'data'; a list of objects, .* its key 'data' has a list: write that",
+    ),
+    "a malformed first line": ("a.json", b'{"text": \n{"text": "a"}\n', r"a\.json, line 1: malformed JSON"),
     "a number in json": ("a.json", b"17", r"a\.json holds 17; a list of objects"),
     "a column missing in one row": (
         "a.jsonl", b'{"text": "a"}\n\n{"body": "b"}\n', r"line 3 has no column 'text'; it has: body.*text_column=body",
@@ -155,6 +161,21 @@ def test_bad_files(case, tmp_path, data_config):
     with pytest.raises(UserError, match=message) as caught:
         read(data_config("jsonl", path=str(tmp_path / name), val_fraction=0))
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_two_columns_of_one_name(format, tmp_path, data_config):
+    table = pa.table([["a"], ["b"], ["c"]], names=["text", "text", "other"])
+    path = tmp_path / f"a.{format}"
+    if format == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    for columns in (["text"], None):
+        with pytest.raises(UserError, match=rf"a\.{format} has several columns named 'text': rename all but one"):
+            list(read_table(path, format, columns))
+    assert [row for _, row in read_table(path, format, ["other"])] == [{"other": "c"}]
 
 
 def test_bad_paths(tmp_path, data_config):

@@ -61,6 +61,19 @@ def test_splits_of_a_repository(streaming, tmp_path, data_config):
         list(documents(cfg, "train"))
 
 
+def test_a_split_that_is_not_there_is_in_the_notes(tmp_path, data_config, tokenizer_config):
+    name = repository(tmp_path / "repo", train=[f"row {i}" for i in range(600)], validation=["held", "out"])
+    found = {}
+    for split in ("validation", "valid"):
+        cfg = data_config("c4", name=name, config_name=None, streaming=False, num_samples=None, val_split=split)
+        found[split] = prepare(cfg, tokenizer_config("bytes"), False).notes
+    assert found["validation"] == []
+    assert found["valid"] == [
+        f"dataset {name!r} has no split 'valid' (data.val_split; it has: train, validation): a part of split train is "
+        f"held out (data.val_fraction)"
+    ]
+
+
 def test_wikitext_lines_become_articles(tmp_path, data_config):
     rows = ["", " = One = \n", "", " text \n", " = = Part = = \n", "", " = Two = \n", " more \n"]
     name = repository(tmp_path / "repo", train=rows, validation=rows[:4])

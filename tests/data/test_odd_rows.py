@@ -342,6 +342,20 @@ def test_a_column_that_is_absent_or_null(option: str, encoder: Any, row: Any, sa
         read(lines(row), option=option, encoder=encoder, on_bad_row="raise")
 
 
+@pytest.mark.parametrize(("label", "desirable"), [
+    (True, 1), (0, 0), (1.0, 1), ("true", 1), (" False ", 0), ("1", 1), ("0.0", 0), ("yes", None), (2, None), ([], None)
+])  # fmt: skip
+def test_labels_of_unpaired_answers(label: Any, desirable: int | None, read: Any) -> None:
+    """Of a CSV file all values are text."""
+    rows = {"option": "unpaired_jsonl", "encoder": UnpairedRowEncoder}
+    row = lines({"prompt": "a", "completion": "b", "label": label})
+    if desirable is None:
+        with pytest.raises(UserError, match=re.escape(f"must be true (desirable) or false, and is {label!r}")):
+            read(row, **rows)
+    else:
+        assert read(row, **rows).split("train").labels.tolist() == [desirable]
+
+
 def test_answers_that_the_template_trims_to_the_same(read: Any) -> None:
     rows = lines(PROMPT, {**PROMPT, "rejected": "Four. "})
     with pytest.raises(UserError, match=r"line 2: chosen and rejected are the same once the chat template has"):
@@ -430,6 +444,16 @@ def test_a_question_is_the_one_that_is_answered_last(read: Any, tmp_path: Path) 
     found = read(lines(messages(U, A)), val_path=str(tmp_path / "val.jsonl"), val_fraction=0.1)
     [question] = found.meta["questions"]
     assert (question["prompt"], question["reference"]) == (U["content"], A["content"])
+
+
+def test_validation_rows_that_are_all_left_out_are_noted(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "val.jsonl").write_bytes(lines(messages(U, {**A, "content": "y" * 600})) * 5)
+    val = {"val_path": str(tmp_path / "val.jsonl"), "max_length": 500, "on_too_long": "drop"}
+    for _ in range(2):  # also of data that is prepared already
+        found = read(lines(messages(U, A)), **val)
+        assert found.split("val") is None
+        assert found.notes == ["no row is left to validate on: val: 5 rows -> 0 examples, 0 tokens, 0% learned, 5 too "
+                               "long and dropped"]  # fmt: skip
 
 
 def test_pairs_whose_prompt_begins_with_the_assistant(read: Any) -> None:

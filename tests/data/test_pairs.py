@@ -169,7 +169,11 @@ def test_answers_are_scored_up_to_their_end_of_turn(encoder) -> None:
     assert found.question["reference"] == "Four."
     assert found.question["prompt_ids"] == chosen[0][:prompt]
     last = encoder(train_on="last_assistant")
-    assert scored(last.encode(row, "here", last.chat.cfg, False).examples[0]) == "Four.$"
+    row = {**row, "chosen": [GOOD, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]}
+    found = last.encode(row, "here", last.chat.cfg, question=True)
+    assert scored(found.examples[0]) == "Yes.$"
+    assert (found.question["prompt"], found.question["reference"]) == ("Sure?", "Yes.")  # of the answer that is learned
+    row = {**row, "chosen": [GOOD, USER, GOOD]}
     all_after = encoder(train_on="completion")
     text = scored(all_after.encode(row, "here", all_after.chat.cfg, False).examples[0])
     assert text.startswith("Four.$\n<|user|>\nTwo plus two?$\n<|assistant|>\nFour.$")

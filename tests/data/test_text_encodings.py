@@ -20,6 +20,8 @@ TEXTS = {
     "cp1251": "Привет, как дела? Это небольшой текст на русском языке.\n" * 30,
     "utf-16-le": "\ufeffEin Text in UTF-16, wie ihn der Editor von Windows schreibt: größer 你好.\n" * 3,
     "utf-16-be": "\ufeffThe other way round: 1 € or £2.\n" * 3,
+    "utf-32-le": "\ufeffFour bytes for each character, größer 你好.\n" * 3,
+    "utf-32-be": "\ufeffThe other way round: 1 € or £2.\n" * 3,
     "shift_jis": "こんにちは、世界。これは日本語の文章です。今日は天気がいいですね。\n" * 30,
 }
 

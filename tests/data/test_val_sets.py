@@ -97,6 +97,18 @@ def test_a_set_is_laid_out_like_the_validation_split(packing: str, texts: dict[s
 
 
 @pytest.mark.slow
+def test_characters_of_a_set_that_the_tokenizer_lacks_are_in_the_plan(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("ä line ö " * 40)
+    words = [word for word in TINY if not word.startswith("tokenizer=")]
+    ended = run("train", *words, "tokenizer=char", f"data.path={corpus}", "data.val_fraction=0.1",
+                f"data.val_sets={{other: {{path: {tmp_path / 'other.txt'}}}}}", "trainer.max_steps=1",
+                f"run.dir={tmp_path / 'run'}")  # fmt: skip
+    assert ended.code == 0, ended.err
+    plan = " ".join((tmp_path / "run/plan.txt").read_text().replace("│", " ").split())
+    assert "data.val_sets.other: 80 tokens stand for characters that the tokenizer lacks" in plan
+    assert "data.dedup" not in plan
+
+
 def test_training_rows_are_the_same_ones_whatever_the_micro_batch(corpus: Path, tmp_path: Path) -> None:
     for size in (1, 3):
         words = ["data.val_train_rows=7", f"data.micro_batch_size={size}", "trainer.limit_val_batches=null"]

@@ -1,19 +1,23 @@
 """`lmtrain.evaluate` equals a plain transformers loop and a run's own validation; invalid settings are refused."""
 
+import io
 import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chats import write_chats, write_rows
 from inprocess import message, run, train_tiny
-from lmtrain.evaluation.results import Scores, interval
+from lmtrain.config import compose as rules
+from lmtrain.evaluation.results import Evaluated, Results, Scores, _label, interval
 from lmtrain.evaluation.scoring import windows
 from support import REPO, TINY, rows
 from tiny_pretrained import save_pretrained
@@ -193,6 +197,39 @@ def test_the_bootstrap_covers_what_it_should() -> None:
         found = interval(Scores({"x": values, "n": np.ones(60)}, {"mean": ("x", "n")}), "mean", 300, seed)
         hits += found.low <= 3.0 <= found.high
     assert 88 <= hits <= 100
+
+
+@pytest.mark.parametrize("documents", [1, 2])
+def test_one_document_has_no_interval(documents: int) -> None:
+    """Drawing from one document gives that document each time, an interval of no width."""
+
+    def one(nll: float) -> tuple[Any, Evaluated]:
+        columns = {"nll": np.full(documents, nll), "tokens": np.full(documents, 10.0)}
+        tokenizer = SimpleNamespace(get_vocab=dict)
+        who = SimpleNamespace(name="a", label="a", tokenizer=tokenizer, identity=dict)
+        return who, Evaluated(Scores(columns, {"loss": ("nll", "tokens")}), {"documents": documents}, {})
+
+    two = Results(rules.check(rules.compose([])), "all of a.txt", [one(30.0), one(29.0)])
+    for results in (two, Results(two.config, two.words, two.models[:1])):
+        tree, console = results.as_dict(), Console(width=200, file=io.StringIO())
+        with console.capture() as shown:
+            console.print(results.table())
+        assert ("loss" in tree["intervals_95"]) == (documents > 1)
+        assert (" to " in shown.get()) == (documents > 1)
+    assert two.as_dict()["difference"]["loss"]["value"] == pytest.approx(0.1)
+    assert ("low" in two.as_dict()["difference"]["loss"]) == (documents > 1)
+
+
+@pytest.mark.parametrize(("words", "name"), [
+    ("all of data/a.txt, data/b.txt", "a.txt-b.txt"),
+    ("all of data/b.txt", "b.txt"),
+    ("all of https://host/a.txt?key=1, https://host/b.txt?key=2", "a.txt-b.txt"),
+    ("Salesforce/wikitext, split validation", "wikitext-split-validation"),
+    ("validation split of the run", "val"),
+    ("tasks hellaswag, arc_easy", "tasks-hellaswag-arc_easy"),
+])  # fmt: skip
+def test_results_are_named_after_all_files(words: str, name: str) -> None:
+    assert _label(words) == name
 
 
 @pytest.mark.parametrize(("argv", "words"), [

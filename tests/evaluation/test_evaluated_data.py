@@ -8,6 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from lmtrain.config import compose as rules
 from lmtrain.config.schema import Config
@@ -95,6 +97,60 @@ def test_pairs_of_the_hub_are_those_of_the_run(
         assert [found.read(i)[0].tolist() for i in range(len(found))] == [
             held.read(i)[0].tolist() for i in range(len(held))
         ]
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["data=text_mixture", "data.mixture=[{path: a.txt},{path: b.txt}]"], "mixture, validation part"),
+    (["data=bins", "data.path=outputs/bins"], "outputs/bins, validation part"),
+    (["data=text", "data.path=a.txt"], "all of a.txt"),
+    (["data=jsonl", "data.path=[a.jsonl,b.jsonl]"], "all of a.jsonl, b.jsonl"),
+])  # fmt: skip
+def test_the_title_says_what_is_evaluated_on(argv: list[str], words: str) -> None:
+    assert data.chosen(config(*argv), None)[1] == words
+
+
+@pytest.mark.parametrize("argv", [
+    ["data.val_path={}/a.txt"], ["data.val_path={}/a.jsonl"], ["data.val_path={}"], ["data=python_stdlib",
+    "data.val_path={}/a.txt"], ["data=text_mixture", "data.mixture=[{{path: b.txt}}]", "data.val_path={}/a.txt"],
+])  # fmt: skip
+def test_files_that_are_named_alone_are_what_is_evaluated_on(argv: list[str], tmp_path: Path) -> None:
+    """Without data=..., the default data is the standard library, whatever files are named."""
+    name = argv[-1].rpartition("/")[2] if argv[-1].endswith(("txt", "jsonl")) else "a.txt"
+    if name == "a.txt":
+        (tmp_path / name).write_text("some text")
+    else:
+        written(tmp_path / name, ["some text"])
+    named, _ = data.chosen(config(*(word.format(tmp_path) for word in argv)), None)
+    own = tokenizers.load_or_train(TokenizerConfig(kind="bytes"), lambda _: iter(()))
+    found = [bytes(ids.astype(np.uint8)).decode() for ids, _ in ScoredDocuments(named, None).read(own)]
+    assert found == ["some text"]
+
+
+def test_bytes_of_a_token_that_is_a_part_of_a_character() -> None:
+    """What is scored of a text without its first token (evaluate.start_token=false) are the bytes of the others."""
+    text = "日本 é\ufffd"
+    own = tokenizers.load_or_train(TokenizerConfig(kind="bytes"), lambda _: iter(()))
+    assert [data.bytes_of(token, own) for token in own(text)["input_ids"]] == [1] * len(text.encode())
+    letters = tokenizers.load_or_train(TokenizerConfig(kind="char"), lambda _: iter([text]))
+    assert [data.bytes_of(token, letters) for token in letters(text)["input_ids"]] == [3, 3, 1, 2, 3]
+    fallback = Backend(
+        models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True)
+    )
+    fallback.decoder = decoders.ByteFallback()
+    ids = tokenizers._wrap(fallback)("é")["input_ids"]
+    assert [data.bytes_of(token, tokenizers._wrap(fallback)) for token in ids] == [1, 1]
+
+
+def test_bytes_of_bins_don_t_depend_on_how_the_tokenizer_tidies_up(tmp_path: Path) -> None:
+    file = written(tmp_path / "texts.jsonl", ["a , b .", "it 's"])
+    c = config("data=jsonl", f"data.path={file}", f"data.val_path={file}")
+    made = prepare(c.data, c.tokenizer, False)
+    settings = made.folder / "tokenizer/tokenizer_config.json"
+    settings.write_text(settings.read_text().replace('spaces": false', 'spaces": true'))
+    tokenizer = tokenizers.load_folder(made.folder / "tokenizer")
+    assert tokenizer.clean_up_tokenization_spaces
+    found = ScoredDocuments(config("data=bins", f"data.path={made.folder}"), None).read(tokenizer)
+    assert [size for _, size in found] == [7, 5]
 
 
 def test_characters_that_a_tokenizer_lacks_are_counted(tmp_path: Path) -> None:

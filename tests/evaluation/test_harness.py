@@ -5,12 +5,17 @@ import os
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 
 from chats import CITIES, write_chats
 from inprocess import TWO_STEPS, message, run, train_tiny
+from lmtrain.config import compose as rules
+from lmtrain.evaluation import harness
+from lmtrain.evaluation.results import Scores, interval
 from support import REPO, TINY
 from tiny_pretrained import save_pretrained
 
@@ -78,6 +83,38 @@ def test_log_likelihoods_are_our_own(corpus: Path, tasks: Path, tmp_path: Path) 
     code, said = found["unknown"]
     assert code == 2
     assert "has no task 'hellaswagg'; did you mean hellaswag" in message(said)
+
+
+def test_answers_that_a_task_reads_in_two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness lists each document of gsm8k twice, once per filter; both scores and the number of documents stay."""
+    strict, flexible = [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]
+    samples = [
+        {"doc_id": number, "filter": kind, "exact_match": score}
+        for number, scores in enumerate(zip(strict, flexible, strict=True))
+        for kind, score in zip(("strict-match", "flexible-extract"), scores, strict=True)
+    ]
+    results = {"exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": "N/A",
+               "exact_match,flexible-extract": 0.75, "alias": "gsm8k"}  # fmt: skip
+    found = {"results": {"gsm8k": results}, "samples": {"gsm8k": samples}, "versions": {"gsm8k": 3.0}}
+    monkeypatch.setattr(harness, "run", lambda *_: found)
+    monkeypatch.setattr(harness, "refuse_scalar_head", lambda *_: None)
+    monkeypatch.setattr(harness, "version", lambda _: "0.4.13")
+    config = rules.check(rules.compose(["tokenizer=bytes"]))
+    scored = harness.evaluate(SimpleNamespace(model=SimpleNamespace(model=None)), config, harness.Tasks(["gsm8k"], 0))
+    assert scored.scores.values() == {
+        "gsm8k/exact_match (strict-match)": 0.25, "gsm8k/exact_match (flexible-extract)": 0.75,
+    }  # fmt: skip
+    assert scored.data == {"documents of gsm8k": 4}
+    low, high = interval(scored.scores, "gsm8k/exact_match (strict-match)", 200, seed=1)[1:]
+    assert 0 <= low < 0.25 < high < 1
+
+
+def test_a_draw_without_documents_of_a_task_is_no_score() -> None:
+    right = {"large": np.r_[np.ones(50), np.zeros(51)], "small": np.r_[np.zeros(100), 1.0]}
+    own = {"large documents": np.r_[np.ones(100), 0.0], "small documents": np.r_[np.zeros(100), 1.0]}
+    scores = Scores({**right, **own}, {task: (task, f"{task} documents") for task in right})
+    assert interval(scores, "small", 200, seed=1) == (1.0, 1.0, 1.0)  # its only document is right
+    assert 0.3 < interval(scores, "large", 200, seed=1).low < 0.5
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed")

@@ -107,6 +107,17 @@ def test_uniform_logits_cost_ln_v():
     torch.testing.assert_close(out.loss_sum.item(), N * (math.log(V) + 0.1 * math.log(V) ** 2))
 
 
+@pytest.mark.parametrize("terms", [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}, {"bias": True}])
+def test_no_tokens_give_a_gradient_of_zeros(terms):
+    hidden, weight = torch.ones(0, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
+    bias = torch.ones(5, requires_grad=True) if terms.pop("bias", False) else None
+    out = chunked_cross_entropy(hidden, weight, torch.ones(0, dtype=torch.int64), bias=bias, chunk_tokens=8, **terms)
+    out.loss_sum.backward()
+    assert out.loss_sum.item() == 0
+    assert torch.equal(weight.grad, torch.zeros(5, 4))
+    assert bias is None or torch.equal(bias.grad, torch.zeros(5))
+
+
 def test_no_labelled_token_gives_zero_not_nan():
     hidden, weight, labels, _ = make()
     out = chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100), chunk_tokens=10, z_loss=1e-3)

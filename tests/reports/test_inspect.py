@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -32,6 +33,37 @@ def inspect(path: Path, *argv: str) -> Ended:
 def byte_tokenizer() -> object:
     cfg = TokenizerConfig(kind="bytes")
     return tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
+
+
+def test_a_document_that_is_longer_than_a_shard_has_its_whole_length(tmp_path: Path) -> None:
+    texts = ["short", "x" * 250, "another"]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    found = look(check(compose(["data=jsonl", f"data.path={tmp_path / 'texts.jsonl'}", "tokenizer=bytes",
+                                "data.seq_len=8", "data.val_fraction=0", "data.shard_tokens=100"])))  # fmt: skip
+    assert found.lengths is not None
+    assert found.lengths.tolist() == [len(text) + 1 for text in texts]  # the end of text
+
+
+def test_prompts_are_given_and_not_learned(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {i} plus {i}?", "answer": str(2 * i)} for i in range(8)]
+    path = write_chats(tmp_path / "prompts.jsonl", rows)
+    prompts = [*TINY, "objective=grpo", "data=prompts_jsonl", f"data.path={path}", "data.val_fraction=0",
+               "data.chat_template=zephyr", "inspect.samples=1"]  # fmt: skip
+    ended = run("inspect", *prompts)
+    assert ended.code == 0, ended.err
+    assert "8 rows -> 8 examples" in ended.out + ended.err
+    assert re.search(r"[1-9]\d* learned|% learned|learned +[1-9]", ended.out + ended.err) is None
+    assert "learned ones" not in ended.out
+    (body,) = re.findall(r"prompt 1 of 8(.*?)⟦learned⟧ given", ended.out, re.DOTALL)
+    assert "⟦" not in body
+
+
+def test_notes_on_a_source_are_called_notes(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "one and the same"}\n' * 4)
+    found = look(check(compose(["data=jsonl", f"data.path={tmp_path / 'texts.jsonl'}", "tokenizer=bytes",
+                                "data.seq_len=8", "data.val_fraction=0"])))  # fmt: skip
+    copies = "3 of 4 documents (75%) are exact copies of an earlier one: data.dedup=exact leaves them out"
+    assert ("note", copies) in found.rows  # they are read
 
 
 def test_counts_lengths_and_masks(tmp_path: Path) -> None:
@@ -225,6 +257,24 @@ def test_what_is_not_read_or_left_out_is_shown(tmp_path: Path) -> None:
     plan = flat(ended.out)
     assert all(flat(words) in plan for words in said), ended.out
     assert flat("1 began with the assistant, whose first turns were dropped, 4 bad rows skipped") in plan
+
+
+def test_prepare_says_what_is_not_read(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "corpus", tmp_path / "the cache"
+    folder.mkdir()
+    (folder / "book.txt").write_text("some text " * 100)
+    (folder / "more.docx").write_text("x")
+    argv = [f"data.path={folder}", f"data.cache_dir={cache}", "data.val_fraction=0.1"]
+    ended = run("prepare", *TINY, "data=text", *argv)
+    assert ended.code == 0, ended.err
+    assert f"{folder}: 1 file is not read: more.docx" in ended.out
+    words = shlex.split(ended.out[ended.out.index("data=bins") :])
+    assert run("inspect", *TINY, *words).code == 0, words
+    (folder / "book.txt").rename(folder / "book.md")
+    write_chats(folder / "chats.jsonl", [conversation(i) for i in range(4)])
+    ended = run("prepare", *CHAT, *argv[:2])
+    assert ended.code == 0, ended.err
+    assert f"{folder}: 2 files are not read: book.md, more.docx" in ended.out
 
 
 def flat(text: str) -> str:

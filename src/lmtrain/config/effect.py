@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config import sections
-from lmtrain.config.constraints import TRAINING, ReadBy
+from lmtrain.config.constraints import PREPARED, TRAINING, ReadBy
 from lmtrain.config.defaults import options_of
 from lmtrain.config.keys import annotations_of, unread
 from lmtrain.config.override_text import as_typed, typed_keys
@@ -68,6 +68,11 @@ def _of_another_verb(verb: str, key: str, config: Config) -> str | None:
     annotations = annotations_of(key, config)
     if verb == "evaluate" and "." in key and TRAINING in annotations:
         return "in `lmtrain evaluate`, which trains nothing (evaluate.limit=100 takes fewer rows)"
+    if verb == "evaluate" and key.startswith("data.") and PREPARED in annotations and not names_data(config):
+        return (
+            "in `lmtrain evaluate` on what the run held out, with the run's own settings: name the data too (data=text "
+            "data.val_path=test.txt), or set evaluate.data=named"
+        )
     if verb in _OF_EXPORTS:
         own = ("run_dir", verb, "seed", *CLOSED)
         if any(key == name or key.startswith(f"{name}.") for name in own):
@@ -80,6 +85,14 @@ def _of_another_verb(verb: str, key: str, config: Config) -> str | None:
     here = "; the folder of this run is run.dir" if key == "run_dir" else ""
     by = " and ".join(f"lmtrain {v}" for v in readers) + (" reads" if len(readers) == 1 else " read")
     return f"in `lmtrain {verb}`: {by} it{here}"
+
+
+def names_data(config: Config) -> bool:
+    """Returns whether `lmtrain evaluate` gets its data from the command; otherwise it is the run's validation split."""
+    data, choice = config.data, config.evaluate.data
+    if choice != "auto":
+        return choice == "named"
+    return bool(data.val_path or data.path) or data.source != "python_stdlib" or data.rows != "text"
 
 
 def _value(config: Any, key: str) -> Any:

@@ -26,9 +26,12 @@ KEYS = ("path", "name", "config_name", "revision", "split", "format", "text_colu
 
 
 class ValSet(NamedTuple):
+    """The rows of a validation set and what is known about them; `notes` are remarks on its source, as in a Corpus."""
+
     rows: Rows
     bytes_per_token: float | None  # None for data other than text
     fingerprint: str  # identifies the tokens, like that of a Corpus
+    notes: list[str]
 
 
 def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
@@ -49,7 +52,7 @@ def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
         if isinstance(rows, Windows):  # without fill-in-the-middle: documents in their original order, as in validation
             rows = copy.copy(rows)
             rows.fim = None
-        found[TRAIN_ROWS] = ValSet(spread_rows(rows, config.data.val_train_rows), None, corpus.fingerprint)
+        found[TRAIN_ROWS] = ValSet(spread_rows(rows, config.data.val_train_rows), None, corpus.fingerprint, [])
     return found
 
 
@@ -86,12 +89,14 @@ def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:
                 "with tokenizer.kind=hub"
             )
         found = bins.open_bins(prepared.folder, "train")
-        return ValSet(text_rows(found.shards, config, None)[0], found.bytes_per_token, prepared.fingerprint)
+        rows = text_rows(found.shards, config, None)[0]
+        notes = [note for note in prepared.notes if "data.dedup=" not in note]  # a set is scored as it is
+        return ValSet(rows, found.bytes_per_token, prepared.fingerprint, notes)
     encoder = row_format(config)
     made = prepare_examples(data, tokenizer, encoder)
     examples = made.split("train")
     assert examples is not None  # prepare_examples refuses data without it
-    return ValSet(encoder.make_rows(examples, config, None)[0], None, made.fingerprint)
+    return ValSet(encoder.make_rows(examples, config, None)[0], None, made.fingerprint, made.notes)
 
 
 def count(rows: Rows) -> int:

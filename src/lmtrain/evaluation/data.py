@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lmtrain.config.effect import names_data
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data.chat.templates import ChatEncoder
@@ -34,14 +36,6 @@ def kind_of(data: DataConfig) -> str:
     return "text" if data.rows == "text" else "conversations" if data.ranking is None else "pairs"
 
 
-def is_named(config: Config) -> bool:
-    """Returns whether the command names the evaluation data; otherwise it is the run's own validation split."""
-    data, choice = config.data, config.evaluate.data
-    if choice != "auto":
-        return choice == "named"
-    return bool(data.val_path or data.path) or data.source != "python_stdlib" or data.rows != "text"
-
-
 def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
     """Returns the config whose data is evaluated on, and a description of the part that is used.
 
@@ -50,7 +44,7 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
     Raises:
         UserError: no data is named and the model's training config is unknown.
     """
-    if not is_named(config):
+    if not names_data(config):
         if own is None:
             raise UserError(
                 "evaluate on what? this model is not a run's: name data, such as data=text data.val_path=test.txt, or "
@@ -61,12 +55,14 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
     data = named.data
     files = data.val_path or data.path
     if files and data.source != "bins":
-        data.path = data.val_path = files
+        data.source, data.path, data.val_path = "files", files, files  # whatever data is trained on by default
         return named, f"all of {files if isinstance(files, str) else ', '.join(files)}"
     if data.source == "python_stdlib":
         return named, f"held-out {data.rows if data.rows != 'text' else 'modules'} of the standard library"
-    name = data.name or data.source
-    if data.source == "hub" and not _has_own_split(data):
+    if data.source != "hub":  # data.val_split is the split of a dataset of the hub
+        return named, f"{data.path if data.source == 'bins' else data.source}, validation part"
+    name = data.name
+    if not _has_own_split(data):
         return named, f"{name}, held out of split {data.train_split}"
     return named, f"{name}, split {data.val_split or data.train_split}"
 
@@ -74,6 +70,18 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
 def _has_own_split(data: DataConfig) -> bool:
     """Returns whether a dataset of the hub has the split data.val_split, or data.val_fraction is held out instead."""
     return sources.open_source(data).records("val") is not None
+
+
+def bytes_of(token: int, tokenizer: Any) -> int:
+    """Returns the number of bytes of text that a token stands for, also if it is only a part of a character."""
+    text, written = (
+        tokenizer.decode([token], clean_up_tokenization_spaces=False),
+        tokenizer.convert_ids_to_tokens(token),
+    )
+    if "\ufffd" not in text or "\ufffd" in written:
+        return len(text.encode())
+    # Such a token is written with one character per byte, or, where single bytes are a fallback, as <0xE2>.
+    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", written) else len(written)
 
 
 @dataclass
@@ -136,7 +144,7 @@ def _of_bins(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]
             ids = np.concatenate([*begun, shard.read(start, end - start)])
             begun.clear()
             ids = ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_token_id else ids
-            yield ids, len(tokenizer.decode(ids.tolist()).encode())
+            yield ids, len(tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False).encode())
         last = ends[-1] if ends else 0
         begun.append(shard.read(last, shard.tokens - last))
 

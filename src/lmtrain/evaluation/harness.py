@@ -68,22 +68,25 @@ def evaluate(who: Subject, config: Config, tasks: Tasks) -> Evaluated:
     columns, ratios, whole = dict[str, np.ndarray](), dict[str, tuple[str, str]](), dict[str, float]()
     samples = [(task, s) for task, of_task in found["samples"].items() for s in of_task]
     for task, numbers in found["results"].items():
-        own = np.array([name == task for name, _ in samples])
         for key, value in numbers.items():
             metric, _, kind = key.partition(",")
             if metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            name = f"{task}/{metric}" + (f" ({kind})" if f"{metric},none" in numbers and kind != "none" else "")
-            each = [_number(s.get(metric)) if name_ == task else 0.0 for name_, s in samples]
+            several = sum(other.partition(",")[0] == metric for other in numbers) > 1
+            suffix = f" ({kind})" if several and kind != "none" else ""
+            name = f"{task}/{metric}{suffix}"
+            # A task that reads answers in several ways (filters) has a sample of each document for each of them.
+            own = np.array([of == task and s.get("filter", kind) == kind for of, s in samples])
+            each = [_number(s.get(metric)) if mine else 0.0 for mine, (_, s) in zip(own, samples, strict=True)]
             if own.any() and None not in each and np.isclose(sum(each) / own.sum(), value):  # type: ignore[arg-type]
-                columns[name], columns[f"{task}/documents"] = np.array(each, dtype=float), own.astype(float)
-                ratios[name] = (name, f"{task}/documents")
+                columns[name], columns[f"{task}/documents{suffix}"] = np.array(each, dtype=float), own.astype(float)
+                ratios[name] = (name, f"{task}/documents{suffix}")
             else:
                 whole[name] = float(value)  # not a mean over documents
     if not columns:
         columns["documents"] = np.ones(max(1, len(samples)))
     texts = {"task": [task for task, _ in samples]}
-    known = {f"documents of {task}": len(of_task) for task, of_task in found["samples"].items()}
+    known = {f"documents of {task}": len({s["doc_id"] for s in of}) for task, of in found["samples"].items()}
     used = {"harness": version("lm-eval"), "fewshot": e.fewshot, "precision": e.precision, "chat": e.chat,
             "tasks": {name: found["versions"].get(name) for name in tasks.names}}  # fmt: skip
     return Evaluated(Scores(columns, ratios, whole, texts), known, used)

@@ -39,6 +39,10 @@ class Scores:
     def parts(self, score: str) -> tuple[np.ndarray, np.ndarray]:
         return self.columns[self.ratios[score][0]], self.columns[self.ratios[score][1]]
 
+    def has_interval(self, score: str) -> bool:
+        """Returns whether several rows give the score; one row, such as a file of text, tells nothing of its spread."""
+        return score in self.ratios and int(np.count_nonzero(self.parts(score)[1])) > 1
+
     def values(self) -> dict[str, float]:
         """Returns every score, and the perplexity if there is a loss per token."""
         found: dict[str, float] = {}
@@ -81,9 +85,9 @@ def interval(scores: Scores, score: str, resamples: int, seed: int, other: Score
 
 
 def _difference(pairs: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray) -> float:
-    values = [
-        float(weights @ numerator) / max(float(weights @ denominator), 1e-300) for numerator, denominator in pairs
-    ]
+    sums = [(float(weights @ numerator), float(weights @ denominator)) for numerator, denominator in pairs]
+    # Of rows without a token, or of another task, nothing can be said: nanpercentile leaves such draws out.
+    values = [numerator / denominator if denominator else math.nan for numerator, denominator in sums]
     return values[0] - (values[1] if len(values) > 1 else 0.0)
 
 
@@ -124,7 +128,7 @@ class Results:
         return interval(scores, score, self.config.evaluate.resamples, self.config.seed, other)
 
     def _cell(self, scores: Scores, score: str) -> str:
-        if score not in scores.ratios or len(self.models) > 1 or len(scores.parts(score)[0]) < 2:
+        if len(self.models) > 1 or not scores.has_interval(score):
             return f"{scores.values()[score]:.4f}"
         found = self._interval(scores, score)
         return f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
@@ -140,7 +144,8 @@ class Results:
         if not self.comparable(score):
             return "other tokens" if score == "loss" else ""
         found = self._interval(self.models[0][1].scores, score, self.models[1][1].scores)
-        return f"{found.value:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
+        spread = f" ({found.low:+.4f} to {found.high:+.4f})" if self.models[0][1].scores.has_interval(score) else ""
+        return f"{found.value:+.4f}{spread}"
 
     def as_dict(self) -> dict[str, Any]:
         who, found = self.models[0]
@@ -152,12 +157,15 @@ class Results:
                 for score in found.scores.ratios
                 if self.comparable(score)
             }
+            for score, difference in differences.items():
+                if not found.scores.has_interval(score):
+                    del difference["low"], difference["high"]
             tree |= {"against": {"model": other.identity(), **self._of(theirs)}, "difference": differences}
         return tree | {"versions": versions()}
 
     def _of(self, found: Evaluated) -> dict[str, Any]:
         scores = found.scores
-        intervals = {score: self._interval(scores, score)[1:] for score in scores.ratios}
+        intervals = {score: self._interval(scores, score)[1:] for score in scores.ratios if scores.has_interval(score)}
         return {"scores": scores.values(), "intervals_95": intervals, "settings": found.settings}
 
     def write(self) -> Path:
@@ -198,7 +206,7 @@ def _rows_of(scores: Scores) -> list[dict[str, Any]]:
 
 def _label(words: str) -> str:
     """Returns a file name part for the data: letters, digits, dots, underscores and dashes, at most 60 characters."""
-    last = "val" if words.startswith("validation") else words.rpartition("/")[2]
-    if "://" in words:  # the query of a URL grants access; it is no part of the name
-        last = last.partition("?")[0]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", last.removeprefix("all of ")).strip("-")[:60]
+    parts = ["val"] if words.startswith("validation") else words.removeprefix("all of ").split(", ")
+    # The query of a URL grants access; it is no part of the name.
+    named = "-".join((part.partition("?")[0] if "://" in part else part).rpartition("/")[2] for part in parts)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", named).strip("-")[:60]

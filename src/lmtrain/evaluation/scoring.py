@@ -127,7 +127,7 @@ def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
 
     def stretches() -> Iterable[Window]:
         for row, (ids, size) in enumerate(documents.read(who.tokenizer)):
-            lost = 0 if first else len(who.tokenizer.decode(ids[:1].tolist()).encode())
+            lost = 0 if first else data.bytes_of(int(ids[0]), who.tokenizer)
             sizes.append(size - lost)  # bytes of the scored text
             yield from windows(np.concatenate([first, ids]).astype(np.int64), row, context, stride)
 

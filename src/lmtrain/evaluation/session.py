@@ -13,6 +13,7 @@ from pathlib import Path
 from lmtrain import errors, terminal
 from lmtrain.config import compose as rules
 from lmtrain.config import places, trust
+from lmtrain.config.effect import names_data
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed import ranks
@@ -60,7 +61,7 @@ def start(config: Config) -> int:
 
 def _refuse_addresses(config: Config) -> None:
     """Raises UserError if the run's own data, as named in its config.yaml, is at a URL and the file isn't trusted."""
-    if config.evaluate.tasks or evaluation_data.is_named(config):
+    if config.evaluate.tasks or names_data(config):
         return
     for name in ("config.yaml", "lmtrain_config.yaml"):
         file = Path(str(config.run_dir)).expanduser() / name

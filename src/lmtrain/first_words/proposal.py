@@ -11,7 +11,8 @@ from lmtrain.config.effect import epochs_at_most, suffix_of
 from lmtrain.config.override_text import bare_or_quoted, typed_keys, written
 from lmtrain.data.chat.conversations import FORMATS
 from lmtrain.data.chat.pairs import PAIR_FORMATS
-from lmtrain.data.sources import files
+from lmtrain.data.chat.turns import truth_of
+from lmtrain.data.sources import encodings, files
 from lmtrain.data.sources.addresses import is_address
 from lmtrain.data.sources.lines import COMPRESSED, open_binary
 from lmtrain.data.sources.tables import read_table
@@ -69,7 +70,7 @@ def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
 def _refuse_binary(path: Path) -> None:
     with open_binary(path) as file:
         start = file.read(4096)
-    if b"\0" in start and not start.startswith((b"\xff\xfe", b"\xfe\xff")):
+    if b"\0" in start and encodings.marked(start) is None:
         known = ", ".join([*files.FORMATS, *COMPRESSED])
         raise UserError(f"{path} is neither text nor a table that lmtrain reads (known: {known})")
 
@@ -114,7 +115,8 @@ def _fits(recipe: dict[str, Any], columns: Sequence[str], rows: Sequence[dict[st
     wanted = [format.required for name, format in formats.items() if name not in _ANY_TEXT] or [recipe["columns"]]
     has = any(all(any(name in columns for name in c.split("|")) for c in one) for one in wanted)
     flag = recipe.get("true_or_false")
-    return has and (flag is None or all(row.get(flag) in (True, False) for row in rows))
+    flags = [row[flag] for row in rows if row.get(flag) is not None] if flag is not None else []
+    return has and (flag is None or (bool(flags) and all(truth_of(value) is not None for value in flags)))
 
 
 def _text(

@@ -168,7 +168,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
         ctx.gradients = (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            None if grad_weight is None else grad_weight.total.to(weight.dtype),
+            None if grad_weight is None else grad_weight.result(),
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
         )
         sums = losses.masked_fill_(labels == IGNORE_INDEX, 0.0).sum(1)
@@ -191,7 +191,7 @@ class WeightGradient:
     """The sum of `gradient.T @ h` over chunks, in fp32 (fp64 for fp64 weights)."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.weight, self.dtype = weight, torch.promote_types(weight.dtype, torch.float32)
         self.total = weight.new_empty(0)
         self.product: Tensor | None = None
 
@@ -212,6 +212,10 @@ class WeightGradient:
             block = _block_rows(h.shape[1], h.device)
             for total, product in zip(self.total.split(block), self.product.split(block), strict=True):
                 total += product.to(self.dtype)
+
+    def result(self) -> Tensor:
+        """Returns the sum [V, D] in the weight's dtype; zeros if nothing was added, as for no tokens."""
+        return torch.zeros_like(self.weight) if self.total.numel() == 0 else self.total.to(self.weight.dtype)
 
 
 @cache

@@ -90,7 +90,5 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_weight.add_product(grad_logits, (h * g.unsqueeze(1)).to(logits.dtype))
             if bias is not None:
                 grad_bias = grad_bias + g.to(logits.dtype) @ grad_logits
-        if hidden.shape[0] == 0:
-            grad_weight.total = torch.zeros_like(weight)
         bias_gradient = None if bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.total.to(weight.dtype), bias_gradient, None, None, None
+        return grad_hidden, grad_weight.result(), bias_gradient, None, None, None

@@ -117,7 +117,7 @@ def look(config: Config) -> Inspection:
     lengths, learned = _lengths(rows)
     return Inspection(
         split,
-        [("data", corpus.words[0]), *_row_facts(corpus, rows, config), *(("not read", n) for n in corpus.notes)],
+        [("data", corpus.words[0]), *_row_facts(corpus, rows, config), *(("note", n) for n in corpus.notes)],
         lengths,
         learned,
         "document" if isinstance(rows, Windows) else "piece" if config.data.rows == "text" else "example",
@@ -140,7 +140,8 @@ def _row_facts(corpus: Corpus, rows: Any, config: Config) -> list[tuple[str, str
              ("left out: no learned token", counts.untrained),
              ("left out: bad", sum(counts.bad.values()))]  # fmt: skip
     lines = [(name, f"{number:,}") for name, number in facts]
-    lines.insert(3, ("learned", f"{counts.trained:,} ({counts.trained / max(1, counts.tokens):.1%})"))
+    if _learns(rows):
+        lines.insert(3, ("learned", f"{counts.trained:,} ({counts.trained / max(1, counts.tokens):.1%})"))
     if counts.untrained_at is not None:
         lines.append(("first without a learned token", f"{counts.untrained_at}: {counts.untrained_text}"))
     if counts.assistant_first:
@@ -165,9 +166,16 @@ def _lengths(rows: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
     if isinstance(rows, Windows):
         if any(shard.docs is None for shard in rows.shards):
             return None, None
-        ends = [shard.document_ends(1, shard.tokens + 1) for shard in rows.shards]
-        return np.concatenate([np.diff(e, prepend=0) for e in ends]), None
-    return rows.examples.lengths, rows.examples.learned()
+        # Counted over all shards, as a document that is longer than a shard goes on in the next one.
+        starts = np.cumsum([0, *(shard.tokens for shard in rows.shards)])
+        ends = [s.document_ends(1, s.tokens + 1) + start for s, start in zip(rows.shards, starts, strict=False)]
+        return np.diff(np.concatenate(ends), prepend=0), None
+    return rows.examples.lengths, rows.examples.learned() if _learns(rows) else None
+
+
+def _learns(rows: Any) -> bool:
+    """Returns whether tokens of the rows are trained on; those of prompts (objective=grpo) are only given."""
+    return bool(getattr(rows, "learns", True))
 
 
 def _samples(tokenizer: Any, rows: Any, config: Config) -> list[Sample]:
@@ -183,7 +191,8 @@ def _samples(tokenizer: Any, rows: Any, config: Config) -> list[Sample]:
             continue
         for i in range(group * index, group * (index + 1)):
             title = rows.title(i) if hasattr(rows, "title") else f"example {i + 1:,} of {number:,}"
-            found.append(_sample(tokenizer, title, rows.examples.read(i), config))
+            ids, learned = rows.examples.read(i)
+            found.append(_sample(tokenizer, title, (ids, learned & _learns(rows)), config))
     return found
 
 

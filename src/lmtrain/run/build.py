@@ -93,6 +93,7 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     check_mixture(config, rows_to_train(config, corpus), total_steps)
     stop = StopRequest(time_limit_seconds(config.run.time_limit), started)
     val_sets = world.together(lambda: build_val_sets(config, corpus))
+    corpus.notes += [f"data.val_sets.{name}: {note}" for name, set_ in val_sets.items() for note in set_.notes]
     objective = build_objective(config, corpus, total_steps, stop)
     fit_to_model(config, corpus, objective.model.unpacked_because, [s.rows for s in val_sets.values()])
     most = total_steps if config.budget.minutes is None else at_most(config, rows)

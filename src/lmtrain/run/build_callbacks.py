@@ -58,7 +58,7 @@ def check_monitors(
     scores = samples.text_metrics.names() if samples is not None else []
     own = [*_reported(objective, corpus.val_bytes_per_token), *scores] if corpus.val is not None else []
     known = [f"val/{name}" for name in own]
-    for name, (_, bytes_per_token, _) in val_sets.items():
+    for name, bytes_per_token in ((name, found.bytes_per_token) for name, found in val_sets.items()):
         known += [f"val/{name}/{number}" for number in _reported(objective, bytes_per_token)]
     monitors = {"checkpoint.monitor": config.checkpoint.monitor}
     if stopping.enabled:

@@ -176,7 +176,7 @@ def _page(plan: PipelinePlan, state: State, stages: list[Row], scores: list[Row]
         *_answers(plan),
         "<h2>Scores of what each stage exported</h2>",
         '<p class="soft">± is a standard error, from the bootstrap over rows; scores without one are of all rows '
-        "at once.</p>",
+        "at once, or of one row.</p>",
         table(["evaluation", "score", *names], scores),
         "<h2>Curves</h2>",
         *([smoothing(), charts_of(charts), script(charts)] if charts else []),

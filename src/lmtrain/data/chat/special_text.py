@@ -4,7 +4,8 @@ A chat template writes special tokens around contents, and a tokenizer can't tel
 in the contents. So those in contents are masked before rendering: every character of the token's text is replaced by a
 character of a private-use plane. In the rendered text, the template's tokens are then masked with a character of
 another such plane, which a copy of the tokenizer knows as that token, and those in contents are unmasked. Masks are as
-long as the text they replace, so character positions stay valid throughout.
+long as the text they replace, so character positions stay valid throughout. A text that already holds such a character
+is refused: it could spell a special token.
 """
 
 import re
@@ -13,9 +14,11 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from lmtrain.data.chat.turns import BadRow
 from lmtrain.data.tokenizers import plain_backend
 
-_IN_CONTENT, _BY_TEMPLATE = 0xF0000, 0x100000  # where the two private-use planes of Unicode begin
+# The upper halves of the two private-use planes of Unicode; icon fonts use the lower ones.
+_IN_CONTENT, _BY_TEMPLATE = 0xF8000, 0x108000
 
 
 class PlainText:
@@ -25,6 +28,9 @@ class PlainText:
         special = special_tokens(tokenizer)
         self._numbers = {token: i for i, token in enumerate(special)}
         self._pattern = special_pattern(tokenizer)
+        last = max(0, len(special) - 1)
+        masks = [f"{chr(first)}-{chr(first + last)}" for first in (_IN_CONTENT, _BY_TEMPLATE)]
+        self._reserved = re.compile(f"[{''.join(masks)}]")
         self._backend = plain_backend(tokenizer)
         settings = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
         self._ids: dict[int, int] = {}
@@ -37,14 +43,22 @@ class PlainText:
             assert number is not None  # just added
             self._ids[number] = tokenizer.convert_tokens_to_ids(token)
 
-    def mask(self, value: Any) -> Any:
-        """Returns messages or tools with the special tokens in their strings masked, except in roles."""
+    def mask(self, value: Any, where: str) -> Any:
+        """Returns messages or tools with the special tokens in their strings masked, except in roles.
+
+        Raises:
+            BadRow: a string holds a character that masks are made of.
+        """
         if isinstance(value, str):
+            if found := self._reserved.search(value):
+                code = f"U+{ord(found[0]):X}"
+                reason = f"a text holds the private-use character {code}, which data.allow_special_text=false reserves"
+                raise BadRow(where, reason)
             return self._pattern.sub(lambda found: _masked(found[0], _IN_CONTENT + self._numbers[found[0]]), value)
         if isinstance(value, list):
-            return [self.mask(item) for item in value]
+            return [self.mask(item, where) for item in value]
         if isinstance(value, dict):
-            return {key: item if key == "role" else self.mask(item) for key, item in value.items()}
+            return {key: item if key == "role" else self.mask(item, where) for key, item in value.items()}
         return value
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:

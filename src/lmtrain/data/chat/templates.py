@@ -168,7 +168,7 @@ class ChatEncoder:
         """
         text = sample.prompt + sample.completion
         self._note_special_text(text)
-        ids, offsets = self._tokens(self._plain.mask(text) if self._plain else text)
+        ids, offsets = self._tokens(self._plain.mask(text, sample.where) if self._plain else text)
         first, _ = _tokens_of(offsets, (len(sample.prompt), len(sample.prompt) + len(sample.completion)))
         if self.cfg.train_on == "all":
             first = 0
@@ -181,7 +181,8 @@ class ChatEncoder:
     def prompt_ids(self, sample: Conversation | Completion, ask: bool = True) -> list[int]:
         """Returns the ids from which a model generates the last answer; without generation prompt if not `ask`."""
         if isinstance(sample, Completion):
-            return self._with_bos(self._tokens(self._plain.mask(sample.prompt) if self._plain else sample.prompt)[0])
+            prompt = self._plain.mask(sample.prompt, sample.where) if self._plain else sample.prompt
+            return self._with_bos(self._tokens(prompt)[0])
         asked = self._masked(sample)
         messages = asked.messages[: answers_of(asked.messages)[-1]]
         return self._tokens(self._chat.prompt(messages, asked.tools, asked.where, ask))[0]
@@ -224,7 +225,7 @@ class ChatEncoder:
         self._note_special_text(" ".join(str(turn.get(key, "")) for turn in sample.messages for key in _SAID))
         if self._plain is None:
             return sample
-        messages, tools = self._plain.mask(sample.messages), self._plain.mask(sample.tools)
+        messages, tools = (self._plain.mask(value, sample.where) for value in (sample.messages, sample.tools))
         return replace(sample, messages=messages, tools=tools)
 
     def _encoded(self, rendered: Rendered, sample: Conversation) -> Encoding:

@@ -153,6 +153,16 @@ def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> st
     return str(whole_text(value, what, where))
 
 
+_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+def truth_of(value: Any) -> bool | None:
+    """Returns whether a value means true or false; it may also be text, as in CSV files. None for any other value."""
+    if isinstance(value, str):
+        return _TRUTHS.get(value.strip().lower())
+    return bool(value) if value in (0, 1) else None
+
+
 def common(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Returns the length of the common prefix of two texts or lists of turns."""
     pairs = enumerate(zip(one, other, strict=False))
@@ -241,12 +251,12 @@ def _is_learned(found: Mapping[str, Any], name: str, where: str) -> bool:
     said = set()
     for key in ("train", "weight"):
         value = found.get(key, True)
-        plain = value.strip().lower() if isinstance(value, str) else value
-        if plain not in (0, 1, "false", "true", "0", "1"):
+        truth = truth_of(value)
+        if truth is None:
             shown = f'"{key}": {_shown(value)}'
             raise BadRow(where, f"{name} has {shown}; a turn is learned (true or 1) or not (false or 0)")
         if key in found:
-            said.add(plain in (1, "true", "1"))
+            said.add(truth)
     if len(said) > 1:
         raise BadRow(where, f"{name} has train and weight, and they differ")
     return said != {False}

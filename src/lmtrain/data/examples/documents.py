@@ -111,9 +111,11 @@ class ExampleRows(ABC):
     """The base class of rows that hold whole examples: row i holds `group` examples, from i * group on.
 
     unit: the key of a micro-batch under which it has its number of rows, which is its weight in the loss.
+    learns: whether the examples' own tokens are trained on, as prompts are not.
     """
 
     group: ClassVar[int] = 1
+    learns: ClassVar[bool] = True
     unit: ClassVar[str]
 
     def __init__(self, examples: Examples) -> None:

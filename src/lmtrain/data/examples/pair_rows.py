@@ -70,10 +70,11 @@ class PairRowEncoder(TemplateRows):
         return self.chat.pair(pair.prompt, answer, pair.tools, pair.where)
 
     def _preferred(self, pair: Pair) -> Conversation | Completion:
-        """Returns the prompt with its chosen answer."""
+        """Returns the prompt with its chosen answer, with the turns up to its last answer if only that is scored."""
         if isinstance(pair.prompt, str):
             return Completion(pair.prompt, str(pair.chosen), pair.where)
-        return Conversation([*pair.prompt, pair.chosen[0]], pair.tools, pair.where)  # type: ignore[list-item]
+        answer = pair.chosen if self.chat.cfg.train_on == "last_assistant" else pair.chosen[:1]
+        return Conversation([*pair.prompt, *answer], pair.tools, pair.where)
 
 
 def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str) -> tuple[list[Tokens], int]:

@@ -100,15 +100,15 @@ def prepare_examples(
 
         def fill(folder: Path) -> None:
             questions: list[dict[str, Any]] = []  # of the validation rows
-            meta: Any = new_meta(tokenizer, key)
+            meta: Any = new_meta(tokenizer, key) | {"notes": []}
             for name, asked in (("train", None), ("val", questions)):
-                split = _write_split(folder, cfg, parts, name, encoder, meta["dtype"], asked, show)
+                split = _write_split(folder, cfg, parts, name, encoder, meta, asked, show)
                 if split is not None:
                     meta["splits"][name] = split
             encoder.finish_tokenizer(tokenizer)
             tokenizers.save(tokenizer, folder / "tokenizer")
             meta |= {"group": encoder.group, "words": encoder.words, "questions": questions}
-            meta["notes"] = [note for part in parts for note in getattr(part.source, "notes_of_reading", list)()]
+            meta["notes"] += [note for part in parts for note in getattr(part.source, "notes_of_reading", list)()]
             bins.save_meta(meta, folder)
 
         found = dict(vars(prepare_folder(target, fill, notes, cfg, show)))
@@ -128,27 +128,32 @@ def _write_split(
     parts: list[MixturePart],
     name: str,
     encoder: RowEncoder,
-    dtype: str,
+    meta: bins.Meta,
     questions: list[dict[str, Any]] | None,
     show: PrepareProgress,
 ) -> dict[str, Any] | None:
     """Tokenizes one split of all parts; returns None if there is no such split or it has no examples.
+
+    If no row of the validation split is left, a note in `meta` says why.
 
     questions: if given, the first MAX_QUESTIONS questions of the split are added to it, each with the number of its
         row's first example.
     """
     counts, written = Counts(), [0]
     show.start(name, None)
-    with BinWriter(folder, name, dtype, _SHARD_TOKENS, masked=True) as writer:
+    with BinWriter(folder, name, meta["dtype"], _SHARD_TOKENS, masked=True) as writer:
         for part in parts:
             _write_part(part, split_records(part, name) or (), encoder, writer, counts, questions, show)
             written.append(writer.documents)
         split = writer.close()
     if counts.examples == 0:
         check_untrained(counts, cfg, name, encoder.group)
+        left = "; ".join(summary(name, counts))
         if name == "train":
-            left = f"no row is left to train on: {'; '.join(summary(name, counts))}"
-            raise UserError(left if counts.rows else f"{parts[0].source.label} holds no rows to train on")
+            none = f"{parts[0].source.label} holds no rows to train on"
+            raise UserError(f"no row is left to train on: {left}" if counts.rows else none)
+        if counts.rows:
+            meta["notes"].append(f"no row is left to validate on: {left}")
         return None
     show.say("\n".join(summary(name, counts)))
     return {**split, "bytes": None, "counts": counts.__dict__, "parts": np.diff(written).tolist()}
@@ -190,16 +195,16 @@ def _write_part(
                     counts.untrained_at, counts.untrained_text = where, short(encoder.decode(group[-1][0]))
                 continue
             show.advance(0, sum(len(example[0]) for example in group))
-            _write(group, writer, counts, encoded.kept)
+            _write(group, writer, counts, encoded.kept, getattr(encoder, "learns", True))
         if counts.examples > first and questions is not None and encoded.question is not None:
             questions.append({**encoded.question, "example": first})
 
 
-def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | None) -> None:
+def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | None, learns: bool) -> None:
     for ids, trained, *label in group:
         array = np.array(ids, dtype=writer.dtypes["bin"])
         writer.append(array, np.array(trained), ends_document=True, label=label[0] if label else None, text=kept)
         counts.examples += 1
         counts.tokens += len(ids)
-        counts.trained += sum(trained)
+        counts.trained += sum(trained) if learns else 0  # a prompt's tokens are all given
         counts.longest = max(counts.longest, len(ids))

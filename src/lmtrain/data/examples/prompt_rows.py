@@ -29,6 +29,7 @@ class PromptRowEncoder(TemplateRows):
     """
 
     words = "prompts"
+    learns = False
     _asks = False  # whether some row has shown that the template has a generation prompt
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
@@ -121,6 +122,7 @@ class PromptRows(ExampleRows):
     """Rows of prompts: row i is prompt i."""
 
     unit = "prompts"
+    learns = False
 
     def title(self, example: int) -> str:
         return f"prompt {example + 1:,} of {len(self):,}"

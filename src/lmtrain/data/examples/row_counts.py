@@ -129,11 +129,11 @@ def remark_lines(counts: Counts) -> list[str]:
 
 def summary(name: str, counts: Counts) -> list[str]:
     """Summarizes a split's rows: a line of counts, then one line for each reason why rows were skipped."""
-    share = counts.trained / max(1, counts.tokens)
     words = [
-        f"{name}: {counted(counts.rows, 'row')} -> {counted(counts.examples, 'example')}, {counts.tokens:,} tokens, "
-        f"{share:.0%} learned"
+        f"{name}: {counted(counts.rows, 'row')} -> {counted(counts.examples, 'example')}, {counts.tokens:,} tokens"
     ]
+    if counts.trained or not counts.examples:  # not of prompts
+        words.append(f"{counts.trained / max(1, counts.tokens):.0%} learned")
     for number, what in ((counts.shortened, "shortened"), (counts.dropped, "too long and dropped"),
                          (counts.untrained, "without a learned token, left out"),
                          (counts.assistant_first, "began with the assistant, whose first turns were dropped"),

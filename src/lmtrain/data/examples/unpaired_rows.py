@@ -11,7 +11,7 @@ from lmtrain.config.schema_data import ANSWERS, DataConfig
 from lmtrain.data.chat.conversations import Format, check_renamed, values_of
 from lmtrain.data.chat.pairs import answer_turns, prompt_turns
 from lmtrain.data.chat.templates import fit
-from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, unread
+from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, truth_of, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
@@ -42,9 +42,9 @@ class UnpairedRowEncoder(TemplateRows):
         """
         self.chat.begin_row()
         values = values_of(row, _FORMAT, cfg, where)
-        label = values["label"]
-        if label not in (True, False):  # accepts 1 and 0, too
-            raise BadRow(where, f"label must be true (desirable) or false, and is {label!r}")
+        label = truth_of(values["label"])
+        if label is None:
+            raise BadRow(where, f"label must be true (desirable) or false, and is {values['label']!r}")
         turns = prompt_turns({"prompt": values["prompt"]}, where)
         turns, dropped = drop_first_answers(turns, cfg.on_assistant_first, where)
         if cfg.system_prompt and turns[0]["role"] != "system":

@@ -1,7 +1,8 @@
 """Detection of the encoding of text that is not UTF-8.
 
-UTF-16 begins with a byte order mark. Western European text (cp1252, of which Latin-1 is a part) is recognized by its
-letters; for others charset-normalizer is used, which `datasets` brings. What can't be recognized is refused by callers.
+UTF-16 and UTF-32 begin with a byte order mark. Western European text (cp1252, of which Latin-1 is a part) is recognized
+by its letters; for others charset-normalizer is used, which `datasets` brings. What can't be recognized is refused by
+callers.
 """
 
 import codecs
@@ -13,13 +14,15 @@ SAMPLE = 1 << 18  # bytes read from the first non-ASCII byte on
 _LETTERS = frozenset("àáâãäåæçèéêëìíîïñòóôõöøùúûüýßœšžÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÕÖØÙÚÛÜÝŒŠŽ")
 _SIGNS = frozenset("’‘“”„«»–—…•·€£§°©®™¿¡½¼¾²³×\xa0")  # allowed between words, some also inside them
 _CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0e-\x1f\x7f]")
-_MARKS = ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+# The longer marks first: that of UTF-32 begins with that of UTF-16.
+MARKS = {"utf-32-le": codecs.BOM_UTF32_LE, "utf-32-be": codecs.BOM_UTF32_BE,
+         "utf-16-le": codecs.BOM_UTF16_LE, "utf-16-be": codecs.BOM_UTF16_BE}  # fmt: skip
 _CONFIDENT = (15.0, 10.0)  # charset-normalizer's maximum chaos and minimum language coherence, in percent
 
 
 def marked(start: bytes) -> str | None:
     """Returns the encoding that a byte order mark at a file's start names; None for UTF-8 or without a mark."""
-    return next((name for mark, name in _MARKS if start.startswith(mark)), None)
+    return next((name for name, mark in MARKS.items() if start.startswith(mark)), None)
 
 
 def told(sample: bytes) -> str | None:

@@ -81,7 +81,7 @@ def decoded_blocks(path: File, size: int) -> Iterator[str]:
         decoder = encodings.Decoder(lambda: stack.enter_context(open_binary(path)), name)
         if part.startswith(codecs.BOM_UTF8):
             part, decoder.was_ascii = part.removeprefix(codecs.BOM_UTF8), False
-        yield decoder.decode(part[2:] if name else part)
+        yield decoder.decode(part.removeprefix(encodings.MARKS[name]) if name else part)
         while part := file.read(size):
             yield decoder.decode(part)
         yield decoder.decode(b"", True)

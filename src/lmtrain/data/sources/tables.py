@@ -70,6 +70,7 @@ def _row_of(line: str, decoder: "_Decoder") -> dict[str, Any] | str:
 def _json(path: File, columns: list[str] | None) -> Iterator[Record]:
     """Yields the rows of a list of objects, or of one object per line."""
     if _has_lines(path):
+        _refuse_one_object(path)
         yield from _json_lines(path, columns)
         return
     text, decoder = "".join(data_lines(path)), _Decoder(checked=columns is None)
@@ -103,6 +104,26 @@ def _has_lines(path: File) -> bool:
     """Returns whether a .json file holds one object per line instead of one list."""
     with open_binary(path) as file, explained(path):
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+
+
+def _refuse_one_object(path: File) -> None:
+    """Raises UserError if the file is one object written over several lines."""
+    try:
+        json.loads(next(data_lines(path), ""))
+        return
+    except (ValueError, RecursionError):
+        pass
+    try:
+        whole = json.loads("".join(data_lines(path)))
+    except (ValueError, RecursionError):
+        return  # lines of objects, of which the first is malformed
+    lists = [
+        f"; its key {key!r} has a list: write that list alone" for key, value in whole.items() if type(value) is list
+    ]
+    raise UserError(
+        f"{path} holds one object with {', '.join(map(repr, whole)) or 'no keys'}; a list of objects, or an object per "
+        f"line, is needed{''.join(lists[:1])}"
+    )
 
 
 def _start(text: str, at: int) -> int:
@@ -169,7 +190,7 @@ def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterato
         if values is None:
             return
         if names is None:
-            names = _header(values, where)
+            names = _header(values, where, delimiter)
             check_columns(columns or [], names, str(path))
         elif len(values) == len(names):
             yield where, dict(zip(names, values, strict=True))
@@ -177,11 +198,17 @@ def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterato
             yield where, f"the line has {len(values)} fields, and the first line names {len(names)} columns"
 
 
-def _header(names: list[str], where: str) -> list[str]:
+def _header(names: list[str], where: str, delimiter: str) -> list[str]:
     twice = next((name for name in names if names.count(name) > 1 or not name.strip()), None)
     if twice is not None or not names:
         raise UserError(
             f"{where}: the first line must name the columns, each by a name of its own, and is {_excerpt(str(names))}"
+        )
+    other = next((sign for sign in (";", "\t") if [delimiter, len(names)] == [",", 1] and sign in names[0]), None)
+    if other is not None:
+        raise UserError(
+            f"{where}: the columns are separated by {other!r}, which is read as one column: separate them by commas, "
+            f"or by tabs with data.format=tsv"
         )
     return names
 
@@ -212,7 +239,7 @@ def parquet_from(path: File, columns: list[str] | None, start: int) -> Iterator[
     import pyarrow.parquet as pq
 
     with _read_as("parquet", path), pq.ParquetFile(path if isinstance(path, Path) else opened(path)) as file:
-        check_columns(columns or [], file.schema_arrow.names, str(path))
+        _check_names(columns, file.schema_arrow.names, str(path))
         sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
         ends = list(itertools.accumulate(sizes))
         group = bisect.bisect_right(ends, start)  # the row group that contains row `start`
@@ -239,9 +266,17 @@ def _arrow(path: File, columns: list[str] | None) -> Iterator[Record]:
         else:
             reader = pa.ipc.open_stream(source)
             batches = iter(reader)
-        check_columns(columns or [], reader.schema.names, str(path))
+        _check_names(columns, reader.schema.names, str(path))
         rows = (row for batch in batches for row in batch.select(columns or reader.schema.names).to_pylist())
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
+
+
+def _check_names(wanted: list[str] | None, found: list[str], where: str) -> None:
+    """Raises UserError if a wanted column is missing or there are two of its name, of which one would be lost."""
+    check_columns(wanted or [], found, where)
+    twice = next((name for name in wanted or found if found.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{where} has several columns named {twice!r}: rename all but one of them")
 
 
 READERS: dict[str, Callable[[File, list[str] | None], Iterator[Record]]] = {

@@ -78,6 +78,9 @@ class Encoder:
         """eos_id: the token put after each document, None for none; processes: their maximum, None for one per core."""
         self.backend = plain_backend(tokenizer)  # "<|endoftext|>" written in a document is text, not the end of it
         self.eos = np.array([] if eos_id is None else [eos_id], dtype=np.uint32)
+        # Token of a character that the tokenizer lacks; some name the end of text so, as they lack none.
+        self.unk = None if tokenizer.unk_token_id == tokenizer.eos_token_id else tokenizer.unk_token_id
+        self.unknown = 0  # how many of them were found so far
         self.newline = self._ids("\n")
         self.processes = min(processes or os.cpu_count() or 1, _PROCESSES)
 
@@ -145,6 +148,7 @@ class Encoder:
     def _finish(self, part: list[Segment], found: _Found) -> Iterator[EncodedSegment]:
         for segment, ids in zip(part, found, strict=True):
             ids = ids[len(self.newline) :] if segment.continues else ids
+            self.unknown += 0 if self.unk is None else int(np.count_nonzero(ids == self.unk))
             ids = np.concatenate([ids, self.eos]) if segment.ends else ids
             yield EncodedSegment(ids, len(segment.text.encode()), segment.ends, len(segment.text))
 

@@ -73,6 +73,9 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
                 if counts is not None:
                     meta["splits"][name] = counts
             meta["notes"] = getattr(source, "notes_of_reading", list)()
+            if encoder.unknown:
+                found = f"{encoder.unknown:,} tokens stand for characters that the tokenizer lacks"
+                meta["notes"] = [*meta["notes"], f"{found}, all read as {tokenizer.unk_token}"]
             if cfg.dedup != "near":  # which leaves no copies to count
                 train = meta["splits"]["train"]
                 length = max(4, round(RUN_BYTES * train["tokens"] / (train["bytes"] or train["tokens"])))
