@@ -7,18 +7,25 @@ import re
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 
 import lmtrain
 from inprocess import message, run
 from lmtrain.callbacks.samples import Samples
+from lmtrain.callbacks.time_budget import Length, TimeBudget
 from lmtrain.config import compose as rules
+from lmtrain.config.schema import Config
+from lmtrain.data.corpus import build_corpus
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
+from lmtrain.objectives.base import Objective
 from lmtrain.planning import budget
 from lmtrain.planning.budget import Measured, settle, steps_within
+from lmtrain.run import resume
 from lmtrain.run.start import start
 from support import TINY, rows
 
@@ -118,6 +125,72 @@ def test_an_early_sample_is_no_part_of_the_time_of_steps(
     assert len(steps) == 3
     assert max(row["data_wait_ms"] for row in steps) < 1000
     assert max(row["step_ms"] for row in steps[1:]) < 2000
+
+
+def test_the_clock_counts_an_early_sample_as_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a second and a sample of 30 s in between: 100 s fit as many steps as without it."""
+    now = [0.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    module, chosen = mock.Mock(spec=Objective, total_steps=1000), []
+    trainer = mock.Mock(global_step=0, world_size=1)
+    samples = mock.Mock(early=9, early_seconds=30.0)
+    asked = config("budget.minutes=10", "trainer.val_check_interval=null")
+    clock = TimeBudget(asked, Length(1000, 10_000, 0), Console(quiet=True), [], samples)
+    monkeypatch.setattr(clock, "set_length", lambda _trainer, _module, steps: chosen.append(steps))
+    clock.on_train_start(trainer, module)
+    for step in range(1, 13):
+        trainer.global_step, now[0] = step, now[0] + (31 if step == samples.early else 1)
+        clock.on_train_batch_end(trainer, module)
+    assert chosen == [12 + (600 - 42 - 4)]
+
+
+@pytest.mark.parametrize(
+    ("minutes", "saved", "steps"),
+    [
+        (1, {"used": 57, "seconds": 60}, 100),  # the same budget: continued as it was
+        (2, {"used": 57, "seconds": 60}, 200),  # 95 steps took 57 s
+        (2, {"used": 57}, 100),  # of an earlier version: it can't be told whether the budget is larger
+        (2, {"used": 115, "seconds": 60}, 100),  # nothing of it is left
+    ],
+)
+def test_a_larger_budget_is_used_by_a_run_about_to_end(minutes: int, saved: dict, steps: int) -> None:
+    """In the last steps the clock is not looked at again, so the run would end with the time of its earlier budget."""
+    asked = config(f"budget.minutes={minutes}")
+    clock = TimeBudget(asked, Length(100, 10_000, 0), Console(quiet=True), [])
+    run = mock.Mock(config=asked, total_steps=100)
+    run.trainer.callbacks = [clock]
+    state = {"global_step": 95, "schedule_steps": 100, "callbacks": {"TimeBudget": saved}}
+    resume.fit_schedule(run, state, lambda _: None)
+    assert run.objective.total_steps == steps
+    assert clock.state_dict()["seconds"] == 60 * minutes
+
+
+def test_two_commands_of_one_process_have_a_budget_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command with further overrides, chosen by its budget, still counts from the first one."""
+    began = []
+
+    def chooses(config: Config, at: float) -> list[str]:
+        began.append(at)
+        return ["model.depth=2"] if len(began) % 2 else []
+
+    monkeypatch.setattr(budget, "settle", chooses)
+    monkeypatch.setattr("lmtrain.run.start.start", lambda config: 0)
+    for _ in range(2):
+        before = time.time()
+        assert run("train", "experiment=dial", "budget.minutes=1").code == 0
+        assert before <= began[-2] == began[-1] <= time.time()
+
+
+def test_a_budget_of_a_stream_is_measured_on_its_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Hello world, this is some text.\n" * 20_000)
+    stream = ["data.streaming=true", "data.ring_bytes=1_000_000", "data.ring_shard_tokens=10_000", "data.ring_window=2",
+              "data.ring_val_tokens=2_000", "tokenizer=bytes"]  # fmt: skip
+    asked = config("data=text", f"data.path={tmp_path}/a.txt", "budget.minutes=1", "trainer.accelerator=cpu", *stream)
+    asked.trainer.devices = 1
+    took = budget.measure(asked, build_corpus(asked))
+    assert 0 < took.step < took.starting < 30
+    assert not list(tmp_path.glob("**/ring"))
 
 
 @pytest.mark.slow

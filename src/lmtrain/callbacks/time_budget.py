@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from rich.console import Console
 
 from lmtrain.callbacks.metrics import Metrics
+from lmtrain.callbacks.samples import Samples
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
@@ -48,11 +49,15 @@ class Length(NamedTuple):
 class TimeBudget(pl.Callback):
     """A callback that keeps the run within budget.minutes, including the time before this process's training."""
 
-    def __init__(self, config: Config, length: Length, console: Console, parts: Sequence[Any]) -> None:
+    def __init__(
+        self, config: Config, length: Length, console: Console, parts: Sequence[Any], samples: Samples | None = None
+    ) -> None:
         """
         Args:
             parts: objects besides Trainer and objective whose `total_steps` is updated when the length changes.
+            samples: writes a sample early in the run, whose time is no part of a step.
         """
+        self.samples = samples
         assert config.budget.minutes is not None
         self.seconds, self.console, self.parts = 60 * config.budget.minutes, console, parts
         self.began = float(os.environ.get(ranks.BEGAN, time.time()))  # when this process's command was given
@@ -61,7 +66,8 @@ class TimeBudget(pl.Callback):
         self.validation_steps = steps_of_validation(length.validated, config.data.global_batch_size)
         self.spent = 0.0  # seconds used by earlier processes
         self.validation: float | None = None  # seconds of the last validation
-        # The step and time of the last adjustment, seconds of validations since then, seconds until the next one.
+        # The step and time of the last adjustment, seconds of validations (and the early sample) since then, seconds
+        # until the next one.
         self._from, self._since, self._paused, self._pause = 0, 0.0, 0.0, 0.0
         self._start, self._said = 0, 0
 
@@ -70,7 +76,7 @@ class TimeBudget(pl.Callback):
         return self.spent + time.time() - self.began
 
     def state_dict(self) -> dict[str, Any]:
-        return {"used": self.used()}
+        return {"used": self.used(), "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.spent = state_dict["used"]
@@ -93,6 +99,8 @@ class TimeBudget(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, Objective)
+        if self.samples is not None and trainer.global_step == self.samples.early:
+            self._paused += self.samples.early_seconds
         done = trainer.global_step - self._start
         if done == _WARM:  # the first steps also allocate memory
             self._begin_window(trainer.global_step)

@@ -27,6 +27,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
 from lmtrain.data.loaders import seen_rows
 from lmtrain.distributed import devices, ranks
+from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
 from lmtrain.models import dial
@@ -150,7 +151,8 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         now: int = config.model.num_hidden_layers  # type: ignore[attr-defined]
         training = left - took.starting - took.validation - ENDING_S
         token = took.step / (config.data.global_batch_size * config.data.seq_len)
-        depth = dial.best_depth(training, now, token, corpus.epoch_tokens)
+        unique = corpus.epoch_tokens if corpus.stream is None else math.inf  # a window is no epoch
+        depth = dial.best_depth(training, now, token, unique)
         terminal.say_once(
             f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}, the depth that is expected to "
             "reach the lowest loss in this time"
@@ -164,7 +166,7 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         config.trainer.val_check_interval = math.ceil(min(most, steps_within(left, took, config)) / _VALIDATIONS)
     config.trainer.max_steps = min(most, steps_within(left, took, config))
     epochs = step_sizes(config.data).before(config.trainer.max_steps) / rows
-    if dial.is_measured(config):
+    if dial.is_measured(config) and corpus.stream is None:
         _set_untyped(config, typed, dial.regularization(config.optimizer.lr, config.trainer.max_steps, epochs))
     return []
 
@@ -224,10 +226,13 @@ def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
         fit_to_model(tried, corpus, objective.model.unpacked_because)
         datamodule = build.build_datamodule(tried, corpus, _MOST)
         ends = EndsEarly(str(curve), _MOST - 1, seconds=_MEASURED_S, fewest=_FEWEST)
-        trainer = build.build_trainer(tried, RunDir(Path(folder)), [ends], None, _MOST)
+        feed = build.build_feed(tried, RunDir(Path(folder)), corpus, StopRequest(), _MOST)
+        trainer = build.build_trainer(tried, RunDir(Path(folder)), [ends, *([feed] if feed else [])], None, _MOST)
         building = time.time() - began
         trainer.fit(objective, datamodule=datamodule)
-        return building, [row["time"] for row in read_jsonl(curve)]
+        times = [row["time"] for row in read_jsonl(curve)]
+        # A stream's first window is tokenized before the first step.
+        return (building if feed is None else times[0] - began), times
 
 
 def _on_ranks(config: Config) -> tuple[float, list[float]]:
