@@ -17,7 +17,7 @@ from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.hub import endpoint, first_line
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
-from lmtrain.exports.hf_folder import check_memory, export_model
+from lmtrain.exports.hf_folder import check_memory, command_for, export_model
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.terminal import quiet_libraries
@@ -46,7 +46,7 @@ def export(config: Config) -> int:
     terminal.status.stop()
     print(terminal.visible(f"{folder}  (from {checkpoint.name}; {model_card.reader(folder)} reads it)"))
     if config.export.push_to is not None:
-        print(f"uploaded to {push(folder, config.export, f'{run.path.name}, {checkpoint.name}')}")
+        print(f"uploaded to {push(folder, config.export, step, f'{run.path.name}, {checkpoint.name}')}")
     return errors.FINISHED
 
 
@@ -66,13 +66,16 @@ def check_upload(export: ExportConfig) -> None:
         raise UserError(f"export.push_to={name} needs a token that may write: set HF_TOKEN or run `hf auth login`")
 
 
-def push(folder: Path, export: ExportConfig, message: str) -> str:
+def push(folder: Path, export: ExportConfig, step: int, message: str) -> str:
     """Uploads `folder` in one commit, creating the repository if it does not exist; returns the repository's URL.
+
+    Args:
+        step: the step of the weights in `folder`.
 
     Raises:
         RunError: the hub refused the upload or did not answer; the folder is left unchanged.
     """
-    name = str(export.push_to)
+    name, public = str(export.push_to), [] if export.push_private else ["export.push_private=false"]
     api = huggingface_hub.HfApi(endpoint=endpoint())
     try:
         made = api.create_repo(name, private=export.push_private, exist_ok=True)
@@ -83,6 +86,6 @@ def push(folder: Path, export: ExportConfig, message: str) -> str:
             raise
         raise RunError(
             f"{folder} is written but not uploaded to {endpoint()}/{name}: {first_line(error)}. To try again: "
-            f"python -m lmtrain.export run_dir={folder.parent} export.push_to={name}"
+            f"{command_for(folder, export, step, f'export.push_to={name}', *public)}"
         ) from error
     return str(made)

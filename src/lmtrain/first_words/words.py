@@ -6,6 +6,7 @@ other word raises a UserError with the command that was probably meant. Imports 
 
 import difflib
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from lmtrain.config.aliases import used_here
 from lmtrain.config.defaults import options_of
 from lmtrain.config.explain import unreadable
-from lmtrain.config.override_text import as_typed, bare_or_quoted, typed_keys
+from lmtrain.config.override_text import as_typed, bare_or_quoted, shell_word, typed_keys
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 
@@ -221,7 +222,7 @@ def _a_model(command: str, word: str, path: Path) -> str:
     from_it = f"{command} model={word} data.path=YOUR_TEXT"
     if not (path / "config.yaml").is_file():
         return f"{word} holds a model; to train from it: {from_it}"
-    goes_on = f"{command} --config-dir {word} run.dir={word} run.resume=auto"
+    goes_on = f"{command} --config-dir {shlex.quote(word)} {shell_word('run.dir', word)} run.resume=auto"
     return f"{word} is a run; to continue it: {goes_on}; to train a new run from its model: {from_it}"
 
 

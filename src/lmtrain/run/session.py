@@ -147,6 +147,7 @@ class Session:
             raise
         summary.show(run, summary.write_summary(run, status, self.started), exported)
         if exported and run.config.export.push_to is not None:  # even if this fails, the run has finished
-            message = f"{run.dir.path.name}, step {run.trainer.global_step}"
-            print(f"uploaded to {push(exported[-1], run.config.export, message)}")
+            step = run.trainer.global_step
+            message = f"{run.dir.path.name}, step {step}"
+            print(f"uploaded to {push(exported[-1], run.config.export, step, message)}")
         return errors.FINISHED
