@@ -199,3 +199,16 @@ def test_a_prompt_is_no_part_of_the_answer(answers: Path, llama: Path) -> None:
     """The KL estimate takes a row's prompt to end where its answer begins, which data.train_on=all would move to 0."""
     with pytest.raises(UserError, match=r"data\.train_on=all"):
         built(answers, llama, "data.train_on=all")
+
+
+def test_no_evaluation_of_labelled_answers(answers: Path, llama: Path, tmp_path: Path) -> None:
+    """Read as conversations, undesirable answers would count like desirable ones, and without the chat template."""
+    run_dir = tmp_path / "run"
+    done = kto(answers, llama, run_dir, "trainer.max_steps=1", "report.enabled=true")
+    assert done.code == 0, done.err
+    assert "lmtrain.chat" in done.out
+    assert "lmtrain.evaluate" not in done.out
+    assert "lmtrain.evaluate" not in (run_dir / "report.html").read_text()
+    ended = run("evaluate", str(run_dir))
+    assert ended.code == 2
+    assert "UnpairedRowEncoder's, and lmtrain.evaluate scores text, conversations and pairs" in message(ended.err)

@@ -65,6 +65,7 @@ _HUB = (
     "it names data of the hub, but this data comes from elsewhere: choose data=wikitext or other data of the "
     "hub, or leave it out"
 )
+SCORED = ("text", "conversations", "pairs")  # the kinds of rows that `lmtrain evaluate` scores
 _OF_HUB = ReadWhere(_from_hub, _HUB)
 _IS_STREAM = ReadWhere(
     lambda c: c.data.ring_bytes is not None or _from_hub(c),

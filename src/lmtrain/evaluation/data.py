@@ -16,6 +16,7 @@ from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import prepare_examples
+from lmtrain.data.examples.prompt_rows import PromptRowEncoder
 from lmtrain.data.examples.row_format import ChatRows
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
@@ -136,8 +137,17 @@ def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
 
     Args:
         tokenizer_name: tokenizer folder or hub name; its chat template is used unless data.chat_template names one.
+
+    Raises:
+        UserError: the rows have a format of their own (KTO's labelled answers, a user's class), or there are none.
     """
     data = config.data
+    if "." in data.rows and not data.rows.endswith(f".{PromptRowEncoder.__name__}"):
+        raise UserError(
+            f"these rows are {data.rows.rpartition('.')[2]}'s, and lmtrain.evaluate scores text, conversations and "
+            f"pairs: val/... of the training are the scores on such rows; to score the model on others, name them: "
+            f"data=chat_jsonl data.val_path=chats.jsonl"
+        )
     if data.source == "hub" and data.name and not data.path and data.val_split is not None:
         data = copy.deepcopy(data)
         data.train_split = str(data.val_split)  # nothing is trained, so only this split is prepared

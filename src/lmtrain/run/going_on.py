@@ -8,9 +8,11 @@ from lmtrain.config.batch import horizon, step_sizes
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.override_text import bare_or_quoted, typed_keys
 from lmtrain.config.schema import BUDGETS
+from lmtrain.config.schema_data import SCORED
 from lmtrain.data.chat.templates import own_template
 from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
+from lmtrain.models.denoising import mask_token
 from lmtrain.run.build import Run, out_of_epochs, rows_to_train
 from lmtrain.run_folder.folder import begins_elsewhere, checkpoint_names
 from lmtrain.secrets import command
@@ -36,7 +38,8 @@ def next_commands(run: Run, status: str) -> list[str]:
     chats = run.config.data.rows != "text" and own_template(run.corpus.tokenizer) is not None
     first = command("chat", [here]) if chats else command("generate", [here, _prompt(run)])
     lines = [] if run.config.objective.scalar_head else [first]  # a scalar head generates no text
-    lines += [command("evaluate", [here])] if run.corpus.val is not None else []
+    scored = run.config.data.rows in SCORED and mask_token(run.objective.model.model) is None
+    lines += [command("evaluate", [here])] if run.corpus.val is not None and scored else []
     changes = longer(run)
     if status != "stopped_early" and changes:  # else more steps would not help
         lines.append(continuing(run, *changes))
