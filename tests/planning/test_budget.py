@@ -312,9 +312,21 @@ def test_a_budget_of_flops_gives_a_larger_model_fewer_tokens(corpus: Path, tmp_p
         assert steps == math.ceil(2e9 / a_token / (6 * 32))
 
 
+def test_a_budget_of_tokens_lifts_the_epochs_of_a_recipe() -> None:
+    """llama_wikitext ends after four epochs: fewer tokens than asked for, while the plan says that the budget chose."""
+    asked = rules.check(rules.compose(["experiment=llama_wikitext", "budget.tokens=1e9"]))
+    assert asked.trainer.max_epochs == 4
+    settle(asked, time.time())
+    assert asked.trainer.max_epochs is None
+    rows_of_run = asked.trainer.max_steps * asked.data.global_batch_size
+    assert 0 <= rows_of_run * asked.data.seq_len - 1e9 < asked.data.global_batch_size * asked.data.seq_len
+
+
 def test_budgets_that_count_tokens_need_rows_of_a_length_and_stand_alone() -> None:
     with pytest.raises(UserError, match=r"budget.minutes=1 and budget.flops=2: one of them says how long"):
         config("budget.minutes=1", "budget.flops=2")
     chat = rules.compose([*TINY, "objective=sft", "data=chat_jsonl", "data.path=x.jsonl", "budget.tokens=1e6"])
-    with pytest.raises(UserError, match=r"budget.tokens counts rows of data.seq_len=32 tokens.*trainer.max_epochs"):
-        settle(rules.check(chat), time.time())
+    padded = rules.compose([*TINY, "data=text", "data.packing=greedy", "budget.tokens=1e6"])
+    for tree in (chat, padded):
+        with pytest.raises(UserError, match=r"budget.tokens counts rows of data.seq_len=32 tokens.*trainer.max_epochs"):
+            settle(rules.check(tree), time.time())

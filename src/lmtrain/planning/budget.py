@@ -93,12 +93,14 @@ def settle(config: Config, began: float) -> list[str]:
 def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
     """Sets trainer.max_steps to the smallest number of steps that uses up budget.tokens or budget.flops.
 
-    FLOPs are those of forward and backward, counted by `flops_per_token`.
+    FLOPs are those of forward and backward, counted by `flops_per_token`. A limit of epochs that a config sets is
+    lifted.
 
     Raises:
         UserError: rows differ in length, so that their tokens can't be counted before they are read.
     """
-    if config.data.rows != "text" or config.data.packing == "off":
+    packing = config.data.packing not in (None, "concat")  # rows are padded: it takes FLOPs, but is not trained on
+    if config.data.rows != "text" or config.data.packing == "off" or (packing and config.budget.tokens is not None):
         raise UserError(
             f"budget.{config.budget.chosen} counts rows of data.seq_len={config.data.seq_len} tokens, but rows of "
             "this data differ in length: set trainer.max_epochs, trainer.max_steps or budget.minutes"
@@ -111,7 +113,7 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
         tokens = config.budget.flops / flops_per_token(model, config.data.seq_len)
     rows = math.ceil(tokens / config.data.seq_len)  # type: ignore[operator]  # short rows are cut from full ones
     steps = step_sizes(config.data).steps_for(rows)
-    config.trainer.max_steps = steps
+    config.trainer.max_steps, config.trainer.max_epochs = steps, None
     if "trainer.val_check_interval" not in typed:
         config.trainer.val_check_interval = math.ceil(steps / _VALIDATIONS)
 
