@@ -25,7 +25,7 @@ from lmtrain.errors import UserError
 from lmtrain.objectives.base import Objective
 from lmtrain.planning import budget
 from lmtrain.planning.budget import Measured, settle, steps_within
-from lmtrain.run import resume
+from lmtrain.run import build, resume
 from lmtrain.run.start import start
 from support import TINY, rows
 
@@ -191,6 +191,27 @@ def test_a_budget_of_a_stream_is_measured_on_its_rows(tmp_path: Path) -> None:
     took = budget.measure(asked, build_corpus(asked))
     assert 0 < took.step < took.starting < 30
     assert not list(tmp_path.glob("**/ring"))
+
+
+def test_a_budget_ends_with_the_epochs_of_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock would allow more steps, for which there are no rows: the run was refused, or trained on empty steps."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("Hello world, this is some text.\n" * 200)
+    mixture = ", ".join(f"{{path: {tmp_path}/{name}.txt, max_epochs: 2}}" for name in ("a", "b"))
+    words = [*TINY, "data=mixture", f"data.mixture=[{mixture}]", "budget.minutes=9", "trainer.accelerator=cpu",
+             "callbacks.samples.every_n_validations=0", "export.enabled=false", f"run.dir={tmp_path}/run"]  # fmt: skip
+    monkeypatch.setattr(budget, "measure", lambda *_: Measured(starting=1.0, step=0.5, validation=0.1))
+    signal.alarm(120)  # ends the process
+    done = run("train", *words)
+    signal.alarm(0)
+    assert done.code == 0, done.err
+    trained = build.rows_to_train(config(*words), build_corpus(config(*words)))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["ended_by"]) == ("finished", "data.mixture")
+    assert 6 * summary["step"] <= 2 * len(trained) < 6 * (summary["step"] + 1)
+    assert "every source of data.mixture was seen its max_epochs times" in " ".join(done.out.replace("│", " ").split())
+    again = run("train", *words, "run.resume=auto", "budget.minutes=18")
+    assert "where its mixture's epochs end it: more minutes add no step" in " ".join(again.out.split()), again.err
 
 
 @pytest.mark.slow

@@ -162,12 +162,12 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         if depth != now:
             _expected[:] = [_at_depth(took, now, depth, "data.global_batch_size" in typed)]
             return [f"{dial.KEY}={depth}"]
-    rows = len(build.rows_to_train(config, corpus))
+    rows = build.rows_to_train(config, corpus)
     most = build.at_most(config, rows)
     if "trainer.val_check_interval" not in typed:
         config.trainer.val_check_interval = math.ceil(min(most, steps_within(left, took, config)) / _VALIDATIONS)
     config.trainer.max_steps = min(most, steps_within(left, took, config))
-    epochs = step_sizes(config.data).before(config.trainer.max_steps) / rows
+    epochs = step_sizes(config.data).before(config.trainer.max_steps) / len(rows)
     if dial.is_measured(config) and corpus.stream is None:
         _set_untyped(config, typed, dial.regularization(config.optimizer.lr, config.trainer.max_steps, epochs))
     return []

@@ -79,12 +79,12 @@ def longer(run: Run) -> list[str]:
 
     None if a run with a time budget has used up its epochs: more of them rarely help.
     """
-    chosen, rows = run.config.budget.chosen, len(rows_to_train(run.config, run.corpus))
-    if out_of_epochs(run.config, run.total_steps, rows):
+    chosen, trained = run.config.budget.chosen, rows_to_train(run.config, run.corpus)
+    if out_of_epochs(run.config, run.total_steps, trained):
         return []
     if chosen is not None:
         return [f"budget.{chosen}={2 * getattr(run.config.budget, chosen):g}"]
-    t, sizes = run.config.trainer, step_sizes(run.config.data)
+    t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(trained)
     steps, epochs = t.max_steps, t.max_epochs
     if epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps:
         too_few = steps is not None and steps < horizon(None, 2 * epochs, rows, sizes)
