@@ -343,6 +343,15 @@ def test_a_budget_of_tokens_lifts_the_epochs_of_a_recipe() -> None:
     assert 0 <= rows_of_run * asked.data.seq_len - 1e9 < asked.data.global_batch_size * asked.data.seq_len
 
 
+@pytest.mark.parametrize("word", ["budget.minutes=5", "budget.tokens=1e6", "budget.flops=1e12"])
+def test_a_cooldown_ends_at_a_step(word: str) -> None:
+    """The steps of a budget would be counted from 0, and the time of the run that it continues as its own."""
+    cooldown = ["schedule=wsd", "run.cooldown_from=outputs/long/checkpoints/step_00000100", word]
+    ranks.note_typed(cooldown)
+    with pytest.raises(UserError, match=r"run.cooldown_from=\S+ continues another run to trainer.max_steps: set that"):
+        settle(config(*cooldown), time.time())
+
+
 def test_budgets_that_count_tokens_need_rows_of_a_length_and_stand_alone() -> None:
     with pytest.raises(UserError, match=r"budget.minutes=1 and budget.flops=2: one of them says how long"):
         config("budget.minutes=1", "budget.flops=2")

@@ -69,8 +69,8 @@ def settle(config: Config, began: float) -> list[str]:
         Overrides to add to the command, for the chosen depth of model=dial. The config must then be composed again.
 
     Raises:
-        UserError: the run is started under torchrun or SLURM with budget.minutes or budget.flops; or see
-            `_settle_minutes` and `_settle_amount`.
+        UserError: the run is a cooldown, or is started under torchrun or SLURM with budget.minutes or budget.flops; or
+            see `_settle_minutes` and `_settle_amount`.
     """
     typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
     by_hand = [key for key in _LENGTHS if typed.get(key, "null") not in ("null", "false", "0", "replay")]
@@ -78,6 +78,11 @@ def settle(config: Config, began: float) -> list[str]:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)
         return []
+    if config.run.cooldown_from is not None:
+        raise UserError(
+            f"budget.{chosen} counts from the first step, and run.cooldown_from={config.run.cooldown_from} continues "
+            f"another run to trainer.max_steps: set that instead of the budget"
+        )
     if chosen in _BEFORE_RANKS and ranks.started_by() is not None:
         does, instead = _BEFORE_RANKS[chosen]
         raise UserError(
