@@ -18,6 +18,7 @@ from inprocess import message, run
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.time_budget import Length, TimeBudget
 from lmtrain.config import compose as rules
+from lmtrain.config.batch import row_lengths, step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import build_corpus
 from lmtrain.distributed import devices, ranks
@@ -28,6 +29,14 @@ from lmtrain.planning.budget import Measured, settle, steps_within
 from lmtrain.run import build, resume
 from lmtrain.run.start import start
 from support import TINY, rows
+
+
+@pytest.fixture(autouse=True)
+def _no_command_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the time at which an earlier test's command was given, which `settle` leaves for the ranks of a run."""
+    monkeypatch.setenv(ranks.BEGAN, "0")  # so that it is removed again afterwards
+    monkeypatch.delenv(ranks.BEGAN)
+
 
 WORDS = ["data=text", "trainer.accelerator=cpu", "trainer.val_check_interval=50", "run.name=timed"]
 
@@ -41,6 +50,40 @@ def test_the_steps_fill_what_starting_validations_and_the_end_leave() -> None:
     steps = steps_within(600.0, took, config("budget.minutes=10"))
     used = 12 + 0.5 * steps + 5 * (steps / 50 + 1) + 4  # a validation every 50 steps and after the last one
     assert used <= 600 < used + 0.5 + 5 / 50
+
+
+def test_rows_to_memorize_are_trained_on_for_the_whole_time(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "measure", lambda *_: Measured(starting=1.0, step=0.5, validation=0.1))
+    asked = config("data=text", f"data.path={corpus}", "budget.minutes=1", "trainer.accelerator=cpu",
+                   "trainer.overfit_batches=1")  # fmt: skip
+    settle(asked, time.time())
+    assert asked.trainer.max_steps == pytest.approx(50 / 0.5, rel=0.2)
+
+
+def test_small_steps_of_a_batch_warmup_take_less_of_the_time() -> None:
+    """Steps of 1, 2 and 3 rows, of which those of 6 rows take half a second each."""
+    warmup = ["data.batch_warmup.start_size=1", "data.batch_warmup.steps=100", "data.micro_batch_size=1"]
+    asked = config("budget.minutes=1", "trainer.val_check_interval=null", *warmup)
+    steps, sizes = steps_within(60.0, Measured(starting=5.0, step=0.5, validation=1.0), asked), step_sizes(asked.data)
+    assert sum(sizes.at(step) for step in range(steps)) <= 6 * 100 < sum(sizes.at(step) for step in range(steps + 1))
+    clock = TimeBudget(asked, Length(1000, 10_000, 0), Console(quiet=True), [])
+    clock.spent, clock.validation, clock._since = -4.0, 0.0, time.perf_counter() - 12 * 0.5 / 6
+    clock._said, clock.began = steps, time.time()
+    chosen = clock._look(12, first=True)  # 64 - 4 s, of which 4 are kept for the end, for rows of a twelfth of a second
+    assert chosen is not None
+    assert sum(sizes.at(step) for step in range(12, chosen)) == pytest.approx(12 * 60, abs=12)
+
+
+def test_full_steps_are_measured_before_a_batch_warmup(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config("data=text", f"data.path={corpus}", "budget.minutes=1", "trainer.accelerator=cpu", *GROWING)
+    asked.trainer.devices, seen = 1, []
+    monkeypatch.setattr(
+        build, "build_datamodule", lambda c, *_: seen.append((step_sizes(c.data), row_lengths(c.data))) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        budget.measure(asked, build_corpus(asked))
+    assert seen == [(step_sizes(config().data), None)]
+    assert asked.data.batch_warmup.start_size == 2
 
 
 def test_a_budget_without_time_for_training_says_how_much_is_needed() -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.samples import Samples
+from lmtrain.config.batch import step_sizes
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
@@ -61,6 +62,7 @@ class TimeBudget(pl.Callback):
         assert config.budget.minutes is not None
         self.seconds, self.console, self.parts = 60 * config.budget.minutes, console, parts
         self.began = float(os.environ.get(ranks.BEGAN, time.time()))  # when this process's command was given
+        self.sizes = step_sizes(config.data)  # steps are counted by their rows, as early ones may be smaller
         self.at_most, self.validate_every = length.at_most, config.trainer.val_check_interval
         # The expected time of a validation in training steps, used until one has been timed.
         self.validation_steps = steps_of_validation(length.validated, config.data.global_batch_size)
@@ -117,11 +119,12 @@ class TimeBudget(pl.Callback):
         seconds = time.perf_counter() - self._since
         if not first and seconds < self._pause:
             return None
-        took = (seconds - self._paused) / (step - self._from)
+        rows, size = self.sizes.before(step), self.sizes.last
+        took = size * (seconds - self._paused) / (rows - self.sizes.before(self._from))  # for a step of full size
         validation = self.validation if self.validation is not None else self.validation_steps * took
         left = self.seconds - self.used() - ENDING_S - validation
-        steps = step + max(1, int(left / (took + (validation / self.validate_every if self.validate_every else 0.0))))
-        steps = min(steps, self.at_most)
+        more = size * left / (took + (validation / self.validate_every if self.validate_every else 0.0))
+        steps = min(max(step + 1, self.sizes.step_of(rows + max(0, int(more)))), self.at_most)
         self._begin_window(step)
         if abs(steps / self._said - 1) > _WORTH_SAYING:
             said = (

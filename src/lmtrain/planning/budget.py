@@ -133,7 +133,8 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         UserError: no time is left for training, or a trial fails.
     """
     os.environ[ranks.BEGAN] = str(began)
-    if config.trainer.max_epochs is None and not config.data.streaming and "trainer.max_epochs" not in typed:
+    known = not config.data.streaming and not config.trainer.overfit_batches  # whether epochs are passes over all data
+    if config.trainer.max_epochs is None and known and "trainer.max_epochs" not in typed:
         config.trainer.max_epochs = EPOCHS["text" if config.data.rows == "text" else "rows"]
     chooses = config.model.name == dial.NAME and not {dial.KEY, dial.LAYERS} & typed.keys()
     before = _chosen_before(config)
@@ -224,6 +225,8 @@ def _compiles_later(config: Config) -> bool:
 def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
     """Returns the seconds of building a run in this process, and the time.time() at the end of each of its steps."""
     tried, began = copy.deepcopy(config), time.time()
+    # Rows and steps of full size, which most of the run has.
+    tried.data.curriculum.by = tried.data.batch_warmup.start_size = None
     devices.set_threads(tried.trainer.num_threads, 1)
     tried.trainer.profiler = None
     tried.trainer.compile = bool(tried.trainer.compile) and not _compiles_later(config)
@@ -266,14 +269,14 @@ def steps_within(seconds: float, took: Measured, config: Config) -> int:
 
     Raises UserError if there are fewer than ten.
     """
-    every = config.trainer.val_check_interval
+    every, sizes = config.trainer.val_check_interval, step_sizes(config.data)
     left = seconds - took.starting - took.validation - ENDING_S
-    steps = int(left / (took.step + (took.validation / every if every else 0.0)))
+    steps = left / (took.step + (took.validation / every if every else 0.0))  # of full size
     if steps < 10:
         least = 60 * config.budget.minutes - left + 10 * took.step  # type: ignore[operator]
         raise UserError(
             f"budget.minutes={config.budget.minutes:g}: as measured, starting ({took.starting:.0f} s), a "
-            f"validation ({took.validation:.0f} s) and the end of the run leave time for only {max(0, steps)} "
+            f"validation ({took.validation:.0f} s) and the end of the run leave time for only {max(0, int(steps))} "
             f"steps of {took.step:.2f} s: give it {least / 60:.1f} minutes or more, or choose a smaller model"
         )
-    return steps
+    return sizes.step_of(int(steps * sizes.last))
