@@ -16,7 +16,7 @@ from lmtrain.config import sections
 from lmtrain.config.constraints import TRAINING, ReadBy
 from lmtrain.config.defaults import options_of
 from lmtrain.config.keys import annotations_of, unread
-from lmtrain.config.override_text import as_typed, typed_keys
+from lmtrain.config.override_text import as_typed, shell_word, typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.trust import CLOSED
 from lmtrain.errors import UserError
@@ -150,8 +150,8 @@ def _weights_of(name: str) -> str:
     if (path / "export" / "config.json").is_file():
         return str(path / "export")
     raise UserError(
-        f"model={name}: the folder holds no model (config.json). Of a run, python -m lmtrain.export run_dir={name} "
-        f"writes it"
+        f"model={name}: the folder holds no model (config.json). Of a run, python -m lmtrain.export "
+        f"{shell_word('run_dir', name)} writes it"
     )
 
 
