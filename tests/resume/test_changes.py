@@ -108,7 +108,7 @@ def test_bad_steps_are_skipped_and_end_the_run(exploding: tuple[Path, Ended]) ->
     report = json.loads(report_file.read_text())
     assert report_file.with_suffix(".pt").exists()
     assert len(report["epoch_and_row_ids"]) == 6
-    assert f"debug=replay debug.step={report['step']}" in done.err
+    assert f"debug=replay debug.step={report['step']} run.dir={run_dir}" in " ".join(done.err.split())
     rows = stable_rows(run_dir)
     bad = [r["bad_steps"] for r in rows if "bad_steps" in r]
     assert bad[-1] >= 2
