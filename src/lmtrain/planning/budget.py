@@ -26,6 +26,7 @@ from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
 from lmtrain.data.loaders import seen_rows
+from lmtrain.data.val_sets import build_val_sets
 from lmtrain.distributed import devices, ranks
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
@@ -258,9 +259,9 @@ def _on_ranks(config: Config) -> tuple[float, list[float]]:
 
 def _validation(config: Config, corpus: Corpus, step: float) -> float:
     """Estimates the seconds of a validation from those of a step; its tokens take only a forward."""
-    if corpus.val is None:
-        return 0.0
-    rows = seen_rows(corpus.val, config.data.micro_batch_size, config.trainer.limit_val_batches)
+    sets = [corpus.val, *(val_set.rows for val_set in build_val_sets(config, corpus).values())]
+    size, limit = config.data.micro_batch_size, config.trainer.limit_val_batches
+    rows = sum(seen_rows(rows, size, limit) for rows in sets if rows is not None)
     return step * steps_of_validation(rows, config.data.global_batch_size)
 
 
