@@ -189,21 +189,22 @@ def test_the_clock_counts_an_early_sample_as_no_step(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("minutes", "saved", "steps"),
+    ("minutes", "step", "saved", "steps"),
     [
-        (1, {"used": 57, "seconds": 60}, 100),  # the same budget: continued as it was
-        (2, {"used": 57, "seconds": 60}, 200),  # 95 steps took 57 s
-        (2, {"used": 57}, 100),  # of an earlier version: it can't be told whether the budget is larger
-        (2, {"used": 115, "seconds": 60}, 100),  # nothing of it is left
+        (1, 95, {"used": 57, "seconds": 60}, 100),  # the same budget: continued as it was
+        (2, 95, {"used": 57, "seconds": 60}, 200),  # 95 steps took 57 s
+        (2, 10, {"used": 50, "seconds": 60}, 100),  # most of which was the start: not fewer steps than before
+        (2, 95, {"used": 57}, 100),  # of an earlier version: it can't be told whether the budget is larger
+        (2, 95, {"used": 115, "seconds": 60}, 100),  # nothing of it is left
     ],
 )
-def test_a_larger_budget_is_used_by_a_run_about_to_end(minutes: int, saved: dict, steps: int) -> None:
+def test_a_larger_budget_is_used_by_a_run_about_to_end(minutes: int, step: int, saved: dict, steps: int) -> None:
     """In the last steps the clock is not looked at again, so the run would end with the time of its earlier budget."""
     asked = config(f"budget.minutes={minutes}")
     clock = TimeBudget(asked, Length(100, 10_000, 0), Console(quiet=True), [])
     run = mock.Mock(config=asked, total_steps=100)
     run.trainer.callbacks = [clock]
-    state = {"global_step": 95, "schedule_steps": 100, "callbacks": {"TimeBudget": saved}}
+    state = {"global_step": step, "schedule_steps": 100, "callbacks": {"TimeBudget": saved}}
     resume.fit_schedule(run, state, lambda _: None)
     assert run.objective.total_steps == steps
     assert clock.state_dict()["seconds"] == 60 * minutes

@@ -210,7 +210,7 @@ def _fit_budget(run: Run, saved: dict[str, Any], tell: Callable[[str], None]) ->
     # seconds.
     larger = step >= steps or clock.get("seconds", seconds) < seconds
     if larger and used < 0.95 * seconds:
-        steps = max(step + 1, round(step * seconds / max(used, 1.0)))
+        steps = max(steps, step + 1, round(step * seconds / max(used, 1.0)))
     budget = next(c for c in run.trainer.callbacks if isinstance(c, TimeBudget))  # type: ignore[attr-defined]
     budget.set_length(run.trainer, run.objective, min(steps, budget.at_most))
     tell(f"{used / 60:.1f} of {seconds / 60:g} minutes of the budget were used up to step {step:,}")
