@@ -1,6 +1,7 @@
 """A run that stops because of bad steps re-runs the first bad batch in the precision of the run."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,19 @@ def test_the_bad_batch_is_run_in_the_runs_precision(
     assert len(report["micro_batch_losses"]) == 3
     assert len(mixed) > 6, "the steps' micro-batches, and those of the bad step once more"
     assert all(mixed)
+
+
+def test_bad_steps_on_rows_of_a_stream_that_are_gone(tmp_path: Path) -> None:
+    """The first bad step is in a window that was removed since: the run must not wait for its rows."""
+    (tmp_path / "a.txt").write_text("Hello world, this is some text.\n" * 500)
+    stream = ["data.streaming=true", "data.ring_bytes=1_000_000", "data.ring_shard_tokens=97", "data.ring_window=2",
+              "data.ring_val_tokens=500", "data.sample_by=line", "data.global_batch_size=2",
+              "data.micro_batch_size=2"]  # fmt: skip
+    bad = ["optimizer.lr=1e30", "trainer.max_steps=20", "trainer.max_bad_steps=4", "trainer.gradient_clip_val=null",
+           "trainer.accelerator=cpu"]  # fmt: skip
+    signal.alarm(120)  # ends the process
+    ended = run("train", *TINY, "data=text", f"data.path={tmp_path}/a.txt", f"run.dir={tmp_path}/run", *stream, *bad)
+    signal.alarm(0)
+    assert ended.code == 1, ended.err
+    assert "4 updates in a row were skipped" in ended.err
+    assert "of the stream was removed after training on it" in " ".join(ended.err.split())

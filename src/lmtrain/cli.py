@@ -43,7 +43,7 @@ OTHERS = {  # commands with a command line of their own
     "runs": "the runs under a folder: status, step, best score, age",
     "explain": "where values come from: a key, a section or the whole composition",
     "doctor": "what this machine can do, and what is missing",
-    "new": "the skeleton of an objective, optimizer, callback or metric of your own, with its test",
+    "new": "the skeleton of an objective, model, optimizer, schedule, callback or metric of your own, with its test",
 }
 
 

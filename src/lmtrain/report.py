@@ -12,7 +12,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", help="run folders, as FOLDER or run_dir=FOLDER; or a folder of runs")
     parser.add_argument("--out", type=Path, help="the file (one run: report.html in its folder; several: here)")
     options = parser.parse_args(argv)
-    folders = [Path(part) for word in options.runs for part in word.removeprefix("run_dir=").strip("[]").split(",")]
+    words = [word.removeprefix("run_dir=") for word in options.runs]
+    lists = [[word] if Path(word).expanduser().exists() else word.strip("[]").split(",") for word in words]
+    folders = [Path(part) for parts in lists for part in parts]
     from lmtrain.reports import report
 
     return cli.plain(lambda: report.report([folder.expanduser().absolute() for folder in folders], options.out))

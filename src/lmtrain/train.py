@@ -1,5 +1,6 @@
 """Training: composes and checks the config, builds, fits and exports. `python -m lmtrain.train [overrides]`."""
 
+import os
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -18,14 +19,26 @@ def train(config: "Config") -> int:
     if config.budget.chosen is not None:
         from lmtrain.planning import budget
 
-        chosen = budget.settle(config, BEGAN)
+        chosen = budget.settle(config, _began or time.time())
         if chosen:
             return main([*ranks.typed(), *chosen])
     return start(config)
 
 
-BEGAN = time.time()
-main = cli.main_of("train", train)
+_main = cli.main_of("train", train)
+_began: float | None = None  # when the command that this process carries out was given, a time.time()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command, which calls this once more if a budget chooses further overrides; returns the exit code."""
+    global _began
+    before, _began = _began, _began or time.time()
+    try:
+        return _main(argv)
+    finally:
+        _began = before
+        if before is None:
+            os.environ.pop(ranks.BEGAN, None)  # set by `settle`; the next command of this process has its own
 
 
 if __name__ == "__main__":

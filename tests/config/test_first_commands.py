@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from inprocess import Ended
+from inprocess import Ended, run
 from lmtrain import cli
 from lmtrain.config import keys
 
@@ -287,6 +287,15 @@ def test_is_answered_with_the_command_that_does(command: str, typed: Said) -> No
     assert (ended.code, ended.out) == (2, "")
     for part in ANSWERED[command]:
         assert part in ended.err, ended.err
+
+
+def test_names_with_a_space_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "my run").mkdir(parents=True)
+    (tmp_path / "outputs" / "my run" / "config.yaml").write_text("{}")
+    assert "did you mean python -m lmtrain.chat 'outputs/my run'?" in run("chat", "outputs/my_run").err
+    said = run("train", "outputs/my run").err.partition("to continue it: ")[2].partition(";")[0]
+    assert shlex.split(said)[3:6] == ["--config-dir", "outputs/my run", 'run.dir="outputs/my run"']
 
 
 def test_there_are_sixty() -> None:

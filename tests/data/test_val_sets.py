@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chats import write_chats
 from inprocess import TWO_STEPS, message, run, train_tiny
-from lmtrain.config import compose as rules
+from lmtrain.config.compose import check, compose
 from lmtrain.data.corpus import build_corpus
 from lmtrain.data.val_sets import build_val_sets
+from lmtrain.planning import budget
 from support import TINY, rows
 from tiny_pretrained import save_pretrained
 
@@ -43,6 +44,22 @@ def plain_loss(model: torch.nn.Module, block: torch.Tensor) -> float:
     with torch.no_grad():
         logits = model(block[:, :-1]).logits
     return float(cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten()))
+
+
+def test_a_set_is_used_completely_beside_deduplicated_training_text(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "again.txt").write_text("the same line of some words\n" * 100)
+    words = [*TINY, "data=text", f"data.path={corpus}", "data.sample_by=line", "data.dedup=exact",
+             f"data.val_sets={{again: {{path: {tmp_path}/again.txt}}}}", "trainer.accelerator=cpu"]  # fmt: skip
+    config = check(compose([*words, "budget.minutes=1"]))
+    prepared = build_corpus(config)
+    found = build_val_sets(config, prepared)["again"].rows
+    ids = [*prepared.tokenizer("the same line of some words")["input_ids"], prepared.tokenizer.eos_token_id]
+    assert len(found) == len(windows(ids * 100))
+    # The time of a validation that a budget expects is that of all sets.
+    config.trainer.limit_val_batches = None
+    assert prepared.val is not None
+    rows_of_all = len(prepared.val) + len(found)
+    assert budget._validation(config, prepared, 1.0) == pytest.approx(0.4 * rows_of_all / config.data.global_batch_size)
 
 
 def test_each_set_has_the_loss_of_a_plain_loop(corpus: Path, texts: dict[str, Path], tmp_path: Path) -> None:
@@ -82,7 +99,7 @@ def test_the_run_and_its_own_loss_do_not_change(corpus: Path, texts: dict[str, P
 def test_a_set_is_laid_out_like_the_validation_split(packing: str, texts: dict[str, Path], tmp_path: Path) -> None:
     file = tmp_path / "repeats.jsonl"
     file.write_text("".join(json.dumps({"text": f"text {n % 5} " * (n % 5 + 1)}) + "\n" for n in range(20)))
-    c = rules.check(rules.compose([
+    c = check(compose([
         "data=jsonl", f"data.path={texts['code']}", "tokenizer=bytes", f"data.seq_len={SEQ_LEN}",
         f"data.val_path={file}", f"data.packing={packing}", "data.dedup=exact",
         f"data.val_sets={{same: {{path: {file}}}}}"]))  # fmt: skip

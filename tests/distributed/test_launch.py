@@ -16,6 +16,7 @@ from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
 from lmtrain.run import launch
+from lmtrain.run.start import place
 from lmtrain.run_folder.folder import RunDir
 from ports import free_port
 from support import TINY, rows
@@ -73,6 +74,19 @@ def test_two_nodes_by_torchrun(corpus: Path, tmp_path: Path) -> None:
     config = (run_dir / "config.yaml").read_text()
     assert "num_nodes: 2" in config
     assert "devices: 1" in config
+
+
+@pytest.mark.parametrize("key", ["trainer.devices", "trainer.num_nodes"])
+def test_one_process_that_is_typed_where_several_are_started(key: str) -> None:
+    """What a config.yaml says of an earlier start gives way to the processes there are, what is typed does not."""
+    words = [*TEXT, "trainer.accelerator=cpu", f"{key}=1"]
+    config, there = compose.check(compose.compose(words)), ranks.RankLayout(0, 2, 4, "torchrun")
+    ranks.note_typed(words)
+    with pytest.raises(UserError, match=rf"{key}=1, but torchrun has started [24]: leave {key} out"):
+        place(config, there)
+    ranks.note_typed([])
+    place(config, there)
+    assert (config.trainer.devices, config.trainer.num_nodes) == (4, 2)
 
 
 @pytest.mark.slow

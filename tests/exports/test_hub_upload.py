@@ -1,6 +1,7 @@
 """export.push_to with huggingface_hub's real client and a stand-in for the hub that stores what is uploaded."""
 
 import base64
+import dataclasses
 import json
 import shlex
 import shutil
@@ -150,6 +151,15 @@ def test_a_hub_that_is_gone(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
     from lmtrain.config.compose import check, compose
 
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(RunError, match="not uploaded"):
-        push(tmp_path, check(compose(["export.push_to=me/tiny"])).export, 2)
+    folder = tmp_path / "my run" / "export_merged"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    settings = check(compose(["export.push_to=me/tiny", "export.dtype=bfloat16", "export.push_private=false"])).export
+    with pytest.raises(RunError, match="not uploaded") as refused:
+        push(folder, settings, 7)
+    again = shlex.split(str(refused.value).rpartition("To try again: ")[2])
+    assert again[:3] == ["python", "-m", "lmtrain.export"]
+    typed = compose(again[3:])
+    assert typed.run_dir == str(folder.parent)
+    assert (typed.export.checkpoint, typed.export.merge) == ("step_00000007", True)  # not the best, but what failed
+    assert check(typed).export == dataclasses.replace(settings, checkpoint="step_00000007", merge=True)

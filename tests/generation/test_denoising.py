@@ -116,6 +116,18 @@ def test_who_asks_for_the_next_token_is_refused(learned: Path, folder: str) -> N
     assert "predicts masked tokens from both sides, and an evaluation asks for the next token" in ended.err
 
 
+def test_only_what_works_is_recommended(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(UNIT * 400)
+    ended = run("train", *TINY, "objective=mdlm", "data=text", f"data.path={tmp_path}/text.txt", "trainer.max_steps=1",
+                "trainer.limit_val_batches=1", "logger=none", "report.enabled=true",
+                f"run.dir={tmp_path}/run")  # fmt: skip
+    assert ended.code == 0, ended.err
+    for said in (ended.out, (tmp_path / "run" / "report.html").read_text()):
+        assert "lmtrain.generate" in said
+        assert "lmtrain.evaluate" not in said
+        assert "lmtrain.chat" not in said
+
+
 def test_the_run_is_read_as_it_was_trained(learned: Path, exported: tuple[PreTrainedModel, object]) -> None:
     model, _ = trained.load(str(learned), "last", {})
     ids = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(1))

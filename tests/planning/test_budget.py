@@ -7,20 +7,36 @@ import re
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 
 import lmtrain
 from inprocess import message, run
 from lmtrain.callbacks.samples import Samples
+from lmtrain.callbacks.time_budget import Length, TimeBudget
 from lmtrain.config import compose as rules
+from lmtrain.config.batch import row_lengths, step_sizes
+from lmtrain.config.schema import Config
+from lmtrain.data.corpus import build_corpus
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
+from lmtrain.objectives.base import Objective
 from lmtrain.planning import budget
 from lmtrain.planning.budget import Measured, settle, steps_within
+from lmtrain.run import build, resume
 from lmtrain.run.start import start
 from support import TINY, rows
+
+
+@pytest.fixture(autouse=True)
+def _no_command_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the time at which an earlier test's command was given, which `settle` leaves for the ranks of a run."""
+    monkeypatch.setenv(ranks.BEGAN, "0")  # so that it is removed again afterwards
+    monkeypatch.delenv(ranks.BEGAN)
+
 
 WORDS = ["data=text", "trainer.accelerator=cpu", "trainer.val_check_interval=50", "run.name=timed"]
 
@@ -34,6 +50,49 @@ def test_the_steps_fill_what_starting_validations_and_the_end_leave() -> None:
     steps = steps_within(600.0, took, config("budget.minutes=10"))
     used = 12 + 0.5 * steps + 5 * (steps / 50 + 1) + 4  # a validation every 50 steps and after the last one
     assert used <= 600 < used + 0.5 + 5 / 50
+
+
+def test_a_replay_measures_nothing(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "measure", lambda *_: pytest.fail("it has the number of steps of its run"))
+    (tmp_path / "config.yaml").write_text("trainer: {max_steps: 77, val_check_interval: 5}")
+    asked = config("data=text", f"data.path={corpus}", "budget.minutes=1", "debug=replay", "debug.step=3",
+                   f"run.dir={tmp_path}")  # fmt: skip
+    settle(asked, time.time())
+    assert asked.trainer.max_steps == 77
+
+
+def test_rows_to_memorize_are_trained_on_for_the_whole_time(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "measure", lambda *_: Measured(starting=1.0, step=0.5, validation=0.1))
+    asked = config("data=text", f"data.path={corpus}", "budget.minutes=1", "trainer.accelerator=cpu",
+                   "trainer.overfit_batches=1")  # fmt: skip
+    settle(asked, time.time())
+    assert asked.trainer.max_steps == pytest.approx(50 / 0.5, rel=0.2)
+
+
+def test_small_steps_of_a_batch_warmup_take_less_of_the_time() -> None:
+    """Steps of 1, 2 and 3 rows, of which those of 6 rows take half a second each."""
+    warmup = ["data.batch_warmup.start_size=1", "data.batch_warmup.steps=100", "data.micro_batch_size=1"]
+    asked = config("budget.minutes=1", "trainer.val_check_interval=null", *warmup)
+    steps, sizes = steps_within(60.0, Measured(starting=5.0, step=0.5, validation=1.0), asked), step_sizes(asked.data)
+    assert sum(sizes.at(step) for step in range(steps)) <= 6 * 100 < sum(sizes.at(step) for step in range(steps + 1))
+    clock = TimeBudget(asked, Length(1000, 10_000, 0), Console(quiet=True), [])
+    clock.spent, clock.validation, clock._since = -4.0, 0.0, time.perf_counter() - 12 * 0.5 / 6
+    clock._said, clock.began = steps, time.time()
+    chosen = clock._look(12, first=True)  # 64 - 4 s, of which 4 are kept for the end, for rows of a twelfth of a second
+    assert chosen is not None
+    assert sum(sizes.at(step) for step in range(12, chosen)) == pytest.approx(12 * 60, abs=12)
+
+
+def test_full_steps_are_measured_before_a_batch_warmup(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config("data=text", f"data.path={corpus}", "budget.minutes=1", "trainer.accelerator=cpu", *GROWING)
+    asked.trainer.devices, seen = 1, []
+    monkeypatch.setattr(
+        build, "build_datamodule", lambda c, *_: seen.append((step_sizes(c.data), row_lengths(c.data))) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        budget.measure(asked, build_corpus(asked))
+    assert seen == [(step_sizes(config().data), None)]
+    assert asked.data.batch_warmup.start_size == 2
 
 
 def test_a_budget_without_time_for_training_says_how_much_is_needed() -> None:
@@ -118,6 +177,94 @@ def test_an_early_sample_is_no_part_of_the_time_of_steps(
     assert len(steps) == 3
     assert max(row["data_wait_ms"] for row in steps) < 1000
     assert max(row["step_ms"] for row in steps[1:]) < 2000
+
+
+def test_the_clock_counts_an_early_sample_as_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a second and a sample of 30 s in between: 100 s fit as many steps as without it."""
+    now = [0.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    module, chosen = mock.Mock(spec=Objective, total_steps=1000), []
+    trainer = mock.Mock(global_step=0, world_size=1)
+    samples = mock.Mock(early=9, early_seconds=30.0)
+    asked = config("budget.minutes=10", "trainer.val_check_interval=null")
+    clock = TimeBudget(asked, Length(1000, 10_000, 0), Console(quiet=True), [], samples)
+    monkeypatch.setattr(clock, "set_length", lambda _trainer, _module, steps: chosen.append(steps))
+    clock.on_train_start(trainer, module)
+    for step in range(1, 13):
+        trainer.global_step, now[0] = step, now[0] + (31 if step == samples.early else 1)
+        clock.on_train_batch_end(trainer, module)
+    assert chosen == [12 + (600 - 42 - 4)]
+
+
+@pytest.mark.parametrize(
+    ("minutes", "step", "saved", "steps"),
+    [
+        (1, 95, {"used": 57, "seconds": 60}, 100),  # the same budget: continued as it was
+        (2, 95, {"used": 57, "seconds": 60}, 200),  # 95 steps took 57 s
+        (2, 10, {"used": 50, "seconds": 60}, 100),  # most of which was the start: not fewer steps than before
+        (2, 95, {"used": 57}, 100),  # of an earlier version: it can't be told whether the budget is larger
+        (2, 95, {"used": 115, "seconds": 60}, 100),  # nothing of it is left
+    ],
+)
+def test_a_larger_budget_is_used_by_a_run_about_to_end(minutes: int, step: int, saved: dict, steps: int) -> None:
+    """In the last steps the clock is not looked at again, so the run would end with the time of its earlier budget."""
+    asked = config(f"budget.minutes={minutes}")
+    clock = TimeBudget(asked, Length(100, 10_000, 0), Console(quiet=True), [])
+    run = mock.Mock(config=asked, total_steps=100)
+    run.trainer.callbacks = [clock]
+    state = {"global_step": step, "schedule_steps": 100, "callbacks": {"TimeBudget": saved}}
+    resume.fit_schedule(run, state, lambda _: None)
+    assert run.objective.total_steps == steps
+    assert clock.state_dict()["seconds"] == 60 * minutes
+
+
+def test_two_commands_of_one_process_have_a_budget_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command with further overrides, chosen by its budget, still counts from the first one."""
+    began = []
+
+    def chooses(config: Config, at: float) -> list[str]:
+        began.append(at)
+        return ["model.depth=2"] if len(began) % 2 else []
+
+    monkeypatch.setattr(budget, "settle", chooses)
+    monkeypatch.setattr("lmtrain.run.start.start", lambda config: 0)
+    for _ in range(2):
+        before = time.time()
+        assert run("train", "experiment=dial", "budget.minutes=1").code == 0
+        assert before <= began[-2] == began[-1] <= time.time()
+
+
+def test_a_budget_of_a_stream_is_measured_on_its_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Hello world, this is some text.\n" * 20_000)
+    stream = ["data.streaming=true", "data.ring_bytes=1_000_000", "data.ring_shard_tokens=10_000", "data.ring_window=2",
+              "data.ring_val_tokens=2_000", "tokenizer=bytes"]  # fmt: skip
+    asked = config("data=text", f"data.path={tmp_path}/a.txt", "budget.minutes=1", "trainer.accelerator=cpu", *stream)
+    asked.trainer.devices = 1
+    took = budget.measure(asked, build_corpus(asked))
+    assert 0 < took.step < took.starting < 30
+    assert not list(tmp_path.glob("**/ring"))
+
+
+def test_a_budget_ends_with_the_epochs_of_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock would allow more steps, for which there are no rows: the run was refused, or trained on empty steps."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("Hello world, this is some text.\n" * 200)
+    mixture = ", ".join(f"{{path: {tmp_path}/{name}.txt, max_epochs: 2}}" for name in ("a", "b"))
+    words = [*TINY, "data=mixture", f"data.mixture=[{mixture}]", "budget.minutes=9", "trainer.accelerator=cpu",
+             "callbacks.samples.every_n_validations=0", "export.enabled=false", f"run.dir={tmp_path}/run"]  # fmt: skip
+    monkeypatch.setattr(budget, "measure", lambda *_: Measured(starting=1.0, step=0.5, validation=0.1))
+    signal.alarm(120)  # ends the process
+    done = run("train", *words)
+    signal.alarm(0)
+    assert done.code == 0, done.err
+    trained = build.rows_to_train(config(*words), build_corpus(config(*words)))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["ended_by"]) == ("finished", "data.mixture")
+    assert 6 * summary["step"] <= 2 * len(trained) < 6 * (summary["step"] + 1)
+    assert "every source of data.mixture was seen its max_epochs times" in " ".join(done.out.replace("│", " ").split())
+    again = run("train", *words, "run.resume=auto", "budget.minutes=18")
+    assert "where its mixture's epochs end it: more minutes add no step" in " ".join(again.out.split()), again.err
 
 
 @pytest.mark.slow
@@ -239,9 +386,30 @@ def test_a_budget_of_flops_gives_a_larger_model_fewer_tokens(corpus: Path, tmp_p
         assert steps == math.ceil(2e9 / a_token / (6 * 32))
 
 
+def test_a_budget_of_tokens_lifts_the_epochs_of_a_recipe() -> None:
+    """llama_wikitext ends after four epochs: fewer tokens than asked for, while the plan says that the budget chose."""
+    asked = rules.check(rules.compose(["experiment=llama_wikitext", "budget.tokens=1e9"]))
+    assert asked.trainer.max_epochs == 4
+    settle(asked, time.time())
+    assert asked.trainer.max_epochs is None
+    rows_of_run = asked.trainer.max_steps * asked.data.global_batch_size
+    assert 0 <= rows_of_run * asked.data.seq_len - 1e9 < asked.data.global_batch_size * asked.data.seq_len
+
+
+@pytest.mark.parametrize("word", ["budget.minutes=5", "budget.tokens=1e6", "budget.flops=1e12"])
+def test_a_cooldown_ends_at_a_step(word: str) -> None:
+    """The steps of a budget would be counted from 0, and the time of the run that it continues as its own."""
+    cooldown = ["schedule=wsd", "run.cooldown_from=outputs/long/checkpoints/step_00000100", word]
+    ranks.note_typed(cooldown)
+    with pytest.raises(UserError, match=r"run.cooldown_from=\S+ continues another run to trainer.max_steps: set that"):
+        settle(config(*cooldown), time.time())
+
+
 def test_budgets_that_count_tokens_need_rows_of_a_length_and_stand_alone() -> None:
     with pytest.raises(UserError, match=r"budget.minutes=1 and budget.flops=2: one of them says how long"):
         config("budget.minutes=1", "budget.flops=2")
     chat = rules.compose([*TINY, "objective=sft", "data=chat_jsonl", "data.path=x.jsonl", "budget.tokens=1e6"])
-    with pytest.raises(UserError, match=r"budget.tokens counts rows of data.seq_len=32 tokens.*trainer.max_epochs"):
-        settle(rules.check(chat), time.time())
+    padded = rules.compose([*TINY, "data=text", "data.packing=greedy", "budget.tokens=1e6"])
+    for tree in (chat, padded):
+        with pytest.raises(UserError, match=r"budget.tokens counts rows of data.seq_len=32 tokens.*trainer.max_epochs"):
+            settle(rules.check(tree), time.time())

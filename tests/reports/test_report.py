@@ -123,6 +123,14 @@ def long_run(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_folder_with_a_comma_and_brackets_is_one_run(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "a,b [1]"
+    ended = train_tiny(corpus, f'run.dir="{folder}"', "report.enabled=false")
+    assert ended.code == 0, ended.err
+    assert run("report", str(folder)).code == 0
+    assert (folder / "report.html").exists()
+
+
 def test_a_long_run_is_small_and_hostile_samples_are_text(long_run: Path) -> None:
     ended = run("report", f"run_dir={long_run}")
     assert ended.code == 0, ended.err

@@ -108,7 +108,7 @@ def test_bad_steps_are_skipped_and_end_the_run(exploding: tuple[Path, Ended]) ->
     report = json.loads(report_file.read_text())
     assert report_file.with_suffix(".pt").exists()
     assert len(report["epoch_and_row_ids"]) == 6
-    assert f"debug=replay debug.step={report['step']}" in done.err
+    assert f"debug=replay debug.step={report['step']} run.dir={run_dir}" in " ".join(done.err.split())
     rows = stable_rows(run_dir)
     bad = [r["bad_steps"] for r in rows if "bad_steps" in r]
     assert bad[-1] >= 2
@@ -149,6 +149,32 @@ def test_replay_of_a_step_of_a_run_that_epochs_end(corpus: Path, tmp_path: Path)
     assert len(logged) == 4
     done = train_here(corpus, run_dir, *four, "debug=replay", "debug.step=3")
     assert f"{logged[3]['grad_norm']:.6g}" in done.out, done.err
+
+
+@pytest.mark.parametrize(("rule", "step", "begins"), [("rescale", 6, "step_00000004"), ("keep", 3, "the beginning")])
+def test_replay_of_a_step_of_a_run_that_was_made_longer(
+    rule: str, step: int, begins: str, four_steps: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """Its learning rates are those of the length that was planned when it was trained."""
+    run_dir = copy(four_steps, tmp_path)
+    longer = [*BASE, "trainer.max_steps=8", f"run.schedule_on_resume={rule}", "trainer.save_every_n_steps=8"]
+    assert train_here(corpus, run_dir, *longer).code == 0
+    logged = [r for r in stable_rows(run_dir) if "train/loss" in r][step]
+    if begins == "the beginning":
+        shutil.rmtree(run_dir / "checkpoints" / "step_00000004")
+    done = train_here(corpus, run_dir, *longer, "debug=replay", f"debug.step={step}")
+    assert f"replaying step {step} from {begins}" in done.out, done.err
+    assert f"{logged['grad_norm']:.6g}" in done.out
+
+
+def test_replay_of_a_run_that_began_at_a_checkpoint_of_another(four_steps: Path, corpus: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "second"
+    begun = [*BASE, f"run.resume={four_steps / 'checkpoints' / 'step_00000004'}", "trainer.max_steps=8"]
+    assert train_here(corpus, run_dir, *begun, "trainer.save_every_n_steps=8").code == 0
+    logged = next(r for r in stable_rows(run_dir) if r["step"] == 6)
+    done = train_here(corpus, run_dir, *begun, "debug=replay", "debug.step=5")
+    assert "replaying step 5 from step_00000004" in done.out, done.err
+    assert f"{logged['grad_norm']:.6g}" in done.out
 
 
 def test_checkpoints_after_the_one_resumed_never_count(corpus: Path, tmp_path: Path) -> None:

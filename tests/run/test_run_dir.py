@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from datetime import datetime
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+import lmtrain
 from inprocess import run, snapshot, train_tiny
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.checkpoints import store
 from lmtrain.config import compose as rules
+from lmtrain.run import failures
 from lmtrain.run_folder import folder as run_dir
+from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir, locate
 from lmtrain.sweeps.trials import placed
 from support import TINY, rows
@@ -32,6 +36,31 @@ def stable(run_dir: Path) -> list[dict]:
 
 def trained_steps(run_dir: Path) -> list[int]:
     return [row["step"] for row in rows(run_dir / "metrics.jsonl") if "train/loss" in row]
+
+
+def test_best_where_the_file_system_has_no_links(corpus: Path, here: Path) -> None:
+    words = ["run.name=first", "checkpoint.min_val_rows=0", "checkpoint.mode=max", "trainer.save_every_n_steps=1"]
+    assert train_tiny(corpus, *words).code == 0
+    run_ = RunDir(here / "outputs" / "first")
+    best = trained.find_checkpoint(run_, "best")
+    assert (best.name, trained.find_checkpoint(run_, "last").name) == ("step_00000001", "step_00000002")
+    for link in ("best", "last"):
+        (run_.checkpoints / link).unlink()
+    assert trained.find_checkpoint(run_, "best") == best
+    assert trained.find_checkpoint(run_, "last").name == "step_00000002"
+
+
+def test_advice_after_out_of_memory_can_be_followed(corpus: Path, here: Path) -> None:
+    """What a resume would refuse is named for a new run; the words are quoted for the shell and for Hydra."""
+    words = [*TINY, "data=text", f"data.path={corpus}", "trainer.max_steps=2", "run.dir=my runs/(1)", "data.seq_len=32"]
+    built = lmtrain.build(lmtrain.compose(words))
+    built.fit()
+    said = str(failures.out_of_memory(MemoryError("no room"), built._run))
+    now, later = said.split("In a new run, less is needed with ")
+    assert later == "data.seq_len=16, or optimizer=adafactor"
+    assert "trainer.activation_checkpointing=true; the last checkpoint is untouched (step_00000002); go on with" in now
+    goes_on = shlex.split(now.rpartition("go on with ")[2].removesuffix(". "))
+    assert rules.compose([*words, *goes_on]).run.dir == str(here / "my runs" / "(1)")
 
 
 def test_what_is_in_it(corpus: Path, here: Path) -> None:

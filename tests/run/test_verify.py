@@ -60,9 +60,10 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_runs_are_those_of_the_config(python: Path) -> None:
-    """Keys with a plus sign are part of it; only those of the run's folder and length are not."""
+    """Keys with a plus sign are part of it; only those of the run's folder, length and loggers are not."""
     python.write_text("import sys\nprint(*sys.argv)\nsys.exit(3)")
-    words = ["+model.extra.scale_attn_by_inverse_layer_idx=true", "run.name=a", "+trainer.max_epochs=2"]
+    words = ["+model.extra.scale_attn_by_inverse_layer_idx=true", "run.name=a", "+trainer.max_epochs=2",
+             "trainer.fast_dev_run=true", "logger=wandb", "logger.wandb.mode=offline"]  # fmt: skip
     ended = run("verify", *TINY, *words)
     assert ended.code == 1
     assert "failed with exit code 3" in ended.err

@@ -113,6 +113,12 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     assert [row["step"] for row in rows(folder / "0" / "metrics.jsonl") if "train/loss" in row] == [1, 2, 3, 4]
 
 
+def test_a_value_written_twice_is_one_trial() -> None:
+    """Two trials of the same settings would train in the same folder at the same time."""
+    tried = search.combinations(search.parse(["optimizer.lr=1e-3,3e-4,1e-3", "seed=1,1"]))
+    assert tried == [["optimizer.lr=0.001", "seed=1"], ["optimizer.lr=0.0003", "seed=1"]]
+
+
 REFUSED = {
     ("-m", "optimizer.lr=interval(1e-4,1e-3)"): "add sweep=optuna",
     ("-m", "sweep=optuna", "optimizer.lr=tag(log,interval(0,1e-3))"): "optimizer.lr=tag(log,interval(0,1e-3)): ",

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Samples(pl.Callback):
         every, timed = config.trainer.val_check_interval, config.budget.minutes is not None
         # A run with a time budget shows samples within its first minute, long before its first validation.
         self.early = math.ceil(every / 3) if timed and every is not None else None
+        self.early_seconds = 0.0  # that this took
         self.validations = 0
         self.texts: list[str] = []  # generated in this validation
 
@@ -88,9 +90,11 @@ class Samples(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         if trainer.global_step == self.early and trainer.world_size == 1:
             assert isinstance(pl_module, Objective)
+            began = time.perf_counter()
             with self.clock.pause():
                 self.texts = [self._continue(pl_module, prompt, False) for prompt in self.prompts]
                 self._show(trainer)
+            self.early_seconds = time.perf_counter() - began
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._show(trainer)

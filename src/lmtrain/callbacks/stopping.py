@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lmtrain.config.override_text import shell_word
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import RunError
 from lmtrain.objectives.base import Objective
@@ -112,6 +113,18 @@ class BadSteps(pl.Callback):
 
     def give_up(self, trainer: pl.Trainer, module: Objective, total: int, in_a_row: int, start: int) -> None:
         """Saves the first bad step's worst micro-batch and raises RunError. The weights are still those before it."""
+        try:
+            saved = self._save(trainer, module, start)
+        except RunError as error:  # the rows of a stream may be gone
+            saved = f"The micro-batches of that step can't be saved: {error}."
+        raise RunError(
+            f"{in_a_row} updates in a row were skipped (loss or gradient not finite, or a loss spike), {total} in "
+            f"all, from step {start} on. {saved} What helps most often: a lower optimizer.lr, a longer "
+            "schedule.warmup_steps, trainer.precision=32-true, objective.z_loss=1e-4"
+        )
+
+    def _save(self, trainer: pl.Trainer, module: Objective, start: int) -> str:
+        """Saves the worst micro-batch of a step; returns where it is and how to replay the step."""
         assert trainer.train_dataloader is not None
         dataset = trainer.train_dataloader.dataset
         batch = dataset[start]  # the same batch: order is a pure function of the step
@@ -123,12 +136,10 @@ class BadSteps(pl.Callback):
             torch.save(batch["micro_batches"][worst], self.folder / f"{name}.pt")
             report = {"step": start, "micro_batch": worst, "micro_batch_losses": losses, "epoch_and_row_ids": rows}
             (self.folder / f"{name}.json").write_text(json.dumps(report, indent=2))
-        raise RunError(
-            f"{in_a_row} updates in a row were skipped (loss or gradient not finite, or a loss spike), {total} in "
-            f"all, from step {start} on. The worst micro-batch of that step (number {worst}) and its row ids are "
-            f"in {self.folder / name}.pt and .json. To run exactly that step again, use the same command with "
-            f"debug=replay debug.step={start}. What helps most often: a lower optimizer.lr, a longer "
-            "schedule.warmup_steps, trainer.precision=32-true, objective.z_loss=1e-4"
+        return (
+            f"The worst micro-batch of that step (number {worst}) and its row ids are in {self.folder / name}.pt and "
+            f".json. To run exactly that step again, use the same command with debug=replay debug.step={start} "
+            f"{shell_word('run.dir', str(self.folder))}."
         )
 
     def micro_batch_losses(self, module: Objective, micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:

@@ -13,6 +13,8 @@ import lightning.pytorch as pl
 from rich.console import Console
 
 from lmtrain.callbacks.metrics import Metrics
+from lmtrain.callbacks.samples import Samples
+from lmtrain.config.batch import step_sizes
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
@@ -48,20 +50,26 @@ class Length(NamedTuple):
 class TimeBudget(pl.Callback):
     """A callback that keeps the run within budget.minutes, including the time before this process's training."""
 
-    def __init__(self, config: Config, length: Length, console: Console, parts: Sequence[Any]) -> None:
+    def __init__(
+        self, config: Config, length: Length, console: Console, parts: Sequence[Any], samples: Samples | None = None
+    ) -> None:
         """
         Args:
             parts: objects besides Trainer and objective whose `total_steps` is updated when the length changes.
+            samples: writes a sample early in the run, whose time is no part of a step.
         """
+        self.samples = samples
         assert config.budget.minutes is not None
         self.seconds, self.console, self.parts = 60 * config.budget.minutes, console, parts
         self.began = float(os.environ.get(ranks.BEGAN, time.time()))  # when this process's command was given
+        self.sizes = step_sizes(config.data)  # steps are counted by their rows, as early ones may be smaller
         self.at_most, self.validate_every = length.at_most, config.trainer.val_check_interval
         # The expected time of a validation in training steps, used until one has been timed.
         self.validation_steps = steps_of_validation(length.validated, config.data.global_batch_size)
         self.spent = 0.0  # seconds used by earlier processes
         self.validation: float | None = None  # seconds of the last validation
-        # The step and time of the last adjustment, seconds of validations since then, seconds until the next one.
+        # The step and time of the last adjustment, seconds of validations (and the early sample) since then, seconds
+        # until the next one.
         self._from, self._since, self._paused, self._pause = 0, 0.0, 0.0, 0.0
         self._start, self._said = 0, 0
 
@@ -70,7 +78,7 @@ class TimeBudget(pl.Callback):
         return self.spent + time.time() - self.began
 
     def state_dict(self) -> dict[str, Any]:
-        return {"used": self.used()}
+        return {"used": self.used(), "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.spent = state_dict["used"]
@@ -93,6 +101,8 @@ class TimeBudget(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, Objective)
+        if self.samples is not None and trainer.global_step == self.samples.early:
+            self._paused += self.samples.early_seconds
         done = trainer.global_step - self._start
         if done == _WARM:  # the first steps also allocate memory
             self._begin_window(trainer.global_step)
@@ -109,11 +119,12 @@ class TimeBudget(pl.Callback):
         seconds = time.perf_counter() - self._since
         if not first and seconds < self._pause:
             return None
-        took = (seconds - self._paused) / (step - self._from)
+        rows, size = self.sizes.before(step), self.sizes.last
+        took = size * (seconds - self._paused) / (rows - self.sizes.before(self._from))  # for a step of full size
         validation = self.validation if self.validation is not None else self.validation_steps * took
         left = self.seconds - self.used() - ENDING_S - validation
-        steps = step + max(1, int(left / (took + (validation / self.validate_every if self.validate_every else 0.0))))
-        steps = min(steps, self.at_most)
+        more = size * left / (took + (validation / self.validate_every if self.validate_every else 0.0))
+        steps = min(max(step + 1, self.sizes.step_of(rows + max(0, int(more)))), self.at_most)
         self._begin_window(step)
         if abs(steps / self._said - 1) > _WORTH_SAYING:
             said = (

@@ -16,7 +16,7 @@ from lmtrain.config import sections
 from lmtrain.config.constraints import PREPARED, TRAINING, ReadBy
 from lmtrain.config.defaults import options_of
 from lmtrain.config.keys import annotations_of, unread
-from lmtrain.config.override_text import as_typed, typed_keys
+from lmtrain.config.override_text import as_typed, shell_word, typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.trust import CLOSED
 from lmtrain.errors import UserError
@@ -170,8 +170,8 @@ def _weights_of(name: str) -> str:
             f"and set peft=lora peft.adapter={path / 'export'}"
         )
     raise UserError(
-        f"model={name}: the folder holds no model (config.json). Of a run, python -m lmtrain.export run_dir={name} "
-        f"writes it"
+        f"model={name}: the folder holds no model (config.json). Of a run, python -m lmtrain.export "
+        f"{shell_word('run_dir', name)} writes it"
     )
 
 

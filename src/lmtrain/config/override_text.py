@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shlex
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -84,6 +85,11 @@ def written(value: Any, other: Callable[[Any], str] = lambda value: quoted(escap
 def bare_or_quoted(text: str) -> str:
     """Returns the text as a user would type it: in quotes only if Hydra's grammar needs them."""
     return text if re.fullmatch(r"[\w/.+-]+", text, re.ASCII) else quoted(text)
+
+
+def shell_word(key: str, text: str) -> str:
+    """Returns the override as a word to paste into a shell: quoted for Hydra and for the shell where they need it."""
+    return shlex.quote(f"{key}={bare_or_quoted(text)}")
 
 
 def quoted(text: str) -> str:

@@ -68,7 +68,10 @@ def _check(name: str, keys: Any) -> None:
 
 
 def _data_of(data: DataConfig, keys: dict[str, Any]) -> DataConfig:
-    """Returns the run's data config with a set's own source, all of which is prepared as a training split."""
+    """Returns the run's data config with a set's own source, all of which is prepared as a training split.
+
+    data.dedup is for training documents, and would leave out documents of the set.
+    """
     keys = dict(keys)
     split = keys.pop("split", data.val_split or data.train_split)
     source = {"source": "files" if keys.get("path") else "hub", "path": None, "name": None, "config_name": None,

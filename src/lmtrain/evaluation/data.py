@@ -166,6 +166,9 @@ def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
 
     Args:
         tokenizer_name: tokenizer folder or hub name; its chat template is used unless data.chat_template names one.
+
+    Raises:
+        UserError: the rows have a format of their own (KTO's labelled answers, a user's class), or there are none.
     """
     data = config.data
     if data.source == "hub" and not data.path and _has_own_split(data):

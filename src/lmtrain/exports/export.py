@@ -17,7 +17,7 @@ from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.hub import endpoint, first_line
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
-from lmtrain.exports.hf_folder import check_memory, command, export_model
+from lmtrain.exports.hf_folder import check_memory, command_for, export_model
 from lmtrain.generation.sampling import positions
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
@@ -76,7 +76,7 @@ def push(folder: Path, export: ExportConfig, step: int) -> str:
     Raises:
         RunError: the hub refused the upload or did not answer; the folder is left unchanged.
     """
-    name = str(export.push_to)
+    name, public = str(export.push_to), [] if export.push_private else ["export.push_private=false"]
     api, message = huggingface_hub.HfApi(endpoint=endpoint()), f"{folder.parent.name}, step {step}"
     try:
         made = api.create_repo(name, private=export.push_private, exist_ok=True)
@@ -87,7 +87,6 @@ def push(folder: Path, export: ExportConfig, step: int) -> str:
             raise
         raise RunError(
             f"{folder} is written but not uploaded to {endpoint()}/{name}: {first_line(error)}. To try again: "
-            f"{command(folder, export, step)} export.push_to={name}"
-            f"{'' if export.push_private else ' export.push_private=false'}"
+            f"{command_for(folder, export, step, f'export.push_to={name}', *public)}"
         ) from error
     return str(made)

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.quantized import is_quantized, make_trainable_on_cpu
 from lmtrain.adapters.trainable import adapter_of
 from lmtrain.checkpoints.store import name_of
-from lmtrain.config.override_text import written
+from lmtrain.config.override_text import bare_or_quoted, written
 from lmtrain.config.schema import ExportConfig
 from lmtrain.data.tokenizers import save as save_tokenizer
 from lmtrain.errors import RunError, UserError, did_you_mean, disk_full, reason
@@ -30,7 +29,7 @@ from lmtrain.models.flops import parameter_counts
 from lmtrain.models.folder import change_config, is_exported
 from lmtrain.models.scalar_head import auto_class, has_scalar_head, padding_of
 from lmtrain.run_folder.folder import RunDir
-from lmtrain.secrets import shown_in
+from lmtrain.secrets import command, shown_in
 
 # Largest allowed difference between reloaded and live logits: rounding of the stored dtype, amplified by the layers.
 # int8: the live model also rounds each layer's input, a merged one doesn't. merged: one product with W + s B A rounds
@@ -88,20 +87,20 @@ def export_model(
             raise
         raise RunError(
             f"cannot write the export {folder}: {reason(error)}; the checkpoints are untouched, so once there is room "
-            f"{command(folder, cfg, step)} writes it"
+            f"{command_for(folder, cfg, step)} writes it"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
-def command(folder: Path, cfg: ExportConfig, step: int) -> str:
-    """Returns the command that writes an export again, from the same checkpoint and with the same settings."""
-    words = [f"run_dir={folder.parent}", f"export.checkpoint={name_of(step)}"]
-    words += ["export.merge=true"] if folder.name == "export_merged" else []
+def command_for(folder: Path, cfg: ExportConfig, step: int, *more: str) -> str:
+    """Returns the command that writes a run's export `folder` again: from the same step, with the same settings."""
+    words = [f"run_dir={bare_or_quoted(str(folder.parent))}", f"export.checkpoint={name_of(step)}"]
+    words += ["export.merge=true"] if folder.name == RunDir(folder.parent).export_merged.name else []
     words += [f"export.dtype={cfg.dtype}"] if cfg.dtype != "float32" else []
-    words += [shlex.quote(f"export.generation={written(cfg.generation)}")] if cfg.generation else []
-    return " ".join(["python -m lmtrain.export", *words])
+    words += [f"export.generation={written(cfg.generation)}"] if cfg.generation else []
+    return command("export", [*words, *more])
 
 
 def write_config(run_config: Path, file: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from lmtrain.config.effect import epochs_at_most, suffix_of
-from lmtrain.config.override_text import bare_or_quoted, typed_keys, written
+from lmtrain.config.override_text import bare_or_quoted, shell_word, typed_keys, written
 from lmtrain.data.chat.conversations import FORMATS
 from lmtrain.data.chat.pairs import PAIR_FORMATS
 from lmtrain.data.chat.turns import truth_of
@@ -63,7 +63,8 @@ def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
         return Proposal([*chosen, *own], f"{named} is plain text{many}: {read_by}")
     rows = [row for _, row in itertools.islice(read_table(file, format), ROWS) if isinstance(row, dict)]
     if not rows:
-        raise UserError(f"{file} holds no row that can be read: python -m lmtrain.inspect data.path={file} shows why")
+        inspect = f"python -m lmtrain.inspect {shell_word('data.path', str(file))}"
+        raise UserError(f"{file} holds no row that can be read: {inspect} shows why")
     return _of_rows(rows, named, own, keys, format)
 
 

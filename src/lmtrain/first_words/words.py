@@ -9,11 +9,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from lmtrain.config.aliases import used_here
 from lmtrain.config.defaults import options_of
 from lmtrain.config.explain import unreadable
-from lmtrain.config.override_text import as_typed, bare_or_quoted, typed_keys
+from lmtrain.config.override_text import as_typed, shell_word, typed_keys
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 
@@ -127,11 +128,12 @@ def _of_model(verb: str, bare: list[str], typed: list[str]) -> dict[str, list[st
 def _too_many(verb: str, model: str, rest: list[str]) -> str:
     said = f"{rest[0]!r} is one word too many: "
     if verb == "evaluate" and Path(rest[0]).is_file():
-        return f"{said}python -m lmtrain.evaluate {model} data.val_path={rest[0]} scores the model on that file"
+        file = shell_word("data.val_path", rest[0])
+        return f"{said}python -m lmtrain.evaluate {quote(model)} {file} scores the model on that file"
     if verb == "generate":
-        return f'{said}put the prompt between quotes, python -m lmtrain.generate {model} "{" ".join(rest)}"'
+        return f'{said}put the prompt between quotes, python -m lmtrain.generate {quote(model)} "{" ".join(rest)}"'
     if verb == "chat":
-        return f"{said}python -m lmtrain.chat {model} begins a conversation, and what you say is typed there"
+        return f"{said}python -m lmtrain.chat {quote(model)} begins a conversation, and what you say is typed there"
     return f"{said}python -m lmtrain.{verb} takes one model, and key=value for the rest"
 
 
@@ -146,11 +148,11 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
     after = f' "{rest[0]}"' if rest else ""
     if path.is_file():
         holding = next((p for p in path.absolute().parents if _holds_model(p)), None)
-        near = f"{command} {holding}{after}" if holding else f"{command} outputs/NAME{after}"
+        near = f"{command} {quote(str(holding))}{after}" if holding else f"{command} outputs/NAME{after}"
         raise UserError(f"{word} is a file; a run or a model is named by its folder: {near}")
     named = Path("outputs") / word
     if named.is_dir():
-        raise UserError(f"there is no folder {word}; the run is {named}: {command} {named}{after}")
+        raise UserError(f"there is no folder {word}; the run is {named}: {command} {quote(str(named))}{after}")
     if verb == "export" and _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
         raise UserError(f"{word} is not a folder of a run: lmtrain.export takes a run, {command} outputs/NAME")
     if _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
@@ -159,9 +161,10 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
         raise UserError(f"there is no folder {word}; the model of the hub is {command} {SHORT_NAMES[word]}{after}")
     if " " in word:
         prompt = f' "{word}"' if verb == "generate" else ""
-        raise UserError(f"which model? {command} {_newest_run()}{prompt}")
+        raise UserError(f"which model? {command} {quote(str(_newest_run()))}{prompt}")
     nearest = _nearest(path)
-    hint = f"did you mean {command} {nearest}{after}?" if nearest else "python -m lmtrain.runs lists the runs there are"
+    hint = "python -m lmtrain.runs lists the runs there are"
+    hint = f"did you mean {command} {quote(nearest)}{after}?" if nearest else hint
     raise UserError(f"{word}: no such folder, and a name of the hub is owner/model; {hint}")
 
 
@@ -195,14 +198,16 @@ def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> 
         return _python(command, word, path, recipe, folders)
     if path.suffix in CONFIGS:
         if path.is_file():
-            return f"{word}: one config at a time, with data and key=value: {command} {word} trainer.max_steps=100"
+            return (
+                f"{word}: one config at a time, with data and key=value: {command} {quote(word)} trainer.max_steps=100"
+            )
         if recipe in options_of("experiment", folders):
             return f"{word}: no such file; a recipe of that name is {command} experiment={recipe}"
     if path.exists():
         return f"{word} is a device, pipe or socket: name a file or a folder"
     near = _nearest(path)
     if near is not None and not _HUB_NAME.fullmatch(word):
-        return f"{word}: no such file or folder; did you mean {command} {near}?"
+        return f"{word}: no such file or folder; did you mean {command} {quote(near)}?"
     if _HUB_NAME.fullmatch(word) and not path.suffix[1:].isalpha() and not path.parent.is_dir():
         return (
             f"{word}: no such file or folder. A model of the hub: {command} model={word} data.path=YOUR_TEXT. "
@@ -218,10 +223,10 @@ def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> 
 
 def _a_model(command: str, word: str, path: Path) -> str:
     """Returns the message for a folder that holds a run or a model where data was expected."""
-    from_it = f"{command} model={word} data.path=YOUR_TEXT"
+    from_it = f"{command} {shell_word('model', word)} data.path=YOUR_TEXT"
     if not (path / "config.yaml").is_file():
         return f"{word} holds a model; to train from it: {from_it}"
-    goes_on = f"{command} --config-dir {word} run.dir={word} run.resume=auto"
+    goes_on = f"{command} --config-dir {quote(word)} {shell_word('run.dir', word)} run.resume=auto"
     return f"{word} is a run; to continue it: {goes_on}; to train a new run from its model: {from_it}"
 
 
@@ -229,7 +234,7 @@ def _python(command: str, word: str, path: Path, recipe: str, folders: Sequence[
     if recipe in options_of("experiment", folders):
         return f"{word}: configs are yaml here; that recipe is {command} experiment={recipe}"
     if path.is_file():
-        as_text = f"{command} data=text data.format=text data.path={bare_or_quoted(word)}"
+        as_text = f"{command} data=text data.format=text {shell_word('data.path', word)}"
         return f"{word} is a Python file: configs are yaml here ({command} FILE.yaml); to train on its text: {as_text}"
     known = ", ".join(options_of("experiment", folders))
     return f"{word}: no such file, and configs are yaml here: {command} FILE.yaml, or experiment=... ({known})"

@@ -26,7 +26,9 @@ from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
 from lmtrain.data.loaders import seen_rows
+from lmtrain.data.val_sets import build_val_sets
 from lmtrain.distributed import devices, ranks
+from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
 from lmtrain.models import dial
@@ -68,8 +70,8 @@ def settle(config: Config, began: float) -> list[str]:
         Overrides to add to the command, for the chosen depth of model=dial. The config must then be composed again.
 
     Raises:
-        UserError: the run is started under torchrun or SLURM with budget.minutes or budget.flops; or see
-            `_settle_minutes` and `_settle_amount`.
+        UserError: the run is a cooldown, or is started under torchrun or SLURM with budget.minutes or budget.flops; or
+            see `_settle_minutes` and `_settle_amount`.
     """
     typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
     by_hand = [key for key in _LENGTHS if typed.get(key, "null") not in ("null", "false", "0", "replay")]
@@ -77,6 +79,11 @@ def settle(config: Config, began: float) -> list[str]:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)
         return []
+    if config.run.cooldown_from is not None:
+        raise UserError(
+            f"budget.{chosen} counts from the first step, and run.cooldown_from={config.run.cooldown_from} continues "
+            f"another run to trainer.max_steps: set that instead of the budget"
+        )
     if chosen in _BEFORE_RANKS and ranks.started_by() is not None:
         does, instead = _BEFORE_RANKS[chosen]
         raise UserError(
@@ -92,12 +99,14 @@ def settle(config: Config, began: float) -> list[str]:
 def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
     """Sets trainer.max_steps to the smallest number of steps that uses up budget.tokens or budget.flops.
 
-    FLOPs are those of forward and backward, counted by `flops_per_token`.
+    FLOPs are those of forward and backward, counted by `flops_per_token`. A limit of epochs that a config sets is
+    lifted.
 
     Raises:
         UserError: rows differ in length, so that their tokens can't be counted before they are read.
     """
-    if config.data.rows != "text" or config.data.packing == "off":
+    packing = config.data.packing not in (None, "concat")  # rows are padded: it takes FLOPs, but is not trained on
+    if config.data.rows != "text" or config.data.packing == "off" or (packing and config.budget.tokens is not None):
         raise UserError(
             f"budget.{config.budget.chosen} counts rows of data.seq_len={config.data.seq_len} tokens, but rows of "
             "this data differ in length: set trainer.max_epochs, trainer.max_steps or budget.minutes"
@@ -110,7 +119,7 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
         tokens = config.budget.flops / flops_per_token(model, config.data.seq_len)
     rows = math.ceil(tokens / config.data.seq_len)  # type: ignore[operator]  # short rows are cut from full ones
     steps = step_sizes(config.data).steps_for(rows)
-    config.trainer.max_steps = steps
+    config.trainer.max_steps, config.trainer.max_epochs = steps, None
     if "trainer.val_check_interval" not in typed:
         config.trainer.val_check_interval = math.ceil(steps / _VALIDATIONS)
 
@@ -125,7 +134,8 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         UserError: no time is left for training, or a trial fails.
     """
     os.environ[ranks.BEGAN] = str(began)
-    if config.trainer.max_epochs is None and not config.data.streaming and "trainer.max_epochs" not in typed:
+    known = not config.data.streaming and not config.trainer.overfit_batches  # whether epochs are passes over all data
+    if config.trainer.max_epochs is None and known and "trainer.max_epochs" not in typed:
         config.trainer.max_epochs = EPOCHS["text" if config.data.rows == "text" else "rows"]
     chooses = config.model.name == dial.NAME and not {dial.KEY, dial.LAYERS} & typed.keys()
     before = _chosen_before(config)
@@ -150,7 +160,8 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         now: int = config.model.num_hidden_layers  # type: ignore[attr-defined]
         training = left - took.starting - took.validation - ENDING_S
         token = took.step / (config.data.global_batch_size * config.data.seq_len)
-        depth = dial.best_depth(training, now, token, corpus.epoch_tokens)
+        unique = corpus.epoch_tokens if corpus.stream is None else math.inf  # a window is no epoch
+        depth = dial.best_depth(training, now, token, unique)
         terminal.say_once(
             f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}, the depth that is expected to "
             "reach the lowest loss in this time"
@@ -158,13 +169,13 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         if depth != now:
             _expected[:] = [_at_depth(took, now, depth, "data.global_batch_size" in typed)]
             return [f"{dial.KEY}={depth}"]
-    rows = len(build.rows_to_train(config, corpus))
+    rows = build.rows_to_train(config, corpus)
     most = build.at_most(config, rows)
     if "trainer.val_check_interval" not in typed:
         config.trainer.val_check_interval = math.ceil(min(most, steps_within(left, took, config)) / _VALIDATIONS)
     config.trainer.max_steps = min(most, steps_within(left, took, config))
-    epochs = step_sizes(config.data).before(config.trainer.max_steps) / rows
-    if dial.is_measured(config):
+    epochs = step_sizes(config.data).before(config.trainer.max_steps) / len(rows)
+    if dial.is_measured(config) and corpus.stream is None:
         _set_untyped(config, typed, dial.regularization(config.optimizer.lr, config.trainer.max_steps, epochs))
     return []
 
@@ -188,9 +199,9 @@ def _at_depth(took: Measured, before: int, depth: int, same_rows: bool) -> Measu
 
 
 def _chosen_before(config: Config) -> dict[str, Any] | None:
-    """Returns the saved config of the run to continue, which contains its number of steps, or None."""
-    file = run_dir.locate(config) / "config.yaml"
-    if run_dir.resume_mode(config) == "none" or not file.is_file():
+    """Returns the saved config of the run to continue or to replay, which contains its number of steps, or None."""
+    file, replays = run_dir.locate(config) / "config.yaml", config.debug.get("mode") == "replay"
+    if (run_dir.resume_mode(config) == "none" and not replays) or not file.is_file():
         return None
     saved = safe_yaml.read(file)
     steps = saved.get("trainer", {}).get("max_steps") if isinstance(saved, dict) else None
@@ -215,6 +226,8 @@ def _compiles_later(config: Config) -> bool:
 def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
     """Returns the seconds of building a run in this process, and the time.time() at the end of each of its steps."""
     tried, began = copy.deepcopy(config), time.time()
+    # Rows and steps of full size, which most of the run has.
+    tried.data.curriculum.by = tried.data.batch_warmup.start_size = None
     devices.set_threads(tried.trainer.num_threads, 1)
     tried.trainer.profiler = None
     tried.trainer.compile = bool(tried.trainer.compile) and not _compiles_later(config)
@@ -224,10 +237,13 @@ def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
         fit_to_model(tried, corpus, objective.model.unpacked_because)
         datamodule = build.build_datamodule(tried, corpus, _MOST)
         ends = EndsEarly(str(curve), _MOST - 1, seconds=_MEASURED_S, fewest=_FEWEST)
-        trainer = build.build_trainer(tried, RunDir(Path(folder)), [ends], None, _MOST)
+        feed = build.build_feed(tried, RunDir(Path(folder)), corpus, StopRequest(), _MOST)
+        trainer = build.build_trainer(tried, RunDir(Path(folder)), [ends, *([feed] if feed else [])], None, _MOST)
         building = time.time() - began
         trainer.fit(objective, datamodule=datamodule)
-        return building, [row["time"] for row in read_jsonl(curve)]
+        times = [row["time"] for row in read_jsonl(curve)]
+        # A stream's first window is tokenized before the first step.
+        return (building if feed is None else times[0] - began), times
 
 
 def _on_ranks(config: Config) -> tuple[float, list[float]]:
@@ -243,9 +259,9 @@ def _on_ranks(config: Config) -> tuple[float, list[float]]:
 
 def _validation(config: Config, corpus: Corpus, step: float) -> float:
     """Estimates the seconds of a validation from those of a step; its tokens take only a forward."""
-    if corpus.val is None:
-        return 0.0
-    rows = seen_rows(corpus.val, config.data.micro_batch_size, config.trainer.limit_val_batches)
+    sets = [corpus.val, *(val_set.rows for val_set in build_val_sets(config, corpus).values())]
+    size, limit = config.data.micro_batch_size, config.trainer.limit_val_batches
+    rows = sum(seen_rows(rows, size, limit) for rows in sets if rows is not None)
     return step * steps_of_validation(rows, config.data.global_batch_size)
 
 
@@ -254,14 +270,14 @@ def steps_within(seconds: float, took: Measured, config: Config) -> int:
 
     Raises UserError if there are fewer than ten.
     """
-    every = config.trainer.val_check_interval
+    every, sizes = config.trainer.val_check_interval, step_sizes(config.data)
     left = seconds - took.starting - took.validation - ENDING_S
-    steps = int(left / (took.step + (took.validation / every if every else 0.0)))
+    steps = left / (took.step + (took.validation / every if every else 0.0))  # of full size
     if steps < 10:
         least = 60 * config.budget.minutes - left + 10 * took.step  # type: ignore[operator]
         raise UserError(
             f"budget.minutes={config.budget.minutes:g}: as measured, starting ({took.starting:.0f} s), a "
-            f"validation ({took.validation:.0f} s) and the end of the run leave time for only {max(0, steps)} "
+            f"validation ({took.validation:.0f} s) and the end of the run leave time for only {max(0, int(steps))} "
             f"steps of {took.step:.2f} s: give it {least / 60:.1f} minutes or more, or choose a smaller model"
         )
-    return steps
+    return sizes.step_of(int(steps * sizes.last))

@@ -103,7 +103,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         evaluations=_evaluations(run),
         checkpoints=_checkpoints(run),
         history=history,
-        how_to_use=_how_to_use(run),
+        how_to_use=_how_to_use(run, config),
         outcome={"status": listed.status, "step": listed.steps(), "best": listed.best or "",
                  "tokens/s": speed},
         score=score,
@@ -291,10 +291,11 @@ def _history(run: RunDir, summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _how_to_use(run: RunDir) -> list[str]:
-    here = shlex.quote(str(run.path))
+def _how_to_use(run: RunDir, config: dict[str, Any]) -> list[str]:
+    here, (objective, _, _) = shlex.quote(str(run.path)), _trained(config)
     writes = not (run.export.is_dir() and gives_rewards(run.export))
-    found = [f"python -m lmtrain.{verb} {here}" for verb in (*(("chat", "generate") if writes else ()), "evaluate")]
+    verbs = [*(("chat", "generate") if writes else ()), "evaluate"] if objective != "mdlm" else ["generate"]
+    found = [f"python -m lmtrain.{verb} {here}" for verb in verbs]
     for folder in (run.export, run.export_merged):
         if folder.is_dir():
             package, cls = loading_class(folder)

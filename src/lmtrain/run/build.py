@@ -96,7 +96,7 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     corpus.notes += [f"data.val_sets.{name}: {note}" for name, set_ in val_sets.items() for note in set_.notes]
     objective = build_objective(config, corpus, total_steps, stop)
     fit_to_model(config, corpus, objective.model.unpacked_because, [s.rows for s in val_sets.values()])
-    most = total_steps if config.budget.minutes is None else at_most(config, rows)
+    most = total_steps if config.budget.minutes is None else at_most(config, rows_to_train(config, corpus))
     datamodule = build_datamodule(config, corpus, most, val_sets)
     bytes_per_token = {"": corpus.val_bytes_per_token, **{n: s.bytes_per_token for n, s in val_sets.items()}}
     numbers = StepNumbers(config.data, rows_to_train(config, corpus), config.trainer.max_epochs)
@@ -118,15 +118,23 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     return Run(config, run_dir, console, corpus, objective, datamodule, metrics, preemption, trainer, monitored, ranked)
 
 
-def at_most(config: Config, rows: int) -> int:
-    """Returns the most steps of a run with a time budget: those of trainer.max_epochs, or ENDLESS if it is not set."""
+def at_most(config: Config, rows: Rows) -> int:
+    """Returns the most steps of a run with a time budget: until trainer.max_epochs or a mixture ends it, or ENDLESS."""
+    mixture = getattr(rows, "mixture", None)
+    used_up = ENDLESS if mixture is None or mixture.end is None else mixture.step_sizes.step_of(mixture.end)
+    return min(used_up, _steps_of_epochs(config, rows))
+
+
+def _steps_of_epochs(config: Config, rows: Rows) -> int:
     epochs = config.trainer.max_epochs
-    return ENDLESS if epochs is None else horizon(None, epochs, rows, step_sizes(config.data))
+    return ENDLESS if epochs is None else horizon(None, epochs, len(rows), step_sizes(config.data))
 
 
-def out_of_epochs(config: Config, steps: int, rows: int) -> bool:
-    """Returns whether trainer.max_epochs, and not the clock, ends a run with a time budget after `steps` steps."""
-    return config.budget.minutes is not None and steps == at_most(config, rows)
+def out_of_epochs(config: Config, steps: int, rows: Rows) -> str | None:
+    """Returns the key whose epochs, and not the clock, end a run with a time budget after `steps` steps, or None."""
+    if config.budget.minutes is None or steps != at_most(config, rows):
+        return None
+    return "trainer.max_epochs" if steps == _steps_of_epochs(config, rows) else "data.mixture"
 
 
 def ranking(config: Config, corpus: Corpus, val_sets: dict[str, ValSet]) -> str:

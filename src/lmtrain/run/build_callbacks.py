@@ -132,7 +132,7 @@ def build_callbacks(
         bar,
         *_users_callbacks(config),
         feed,  # may request a stop
-        TimeBudget(config, length, console, parts) if config.budget.minutes is not None else None,
+        TimeBudget(config, length, console, parts, samples) if config.budget.minutes is not None else None,
         # Comes after all that log: some Lightning callbacks log an extra time when they see that a stop was requested.
         preemption,
         WriteRecords(metrics.records),

@@ -7,6 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lmtrain import errors
 from lmtrain.checkpoints import store
+from lmtrain.config.override_text import shell_word
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import data_parallel
 from lmtrain.errors import RunError, disk_full, first_line
@@ -61,11 +62,15 @@ def last_good(run: Run) -> str:
     newest = store.scan(run.dir.checkpoints)
     if not newest:
         return "no checkpoint had been written yet"
-    return f"the last checkpoint is untouched ({newest[-1].name}); go on with run.dir={run.dir.path} run.resume=auto"
+    here = shell_word("run.dir", str(run.dir.path))
+    return f"the last checkpoint is untouched ({newest[-1].name}); go on with {here} run.resume=auto"
 
 
 def out_of_memory(error: BaseException, run: Run) -> RunError:
-    """Returns a RunError that lists what took the memory and up to three overrides that reduce it."""
+    """Returns a RunError that lists what took the memory and overrides that reduce it.
+
+    Row length and optimizer can't change on resume, so they are suggested for a new run.
+    """
     c = run.config
     parts = flops.memory_estimate(run.objective.model.model, c)
     took = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(parts.items(), key=lambda p: -p[1]))
@@ -76,10 +81,11 @@ def out_of_memory(error: BaseException, run: Run) -> RunError:
         fixes.append(f"data.micro_batch_size={smaller} (same numbers, more accumulation)")
     if not c.trainer.activation_checkpointing:
         fixes.append("trainer.activation_checkpointing=true")
-    fixes.append(f"data.seq_len={max(1, c.data.seq_len // 2)}")
+    anew = [f"data.seq_len={max(1, c.data.seq_len // 2)}"]
     if c.optimizer.name == "adamw":
-        fixes.append("optimizer=adafactor")
+        anew.append("optimizer=adafactor")
+    less = f"What needs less: {', or '.join(fixes)}; " if fixes else ""
     return RunError(
-        f"out of memory ({first_line(error)}). Estimated need: {took}. What needs less: {', or '.join(fixes[:3])}; "
-        f"{last_good(run)}"
+        f"out of memory ({first_line(error)}). Estimated need: {took}. {less}{last_good(run)}. In a new run, less is "
+        f"needed with {', or '.join(anew)}"
     )

@@ -11,6 +11,7 @@ from lmtrain.config.schema import BUDGETS
 from lmtrain.data.chat.templates import own_template
 from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
+from lmtrain.models.denoising import mask_token
 from lmtrain.run.build import Run, out_of_epochs, rows_to_train
 from lmtrain.run_folder.folder import begins_elsewhere, checkpoint_names
 from lmtrain.secrets import command
@@ -36,7 +37,8 @@ def next_commands(run: Run, status: str) -> list[str]:
     chats = run.config.data.rows != "text" and own_template(run.corpus.tokenizer) is not None
     first = command("chat", [here]) if chats else command("generate", [here, _prompt(run)])
     lines = [] if run.config.objective.scalar_head else [first]  # a scalar head generates no text
-    lines += [command("evaluate", [here])] if run.corpus.val is not None else []
+    scored = run.corpus.val is not None and mask_token(run.objective.model.model) is None
+    lines += [command("evaluate", [here])] if scored else []
     changes = longer(run)
     if status != "stopped_early" and changes:  # else more steps would not help
         lines.append(continuing(run, *changes))
@@ -76,12 +78,12 @@ def longer(run: Run) -> list[str]:
 
     None if a run with a time budget has used up its epochs: more of them rarely help.
     """
-    chosen, rows = run.config.budget.chosen, len(rows_to_train(run.config, run.corpus))
-    if out_of_epochs(run.config, run.total_steps, rows):
+    chosen, trained = run.config.budget.chosen, rows_to_train(run.config, run.corpus)
+    if out_of_epochs(run.config, run.total_steps, trained):
         return []
     if chosen is not None:
         return [f"budget.{chosen}={2 * getattr(run.config.budget, chosen):g}"]
-    t, sizes = run.config.trainer, step_sizes(run.config.data)
+    t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(trained)
     steps, epochs = t.max_steps, t.max_epochs
     if epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps:
         too_few = steps is not None and steps < horizon(None, 2 * epochs, rows, sizes)

@@ -22,6 +22,7 @@ from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8, overruled
 from lmtrain.data.loaders import rows_of_step, seen_rows
+from lmtrain.data.order import Rows
 from lmtrain.data.text import repeats
 from lmtrain.data.text.windows import Windows
 from lmtrain.data.val_sets import count
@@ -284,7 +285,7 @@ def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
     ]
 
 
-def for_budget(c: Config, steps: int, rows: int) -> list[str]:
+def for_budget(c: Config, steps: int, rows: Rows) -> list[str]:
     """Returns notes on the number of steps that a budget chose, and on epochs that end the run before its minutes."""
     if c.budget.chosen is None:
         return []
@@ -295,7 +296,10 @@ def for_budget(c: Config, steps: int, rows: int) -> list[str]:
         f"{budget} chose {counted(steps, 'step')} from the measured time of a few steps on this machine; during "
         f"training the number is adjusted to the time that is left"
     ]
-    if out_of_epochs(c, steps, rows):
+    ended_by = out_of_epochs(c, steps, rows)
+    if ended_by == "data.mixture":
+        notes.append("the run ends before that, where every source of data.mixture was seen its max_epochs times")
+    elif ended_by is not None:
         notes.append(
             f"the data is small for {budget}: the run ends after {c.trainer.max_epochs} passes over it, because "
             f"further passes rarely help (trainer.max_epochs=40, for example, decides the length instead of the budget)"
@@ -312,7 +316,7 @@ def advice(run: Run) -> list[str]:
     notes += for_size(run, epochs)
     if unheard := overruled(c):
         notes.append(f"{c.trainer.deepspeed.config}: the run's own config overrides {', '.join(unheard)}")
-    notes += for_budget(c, run.total_steps, len(rows_to_train(c, corpus)))
+    notes += for_budget(c, run.total_steps, rows_to_train(c, corpus))
     notes += for_mixtures(corpus.train, run.total_steps)
     r = c.router
     if not run.objective.model.router_losses.kinds and (r.load_balance or r.deviation or r.z_loss):

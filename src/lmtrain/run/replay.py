@@ -39,14 +39,11 @@ def replay(config: Config) -> int:
     t.devices, t.num_nodes, t.strategy, t.profiler = 1, 1, "auto", None
     corpus = build.build_corpus(config)
     objective = build.build_objective(config, corpus, step + 1)
-    checkpoint = _newest_at_or_before(run.checkpoints, step)
+    checkpoint, saved = _newest_at_or_before(run.checkpoints, step, _begun_at(config)), None
     if checkpoint is not None:
         saved = resume.trainer_state(checkpoint, objective, corpus, config, print)
-        objective.schedule_steps = saved["schedule_steps"]
         objective.continue_from(saved)
-    else:
-        rows = len(build.rows_to_train(config, corpus))
-        objective.schedule_steps = horizon(t.max_steps, t.max_epochs, rows, step_sizes(config.data))
+    objective.schedule_steps = _schedule_steps(config, len(build.rows_to_train(config, corpus)), run, step, saved)
     microscope = Microscope(step)
     trainer = build.build_trainer(config, run, [microscope], None, step + 1)
     datamodule = build.build_datamodule(config, corpus, step + 1)
@@ -57,8 +54,32 @@ def replay(config: Config) -> int:
     return FINISHED
 
 
-def _newest_at_or_before(folder: Path, step: int) -> Path | None:
-    for path in reversed([p for p in store.scan(folder) if store.step_of(p) <= step]):
+def _begun_at(config: Config) -> Path | None:
+    """Returns the checkpoint of another run at which this one began (run.resume=<path>, run.cooldown_from), or None."""
+    begun = config.run.cooldown_from or config.run.resume
+    return None if begun in (None, "none", "auto") else Path(str(begun)).expanduser().resolve()
+
+
+def _schedule_steps(config: Config, rows: int, run: RunDir, step: int, saved: dict[str, Any] | None) -> int:
+    """Returns the number of steps that the learning rate's schedule spanned at `step`.
+
+    A resume with another trainer.max_steps may have changed it since the checkpoint with the contents `saved`; then the
+    next checkpoint holds it, and without one, the last start has followed run.schedule_on_resume.
+    """
+    if saved is not None and config.budget.minutes is not None:
+        return int(saved["schedule_steps"])
+    later = next((p for p in store.scan(run.checkpoints) if store.step_of(p) > step and store.damage(p) is None), None)
+    if later is not None:
+        saved = store.load_trainer_state(later)
+    if saved is not None and (later is not None or config.run.schedule_on_resume == "keep"):
+        return int(saved["schedule_steps"])
+    return horizon(config.trainer.max_steps, config.trainer.max_epochs, rows, step_sizes(config.data))
+
+
+def _newest_at_or_before(folder: Path, step: int, begun: Path | None) -> Path | None:
+    """Returns the newest undamaged checkpoint in `folder` up to `step`, or else `begun`; None: there is none."""
+    found = [*([begun] if begun is not None else []), *store.scan(folder)]
+    for path in reversed([p for p in found if store.step_of(p) <= step]):
         problem = store.damage(path)
         if problem is None:
             return path

@@ -11,7 +11,7 @@ from lmtrain.checkpoints.checksums import Compare
 from lmtrain.config import compose as rules
 from lmtrain.config.fingerprint import Fingerprint, changed_since, changes, check_names, not_compared, read_config
 from lmtrain.config.options import WarmupStableDecayConfig
-from lmtrain.config.override_text import typed_keys
+from lmtrain.config.override_text import shell_word, typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.distributed.ranks import typed
@@ -47,7 +47,7 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: C
     if not path.is_dir():
         raise UserError(f"{key}: no such checkpoint folder; run.resume=auto takes the newest of run.dir")
     if (path / "checkpoints").is_dir():
-        raise UserError(f"run.resume={mode} is a run: continue it with run.dir={mode} run.resume=auto")
+        raise UserError(f"run.resume={mode} is a run: continue it with {shell_word('run.dir', mode)} run.resume=auto")
     problem = store.damage(path, compare)
     if problem is not None:
         raise UserError(f"{key} is not a complete checkpoint ({problem}); run.resume=auto takes the newest one")
@@ -204,10 +204,13 @@ def _check_full_rate(config: Config, saved: dict[str, Any]) -> None:
 
 def _fit_budget(run: Run, saved: dict[str, Any], tell: Callable[[str], None]) -> None:
     seconds, step = 60 * run.config.budget.minutes, saved["global_step"]  # type: ignore[operator]
-    used = saved["callbacks"].get(TimeBudget.__name__, {}).get("used", 0.0)
-    steps = saved["schedule_steps"]
-    if step >= steps and used < 0.95 * seconds:  # the run had ended, and the budget is larger now
-        steps = max(step + 1, round(step * seconds / max(used, 1.0)))
+    clock = saved["callbacks"].get(TimeBudget.__name__, {})
+    used, steps = clock.get("used", 0.0), saved["schedule_steps"]
+    # The run had ended, or was about to before the clock is looked at again; checkpoints of earlier versions hold no
+    # seconds.
+    larger = step >= steps or clock.get("seconds", seconds) < seconds
+    if larger and used < 0.95 * seconds:
+        steps = max(steps, step + 1, round(step * seconds / max(used, 1.0)))
     budget = next(c for c in run.trainer.callbacks if isinstance(c, TimeBudget))  # type: ignore[attr-defined]
     budget.set_length(run.trainer, run.objective, min(steps, budget.at_most))
     tell(f"{used / 60:.1f} of {seconds / 60:g} minutes of the budget were used up to step {step:,}")

@@ -8,6 +8,7 @@ import os
 from lmtrain import errors
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import split_over
+from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import RankLayout
@@ -83,10 +84,11 @@ def place(config: Config, layout: RankLayout) -> None:
     """Sets trainer.devices and num_nodes to what was started; raises UserError if the config asks for others."""
     from lmtrain.distributed import devices
 
-    t = config.trainer
+    t, typed = config.trainer, typed_keys(ranks.typed())
     wanted = {"trainer.devices": (t.devices, layout.per_node), "trainer.num_nodes": (t.num_nodes, layout.nodes)}
     for key, (asked, there) in wanted.items():
-        if str(asked) not in ("auto", "1", str(there)):
+        # One process is the default of num_nodes, and what the config.yaml of a run on one device says.
+        if str(asked) not in ("auto", str(there)) and (key in typed or str(asked) != "1"):
             raise UserError(f"{key}={asked}, but {layout.by} has started {there}: leave {key} out or start as many")
     t.devices, t.num_nodes = layout.per_node, layout.nodes
     devices.resolve_auto(config)

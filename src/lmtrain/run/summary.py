@@ -116,8 +116,9 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
         summary["forecast"] = made
     for feature in features_on(run.config):
         summary |= feature.summary(run.objective.model.model, run.config)
-    if status == "finished" and out_of_epochs(run.config, run.total_steps, len(rows_to_train(run.config, run.corpus))):
-        summary["ended_by"] = "trainer.max_epochs"
+    ended_by = out_of_epochs(run.config, run.total_steps, rows_to_train(run.config, run.corpus))
+    if status == "finished" and ended_by is not None:
+        summary["ended_by"] = ended_by
     if error is not None:
         summary["error"] = f"{type(error).__name__}: {error}"
     run.dir.write_summary(summary)

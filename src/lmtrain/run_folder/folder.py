@@ -203,8 +203,11 @@ def nothing_to_do(folder: RunDir) -> str:
         f"{folder.path} {'stopped early' if early else 'is finished'}: nothing to do after {counted(step, 'step')}"
     )
     if summary.get("ended_by") is not None:
+        by = (
+            f"trainer.max_epochs={epochs} ends" if summary["ended_by"] != "data.mixture" else "its mixture's epochs end"
+        )
         return (
-            f"{finished}, where trainer.max_epochs={epochs} ends it: more minutes add no step, and further passes over "
+            f"{finished}, where {by} it: more minutes add no step, and further passes over "
             f"its data rarely help. For a new run, another run.name"
         )
     key += " callbacks.early_stopping.enabled=false" if early else ""

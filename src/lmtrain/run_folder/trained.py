@@ -15,6 +15,7 @@ from lmtrain.adapters.trainable import check_weights, restore_start, trainable_n
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import compose as rules
 from lmtrain.config import trust
+from lmtrain.config.override_text import shell_word
 from lmtrain.config.schema import Config
 from lmtrain.config.targets import find_class
 from lmtrain.data import hub, tokenizers
@@ -94,7 +95,7 @@ def check_tokenizer(run: RunDir, fingerprint: dict[str, Any]) -> None:
         raise UserError(
             f"{run.tokenizer} is not the tokenizer that the model was trained with ({', '.join(names) or 'its ids'} "
             f"changed): put the files back as they were, or let the run rewrite them by continuing it with "
-            f"lmtrain.train run.dir={run.path} run.resume=auto"
+            f"python -m lmtrain.train {shell_word('run.dir', str(run.path))} run.resume=auto"
         )
 
 
@@ -103,7 +104,9 @@ def find_checkpoint(run: RunDir, which: str) -> Path:
     candidates = [which, "last"] if which == "best" else [which]
     path = next((p for c in candidates if (p := run.checkpoints / c).exists()), None)
     if path is None and candidates[-1] == "last":  # the file system has no symbolic links
-        path = next(reversed(store.scan(run.checkpoints)), None)
+        found, best = store.scan(run.checkpoints), (run.read_summary() or {}).get("best")
+        named = [p for p in found if which == "best" and f"{run.checkpoints.name}/{p.name}" == best]
+        path = next(reversed([*found, *named]), None)
     if path is None:
         there = ", ".join(p.name for p in store.scan(run.checkpoints)) or "none"
         raise UserError(f"{run.path} has no checkpoint {which!r} (there are: {there})")

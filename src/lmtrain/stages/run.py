@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from lmtrain import errors
+from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.errors import RunError
 from lmtrain.secrets import command
 from lmtrain.stages import checks, report, state
@@ -112,9 +113,10 @@ class _Pipeline:
             return code
         digest = state.export_digest(one)
         if digest is None:
+            again = command("export", [f"run_dir={bare_or_quoted(str(one.run))}", "export.checkpoint=last"])
             raise RunError(
-                f"stage {one.name} has ended, but there is nothing in {one.export}: python -m lmtrain.export "
-                f"run_dir={one.run} writes it (its output: {log})"
+                f"stage {one.name} has ended, but there is nothing in {one.export}: {again} writes it (its output: "
+                f"{log})"
             )
         self._finished(one, row, digest)
         return errors.FINISHED

@@ -47,13 +47,13 @@ def choices(override: Override) -> list[str]:
 
 
 def combinations(swept: list[Override]) -> list[list[str]]:
-    """Returns all combinations of a grid; the last key varies fastest."""
+    """Returns the different combinations of a grid; the last key varies fastest."""
     for override in swept:
         if override.is_interval_sweep():
             raise UserError(
                 f"{override.input_line}: an interval is searched by Optuna: add sweep=optuna, or list values"
             )
-    return [list(combination) for combination in itertools.product(*map(choices, swept))]
+    return [list(combination) for combination in dict.fromkeys(itertools.product(*map(choices, swept)))]
 
 
 def check_optuna(swept: list[Override], sweep: SweepConfig) -> None:

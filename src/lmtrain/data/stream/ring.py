@@ -123,10 +123,11 @@ class StreamRows:
             close_files()
         number += window * self.ring.window_shards
         if number not in self._shards:
-            self._shards[number] = self._open(number)
+            self._shards[number] = self._open(number, passed=window < self._window)
         return self._shards[number]
 
-    def _open(self, number: int) -> Shard:
+    def _open(self, number: int, passed: bool = False) -> Shard:
+        """Waits for a shard and opens it; RunError for one that was removed, of a window that training has `passed`."""
         if self.folder is None:
             raise UserError(
                 "only training reads further in a stream (data.ring_bytes): to look at its rows set "
@@ -136,6 +137,8 @@ class StreamRows:
         while not file.exists():
             if not self.folder.exists():
                 raise RunError(f"the stream has ended before shard {number}: {self.folder} is gone")
+            if passed:
+                raise RunError(f"shard {number} of the stream was removed after training on it")
             time.sleep(_POLL_SECONDS)
         docs = file.with_suffix(".docs") if self.ring.isolate_documents else None
         return Shard(file, self.ring.dtype, self.ring.shard_tokens, docs)
