@@ -20,7 +20,6 @@ from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.examples.prompt_rows import PromptRowEncoder
 from lmtrain.data.examples.row_format import ChatRows
-from lmtrain.data.examples.unpaired_rows import UnpairedRowEncoder
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store import bins
@@ -162,13 +161,13 @@ class ScoredRows:
 def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
     """Prepares the validation split of the rows of `config` by their row format.
 
-    Of unpaired answers those that are desirable are scored, and prompts with an answer are scored as conversations.
+    Its `to_evaluate` may choose the examples to score; prompts with an answer are scored as conversations.
 
     Args:
         tokenizer_name: tokenizer folder or hub name; its chat template is used unless data.chat_template names one.
 
     Raises:
-        UserError: the rows have a format of their own (KTO's labelled answers, a user's class), or there are none.
+        UserError: there are none.
     """
     data = config.data
     if data.source == "hub" and not data.path and _has_own_split(data):
@@ -179,8 +178,8 @@ def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
         encoder = ChatRows
     prepared = prepare_examples(data, TokenizerConfig(kind="hub", name_or_path=str(tokenizer_name)), encoder)
     examples = prepared.split("val")
-    if examples is not None and encoder is UnpairedRowEncoder:
-        examples = examples.of(examples.labels == 1)
+    if examples is not None:
+        examples = getattr(encoder, "to_evaluate", lambda examples: examples)(examples)
     if examples is None or len(examples) == 0:
         raise UserError("there is no validation split to evaluate on: name rows with data.val_path=...")
     ends = ChatEncoder(prepared.tokenizer, data).end_of_turn_ids()

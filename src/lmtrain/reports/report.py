@@ -20,7 +20,7 @@ from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import charts, heat_maps, with_names_of_today
 from lmtrain.reports.report_page import Told
-from lmtrain.run_folder.folder import RunDir, checkpoint_names, gives_rewards, loading_class
+from lmtrain.run_folder.folder import RunDir, checkpoint_names, gives_rewards, loading_class, predicts_masked_tokens
 from lmtrain.secrets import shown_in
 
 _PROMPTS, _STEPS = 12, 15  # samples shown: number of prompts, and of steps for each, spread over the training
@@ -103,7 +103,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         evaluations=_evaluations(run),
         checkpoints=_checkpoints(run),
         history=history,
-        how_to_use=_how_to_use(run, config),
+        how_to_use=_how_to_use(run),
         outcome={"status": listed.status, "step": listed.steps(), "best": listed.best or "",
                  "tokens/s": speed},
         score=score,
@@ -291,10 +291,11 @@ def _history(run: RunDir, summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _how_to_use(run: RunDir, config: dict[str, Any]) -> list[str]:
-    here, (objective, _, _) = shlex.quote(str(run.path)), _trained(config)
-    writes = not (run.export.is_dir() and gives_rewards(run.export))
-    verbs = [*(("chat", "generate") if writes else ()), "evaluate"] if objective != "mdlm" else ["generate"]
+def _how_to_use(run: RunDir) -> list[str]:
+    here, verbs = shlex.quote(str(run.path)), ["chat", "generate", "evaluate"]
+    if run.export.is_dir():
+        verbs = ["evaluate"] if gives_rewards(run.export) else verbs
+        verbs = ["generate"] if predicts_masked_tokens(run.export) else verbs
     found = [f"python -m lmtrain.{verb} {here}" for verb in verbs]
     for folder in (run.export, run.export_merged):
         if folder.is_dir():

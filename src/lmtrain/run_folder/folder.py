@@ -328,9 +328,17 @@ def gives_rewards(export: Path) -> bool:
     adapter = export / "adapter_config.json"
     if adapter.exists():
         return json.loads(adapter.read_text(encoding="utf-8")).get("task_type") == "SEQ_CLS"
+    return any(str(name).endswith("ForSequenceClassification") for name in _config(export).get("architectures") or [])
+
+
+def predicts_masked_tokens(export: Path) -> bool:
+    """Returns whether an exported folder holds a model of masked tokens, which predicts no next token."""
+    return _config(export).get("is_causal") is False
+
+
+def _config(export: Path) -> dict[str, Any]:
     path = export / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or [])
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def loading_class(export: Path) -> tuple[str, str]:

@@ -50,7 +50,8 @@ class RowEncoder(Protocol):
                 ids = [*given, *learned, self.tokenizer.eos_token_id][: cfg.seq_len + 1]
                 return Encoded([(ids, [at >= len(given) for at in range(len(ids))])])
 
-    with `decode`, `make_rows` and `finish_tokenizer` as in ChatRows.
+    with `decode`, `make_rows` and `finish_tokenizer` as in ChatRows. A static method `to_evaluate(examples)` may return
+    those of the examples that `lmtrain.evaluate` scores.
     """
 
     # What determines the examples besides rows, settings and the tokenizer's rules; it is in the key of prepared data.

@@ -65,6 +65,11 @@ class UnpairedRowEncoder(TemplateRows):
         return Encoded(examples, sum(e.cut for e in fitted), shown, dropped, remarks)  # type: ignore[arg-type]
 
     @staticmethod
+    def to_evaluate(examples: Examples) -> Examples:
+        """Returns the examples that lmtrain.evaluate scores: the desirable answers."""
+        return examples.of(examples.labels == 1)
+
+    @staticmethod
     def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["UnpairedRows", str]:
         good = int(examples.labels.sum())
         words = f"{good:,} desirable and {len(examples) - good:,} undesirable answers; no padding"
