@@ -100,7 +100,7 @@ def test_a_forecast_is_lower_where_the_curve_is_steep() -> None:
 def test_a_forecast_of_runs_that_were_made(
     scores: list[tuple[int, float]], steps: int, decayed: bool, end: float
 ) -> None:
-    assert dial.forecast(scores, steps, decayed=decayed) == pytest.approx(end, rel=dial.SPREAD)
+    assert dial.forecast(scores, steps, decayed=decayed) == pytest.approx(end, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_run_is_forecast_once_at_two_thirds() -> None:
         resumed.load_state_dict(forecast.state_dict())
         forecast = resumed
     bits = dial.forecast(scores[1:8], 400, decayed=False)
-    low, high = pytest.approx(bits * 0.97), pytest.approx(bits * 1.03)
+    low, high = pytest.approx(bits * 0.96), pytest.approx(bits * 1.04)
     assert forecast.made == {"val/bits_per_byte": bits, "low": low, "high": high, "step": 38 * 7}
     assert out.getvalue().count("at the end") == 1
     assert f"will be about {bits:.3f} at the end" in out.getvalue()
