@@ -33,7 +33,8 @@ from support import TINY, rows
 
 @pytest.fixture(autouse=True)
 def _no_command_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes the time at which an earlier test's command was given, which `settle` leaves for the ranks of a run."""
+    """Removes an earlier test's command, and the time at which it was given, which `settle` leaves for ranks."""
+    ranks.note_typed([])
     monkeypatch.setenv(ranks.BEGAN, "0")  # so that it is removed again afterwards
     monkeypatch.delenv(ranks.BEGAN)
 

@@ -98,13 +98,16 @@ def test_options_of_the_preference_loss(tmp_path: Path) -> None:
         "objective.beta=0.2": "objective.beta (then 0.1, now 0.2)",
         "objective.loss=hinge": "objective.loss (then sigmoid, now hinge)",
         "objective.sft_weight=0.5": "objective.sft_weight (then 0.0, now 0.5)",
+    }
+    of_this_loss = {
         "objective.label_smoothing=0.1": "objective.label_smoothing (then 0.0, now 0.1)",
         "objective.length_normalize=true": "objective.length_normalize (then False, now True)",
     }
-    ended = pairs_run(path, tmp_path / "run", "trainer.max_steps=2", *changes)
-    assert ended.code == 2
-    for words in changes.values():
-        assert words in message(ended.err)
+    for changed in (changes, of_this_loss):
+        ended = pairs_run(path, tmp_path / "run", "trainer.max_steps=2", *changed)
+        assert ended.code == 2
+        for words in changed.values():
+            assert words in message(ended.err)
     # Writing out the value that auto stands for is no change.
     ended = pairs_run(path, tmp_path / "run", "trainer.max_steps=2", "objective.length_normalize=false")
     assert ended.code == 0, ended.err
