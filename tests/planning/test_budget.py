@@ -96,6 +96,22 @@ def test_full_steps_are_measured_before_a_batch_warmup(corpus: Path, monkeypatch
     assert asked.data.batch_warmup.start_size == 2
 
 
+def test_full_steps_of_a_mixture_are_measured_before_a_batch_warmup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixture has a step's number of rows itself."""
+    (tmp_path / "a.txt").write_text("Hello world, this is some text.\n" * 200)
+    mixture = f"data.mixture=[{{path: {tmp_path}/a.txt}}]"
+    asked = config(*TINY, "data=mixture", mixture, "budget.minutes=1", "trainer.accelerator=cpu", *GROWING)
+    asked.trainer.devices, seen, corpus = 1, [], build_corpus(asked)
+    made = build.build_datamodule
+    monkeypatch.setattr(build, "build_datamodule", lambda *these: seen.append(made(*these).train_rows) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        budget.measure(asked, corpus)
+    assert len(seen[0].mixture.step_rows(0, seed=0)) == asked.data.global_batch_size
+    assert len(corpus.train.mixture.step_rows(0, seed=0)) == 2
+
+
 def test_a_budget_without_time_for_training_says_how_much_is_needed() -> None:
     took = Measured(starting=50.0, step=2.0, validation=20.0)
     with pytest.raises(UserError, match=r"budget.minutes=1: .* 0 steps of 2.00 s: give it 1.6 minutes or more"):
