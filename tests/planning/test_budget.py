@@ -70,6 +70,21 @@ def test_rows_to_memorize_are_trained_on_for_the_whole_time(corpus: Path, monkey
     assert asked.trainer.max_steps == pytest.approx(50 / 0.5, rel=0.2)
 
 
+@pytest.mark.parametrize("data", [["data=prompts_jsonl"], []])
+def test_prompts_are_sampled_from_for_the_whole_time(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "measure", lambda *_: Measured(starting=1.0, step=0.5, validation=0.1))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(20)))
+    asked = config("objective=grpo", *data, f"data.path={path}", "tokenizer=bytes", "data.seq_len=64",
+                   "budget.minutes=1", "reward=regex", "reward.pattern=a", "data.global_batch_size=4",
+                   "data.micro_batch_size=4", "trainer.accelerator=cpu")  # fmt: skip
+    settle(asked, time.time())
+    assert asked.trainer.max_epochs is None
+    assert asked.trainer.max_steps == pytest.approx(50 / 0.5, rel=0.2)
+
+
 def test_small_steps_of_a_batch_warmup_take_less_of_the_time() -> None:
     """Steps of 1, 2 and 3 rows, of which those of 6 rows take half a second each."""
     warmup = ["data.batch_warmup.start_size=1", "data.batch_warmup.steps=100", "data.micro_batch_size=1"]

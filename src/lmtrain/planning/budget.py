@@ -33,6 +33,7 @@ from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
 from lmtrain.models import dial
 from lmtrain.models.flops import flops_per_token
+from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.planning import estimation, trial
 from lmtrain.run import build
 from lmtrain.run_folder import folder as run_dir
@@ -135,6 +136,7 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     """
     os.environ[ranks.BEGAN] = str(began)
     known = not config.data.streaming and not config.trainer.overfit_batches  # whether epochs are passes over all data
+    known = known and not isinstance(config.objective, GRPOOptions)  # which samples new completions in every epoch
     if config.trainer.max_epochs is None and known and "trainer.max_epochs" not in typed:
         config.trainer.max_epochs = EPOCHS["text" if config.data.rows == "text" else "rows"]
     chooses = config.model.name == dial.NAME and not {dial.KEY, dial.LAYERS} & typed.keys()
@@ -252,7 +254,8 @@ def _in_full_steps(corpus: Corpus, config: Config) -> Corpus:
     mixture = getattr(corpus.train, "mixture", None)
     if mixture is None:
         return corpus
-    rows, found = copy.copy(corpus.train), copy.copy(corpus)
+    found = copy.copy(corpus)
+    rows: Any = copy.copy(corpus.train)
     rows.mixture = copy.copy(mixture)
     rows.mixture.step_sizes = step_sizes(config.data)
     found.train = rows
