@@ -181,11 +181,60 @@ def test_an_answer_stands_beside_its_own_conversation(tmp_path: Path) -> None:
         assert evaluate(*named, *short, *more)["data"]["answers"] == len(asked)
         scored = rows(tmp_path / "base-c.jsonl.rows.jsonl")
         assert [n for n, row in enumerate(scored) if "answer" in row] == asked
+        known = json.loads((tmp_path / "base-c.jsonl.json").read_text())["data"]
+        assert known["examples of conversations"] == len(scored)
+        assert "conversations" not in known
         for row, number in zip(asked, range(4), strict=False):
             assert scored[row]["prompt"] == f"Question {number}?"
             assert scored[row]["answers"] == 1
             if number:  # the answer's bytes and the end of the turn
                 assert scored[row]["tokens"] == len(answers[number]) + 1
+
+
+def test_models_that_leave_out_different_rows_are_not_compared_row_by_row(tmp_path: Path) -> None:
+    """One model's template writes questions twice and the other's answers, so each drops another row as too long."""
+    models = {}
+    for name, doubled in (("a", "user"), ("b", "assistant")):
+        models[name] = save_pretrained(tmp_path / name, max_position_embeddings=512)
+        tokenizer = AutoTokenizer.from_pretrained(models[name])
+        tokenizer.chat_template = (
+            "{% for m in messages %}{% set text = m.content * (2 if m.role == '" + doubled + "' else 1) %}"
+            "{% if m.role == 'user' %}{{ text }}{% else %}{% generation %}{{ text + eos_token }}{% endgeneration %}"
+            "{% endif %}{% endfor %}"
+        )
+        tokenizer.save_pretrained(models[name])
+    texts = [("q" * 30, "a"), ("q", "a" * 30), ("q", "a")]
+    turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in texts]
+    file = tmp_path / "c.jsonl"
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    named = [f"run_dir={models['a']}", f"evaluate.against={models['b']}", "data=chat_jsonl", f"data.path={file}",
+             "data.on_too_long=drop", f"evaluate.dir={tmp_path}", "evaluate.answers=0"]  # fmt: skip
+    refused = run("evaluate", *named, "data.max_length=50")
+    assert refused.code == 2, refused.err
+    assert "which of their rows belong together" in message(refused.err)
+    assert "difference" in evaluate(*named, "data.max_length=100")
+    assert len(rows(tmp_path / "a-c.jsonl-2.rows.jsonl")) == 3  # beside the scores of a alone
+
+
+def test_results_of_another_evaluation_are_kept(tmp_path: Path) -> None:
+    """Files of one name in two folders, two models of one folder name, and a comparison have files of their own."""
+
+    def written(name: str, data: str, against: str | None = None, folder: Path | None = None) -> str:
+        scored = Evaluated(Scores({"nll": np.ones(2), "n": np.ones(2)}, {"loss": ("nll", "n")}), {"documents": 2}, {})
+        who = [SimpleNamespace(name=n, label="export", folder=folder, tokenizer=SimpleNamespace(get_vocab=dict),
+                               identity=lambda n=n: {"name": n, "checkpoint": "export"})
+               for n in (name, against) if n is not None]  # fmt: skip
+        config = rules.check(rules.compose(["evaluate.resamples=10", *([f"evaluate.dir={tmp_path}"] * (not folder))]))
+        models: Any = [(one, scored) for one in who]
+        return Results(config, f"all of {data}", models).write().name
+
+    (tmp_path / "export-test.txt-3.json").write_text("[]")
+    wanted = {("a", "x/test.txt", None): "", ("a", "y/test.txt", None): "-2", ("b", "x/test.txt", None): "-4",
+              ("a", "x/test.txt", "b"): "-5"}  # fmt: skip
+    for _ in range(2):
+        assert {key: written(*key) for key in wanted} == {k: f"export-test.txt{n}.json" for k, n in wanted.items()}
+    for name in ("outputs/a", "moved/a"):
+        assert written(name, "x/test.txt", folder=tmp_path / "run") == "export-test.txt.json"
 
 
 def test_the_bootstrap_covers_what_it_should() -> None:

@@ -147,6 +147,27 @@ def test_what_could_not_be_uploaded_is_refused_before_training(
     assert not hub.made
 
 
+@pytest.mark.parametrize("base", ["/home/me/models/base", "org/base"])
+def test_an_uploaded_adapter_names_no_folder_of_this_machine(
+    base: str, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lmtrain.config.compose import check, compose
+
+    config = {"base_model_name_or_path": base, "peft_type": "LORA", "r": 4}
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    (tmp_path / "templates" / "tool.jinja").write_text("{{ messages }}")
+    (tmp_path / "lmtrain_config.yaml").write_text(f"model: {{name_or_path: {base}}}")
+    push(tmp_path, check(compose(["export.push_to=me/tiny"])).export, 7)
+    local = base.startswith("/")
+    uploaded = json.loads(hub.files.pop("adapter_config.json"))
+    assert uploaded == config | ({"base_model_name_or_path": None} if local else {})
+    assert hub.files == {"adapter_model.safetensors": b"weights", "templates/tool.jinja": b"{{ messages }}"}
+    assert ("names none" in " ".join(capsys.readouterr().out.split())) is local
+    assert json.loads((tmp_path / "adapter_config.json").read_text()) == config, "the folder here still loads"
+
+
 def test_a_hub_that_is_gone(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lmtrain.config.compose import check, compose
 

@@ -63,6 +63,8 @@ def test_an_adapter_and_a_chat_model(corpus: Path, tmp_path: Path, monkeypatch: 
     assert card.data.library_name == "peft"
     assert card.data.base_model is None  # a local folder is not a name on the hub
     assert "An adapter of `base`" in card.text
+    assert "The adapter's base, `base`, is not on the hub" in card.text
+    assert str(tmp_path) not in card.text
     assert code_runs(tmp_path / "lora" / "export", monkeypatch)
     assert ModelCard.load(tmp_path / "lora" / "export_merged" / "README.md").data.library_name == "transformers"
     chats = write_chats(tmp_path / "a|b`<b>.jsonl", 20)

@@ -200,6 +200,12 @@ def test_what_a_device_holds_under_zero():
     assert two["gradients"] == total + 4 * total
     assert three["parameters"] == 2 * total + 4 * total
     assert three["gradients"] == total + 2 * 4 * total
+    half = flops.memory_estimate(model, run_config(*four, "trainer.deepspeed.stage=2", "trainer.precision=bf16-true"))
+    assert half["parameters"] == 2 * total + total  # in 2 bytes each, and this device's quarter of the copy in fp32
+    model.requires_grad_(False)
+    model.model.norm.requires_grad_(True)
+    few = flops.memory_estimate(model, run_config(*four, "trainer.deepspeed.stage=2"))
+    assert few["parameters"] == 4 * total + model.model.norm.weight.numel()  # only what is trained has a copy
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,7 +213,7 @@ def test_of_messages_the_question_is_shown_and_not_the_answer_of_the_data(role: 
     messages = [{role: who, content: text} for who, text in said]
     prompt = PromptRow(0, 0, [1], {"messages": messages})
     group = Group(prompt, [], [], {}, torch.zeros(0), [], torch.zeros(0))
-    assert shown_prompt(group) == "and c?"
+    assert shown_prompt(group, SimpleNamespace(columns=None)) == "and c?"
 
 
 def test_a_run_made_longer_in_the_middle_of_its_last_rollout_goes_on(
@@ -230,5 +231,11 @@ def test_a_run_made_longer_in_the_middle_of_its_last_rollout_goes_on(
 def test_a_column_of_ones_own_holds_the_prompt(called: str, llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(json.dumps({"q": f"say {i}", "answer": i}) + "\n" for i in range(20)))
-    ended = grpo(path, llama, tmp_path / "run", *LETTERS, f"data.columns={{{called}: q}}")
+    words = [f"data.columns={{{called}: q}}", "objective.keep_rollouts=true", "objective.loss=dapo"]
+    ended = grpo(path, llama, tmp_path / "run", *LETTERS, *words, "trainer.overfit_batches=1")
     assert ended.code == 0, ended.err
+    kept = [row for file in (tmp_path / "run" / "rollouts").iterdir() for row in parquet.read_table(file).to_pylist()]
+    assert {row["prompt"] for row in kept} <= {f"say {i}" for i in range(20)}
+    assert any(row["resampled"] for row in kept)
+    assert {row["row"] for row in kept} == {0, 1, 2, 3}, "replaced by others of the same few"
+    assert all(row["prompt"] for row in rows(tmp_path / "run" / "samples.jsonl") if "which" in row)

@@ -70,6 +70,21 @@ def test_rows_to_memorize_are_trained_on_for_the_whole_time(corpus: Path, monkey
     assert asked.trainer.max_steps == pytest.approx(50 / 0.5, rel=0.2)
 
 
+@pytest.mark.parametrize("data", [["data=prompts_jsonl"], []])
+def test_prompts_are_sampled_from_for_the_whole_time(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "measure", lambda *_: Measured(starting=1.0, step=0.5, validation=0.1))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(20)))
+    asked = config("objective=grpo", *data, f"data.path={path}", "tokenizer=bytes", "data.seq_len=64",
+                   "budget.minutes=1", "reward=regex", "reward.pattern=a", "data.global_batch_size=4",
+                   "data.micro_batch_size=4", "trainer.accelerator=cpu")  # fmt: skip
+    settle(asked, time.time())
+    assert asked.trainer.max_epochs is None
+    assert asked.trainer.max_steps == pytest.approx(50 / 0.5, rel=0.2)
+
+
 def test_small_steps_of_a_batch_warmup_take_less_of_the_time() -> None:
     """Steps of 1, 2 and 3 rows, of which those of 6 rows take half a second each."""
     warmup = ["data.batch_warmup.start_size=1", "data.batch_warmup.steps=100", "data.micro_batch_size=1"]
@@ -94,6 +109,22 @@ def test_full_steps_are_measured_before_a_batch_warmup(corpus: Path, monkeypatch
         budget.measure(asked, build_corpus(asked))
     assert seen == [(step_sizes(config().data), None)]
     assert asked.data.batch_warmup.start_size == 2
+
+
+def test_full_steps_of_a_mixture_are_measured_before_a_batch_warmup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixture has a step's number of rows itself."""
+    (tmp_path / "a.txt").write_text("Hello world, this is some text.\n" * 200)
+    mixture = f"data.mixture=[{{path: {tmp_path}/a.txt}}]"
+    asked = config(*TINY, "data=mixture", mixture, "budget.minutes=1", "trainer.accelerator=cpu", *GROWING)
+    asked.trainer.devices, seen, corpus = 1, [], build_corpus(asked)
+    made = build.build_datamodule
+    monkeypatch.setattr(build, "build_datamodule", lambda *these: seen.append(made(*these).train_rows) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        budget.measure(asked, corpus)
+    assert len(seen[0].mixture.step_rows(0, seed=0)) == asked.data.global_batch_size
+    assert len(corpus.train.mixture.step_rows(0, seed=0)) == 2
 
 
 def test_a_budget_without_time_for_training_says_how_much_is_needed() -> None:

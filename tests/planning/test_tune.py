@@ -38,6 +38,9 @@ def trials_here(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return folders
 
 
+COOLDOWN = ["schedule=wsd", "run.cooldown_from=outputs/long/checkpoints/step_00000100", "trainer.max_steps=200"]
+
+
 def tune(corpus: Path, *argv: str) -> Any:
     settings = [*TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", "tune.steps=20", "optimizer.lr=0.001"]
     return run("tune", *settings, *argv)
@@ -142,6 +145,7 @@ def _raise(ended: Any) -> None:
     (["optimizer.lr=0"], "set tune.min_lr and tune.max_lr"),
     (["tune.min_lr=1", "tune.max_lr=0.1"], "the second has to be the larger"),
     (["trainer.num_nodes=2"], "without torchrun"),
+    ([*COOLDOWN], "set tune.lr=false"),
     (["tune.steps=3"], "at least 20"),
     (["run_dir=x"], "run_dir has no effect"),
 ])  # fmt: skip
@@ -149,6 +153,16 @@ def test_what_cannot_be_tuned_is_refused(argv: list[str], words: str, corpus: Pa
     ended = tune(corpus, f"run.root={tmp_path}", "tune.micro_batch_size=false", *argv)
     assert ended.code == 2
     assert words in message(ended.err)
+
+
+def test_a_trial_of_a_cooldown_begins_anew(corpus: Path, tmp_path: Path, trials_here: list[Path]) -> None:
+    words = [*TINY, "data=text", f"data.path={corpus}", *COOLDOWN, f"run.root={tmp_path}"]
+    config = compose.check(compose.compose(words))
+    assert [row["step"] for row in trial.run(trial.config_of(config, tmp_path / "trial", 2), tmp_path / "trial")] == [
+        1,
+        2,
+    ]
+    assert config.run.cooldown_from is not None
 
 
 def test_a_failing_trial_says_what_the_run_would(corpus: Path, tmp_path: Path, trials_here: list[Path]) -> None:

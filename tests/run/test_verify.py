@@ -71,6 +71,18 @@ def test_the_runs_are_those_of_the_config(python: Path) -> None:
     assert not any(word in ended.err for word in words[1:])
 
 
+def test_a_run_that_ends_early_of_its_own_accord_is_not_killed(python: Path) -> None:
+    """As with callbacks.early_stopping.enabled=true: the machine is not to blame."""
+    python.write_text(
+        "import json, pathlib, sys\nfolder = pathlib.Path(next(w for w in sys.argv if w.startswith('run.dir='))[8:])\n"
+        "folder.mkdir()\n(folder / 'metrics.jsonl').write_text(json.dumps({'step': 2}) + chr(10))"
+    )
+    ended = run("verify", *TINY)
+    assert ended.code == 2, ended.err
+    assert "ended after 2 of 6 steps" in ended.err
+    assert "set callbacks.early_stopping.enabled=false" in " ".join(ended.err.split())
+
+
 def test_a_run_that_prints_more_than_a_pipe_holds_is_killed_too(python: Path, tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     killed.mkdir()

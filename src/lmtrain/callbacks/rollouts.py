@@ -13,6 +13,9 @@ from lmtrain import terminal
 from lmtrain.callbacks.records import Records
 from lmtrain.callbacks.samples import on_a_line
 from lmtrain.config.effect import TRIAL
+from lmtrain.config.schema_data import DataConfig
+from lmtrain.data.chat.conversations import column_of
+from lmtrain.data.examples.prompt_rows import PROMPT
 from lmtrain.data.order import mix64
 from lmtrain.objectives.grpo import GRPO
 from lmtrain.objectives.grpo_options import GRPOOptions
@@ -23,8 +26,10 @@ from lmtrain.run_folder.folder import RunDir
 class Rollouts(pl.Callback):
     """A callback that reads `objective.rollout`, this rank's part of the step's completions, after each step."""
 
-    def __init__(self, records: Records, run_dir: RunDir, options: GRPOOptions, console: Console) -> None:
-        self.records, self.samples, self.console = records, run_dir.samples, console
+    def __init__(
+        self, records: Records, run_dir: RunDir, options: GRPOOptions, data: DataConfig, console: Console
+    ) -> None:
+        self.records, self.samples, self.data, self.console = records, run_dir.samples, data, console
         self.kept = run_dir.path / "rollouts" if options.keep_rollouts else None  # for whole rollouts
         self.warn_after_steps = options.warn_after_steps
         self.idle_steps, self.warned = 0, False
@@ -41,7 +46,7 @@ class Rollouts(pl.Callback):
         assert isinstance(pl_module, GRPO)
         step, groups = trainer.global_step, pl_module.rollout
         if self.kept is not None:
-            keep(groups, self.kept / f"step_{step:08d}_rank{trainer.global_rank}.parquet")
+            keep(groups, self.data, self.kept / f"step_{step:08d}_rank{trainer.global_rank}.parquet")
         self.idle_steps = 0 if pl_module.has_signal else self.idle_steps + 1
         if not trainer.is_global_zero:
             return
@@ -74,7 +79,7 @@ class Rollouts(pl.Callback):
     def _show(self, found: list[tuple[str, Group, int]], step: int) -> None:
         with self.samples.open("a", encoding="utf-8") as file:
             for which, group, i in found:
-                row = {"step": step, "prompt": shown_prompt(group), "text": group.texts[i], "which": which,
+                row = {"step": step, "prompt": shown_prompt(group, self.data), "text": group.texts[i], "which": which,
                        "reward": number(group.rewards[i]), "advantage": number(group.advantages[i])}  # fmt: skip
                 if len(group.parts) > 1:
                     row["rewards"] = {name: number(values[i]) for name, values in group.parts.items()}
@@ -82,7 +87,7 @@ class Rollouts(pl.Callback):
         if os.environ.get(TRIAL) or not self.console.is_terminal:
             return
         for which, group, i in found:
-            given, text = on_a_line(shown_prompt(group), 40), on_a_line(group.texts[i], 90)
+            given, text = on_a_line(shown_prompt(group, self.data), 40), on_a_line(group.texts[i], 90)
             words = Text.assemble(
                 (f"{which:<7}", "bold"), f"{float(group.rewards[i]):<7.3g}", (given, "dim"), " ", text
             )
@@ -104,10 +109,10 @@ def number(value: Any) -> float | None:
     return float(value) if value == value else None
 
 
-def shown_prompt(group: Group) -> str:
+def shown_prompt(group: Group, data: DataConfig) -> str:
     """Returns the prompt as text; of messages, the last one by the user."""
     columns = group.prompt.columns
-    prompt = next((columns[name] for name in ("prompt", "question", "instruction", "messages") if name in columns), "")
+    prompt = columns.get(column_of(PROMPT, columns, data) or "", "")
     if isinstance(prompt, str):
         return prompt
     users = ("user", "human")  # messages after the last of theirs are the data's answer
@@ -115,14 +120,14 @@ def shown_prompt(group: Group) -> str:
     return str(turns[-1].get("content") or turns[-1].get("value") or "") if turns else ""
 
 
-def keep(groups: list[Group], path: Path) -> None:
+def keep(groups: list[Group], data: DataConfig, path: Path) -> None:
     """Writes a rollout as a Parquet file with one row per completion."""
     import pyarrow
     from pyarrow import parquet
 
     rows = [
         {
-            "epoch": group.prompt.epoch, "row": group.prompt.row, "sample": i, "prompt": shown_prompt(group),
+            "epoch": group.prompt.epoch, "row": group.prompt.row, "sample": i, "prompt": shown_prompt(group, data),
             "prompt_ids": list(group.prompt.ids), "text": group.texts[i], "completion_ids": completion.ids,
             "sampler_log_probs": completion.log_probs, "reward": number(group.rewards[i]),
             "advantage": number(group.advantages[i]), "ended": completion.ended, "resampled": group.resampled,

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 
 from lmtrain.config.override_text import shell_word
+from lmtrain.data.stream.ring import StreamRows
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import RunError
 from lmtrain.objectives.base import Objective
@@ -136,9 +137,14 @@ class BadSteps(pl.Callback):
             torch.save(batch["micro_batches"][worst], self.folder / f"{name}.pt")
             report = {"step": start, "micro_batch": worst, "micro_batch_losses": losses, "epoch_and_row_ids": rows}
             (self.folder / f"{name}.json").write_text(json.dumps(report, indent=2))
-        return (
+        saved = (
             f"The worst micro-batch of that step (number {worst}) and its row ids are in {self.folder / name}.pt and "
-            f".json. To run exactly that step again, use the same command with debug=replay debug.step={start} "
+            f".json."
+        )
+        if isinstance(dataset.rows, StreamRows):
+            return saved
+        return (
+            f"{saved} To run exactly that step again, use the same command with debug=replay debug.step={start} "
             f"{shell_word('run.dir', str(self.folder))}."
         )
 

@@ -220,10 +220,13 @@ _LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.overfit_batches"
 def epochs_at_most(overrides: Sequence[str], option: str) -> list[str]:
     """Returns the override that limits a run on a user's file to EPOCHS; none if the run length was typed.
 
+    A time budget on prompts has no limit either, as their completions are new in every epoch.
+
     Args:
         option: the option of `data` that reads the file.
     """
-    if not _no_length_in(typed_keys(overrides)):
+    typed = typed_keys(overrides)
+    if not _no_length_in(typed) or (option == "prompts_jsonl" and "budget.minutes" in typed):
         return []
     return [f"trainer.max_epochs={EPOCHS['text' if option in set(_READ_AS.values()) else 'rows']}"]
 

@@ -11,6 +11,7 @@ import numpy as np
 from torch.utils.data import Dataset, Sampler
 
 from lmtrain.config.batch import Stages
+from lmtrain.config.schema import Config
 from lmtrain.data import order
 from lmtrain.data.mixing import Mixture
 from lmtrain.data.order import MicroBatch, Rows
@@ -46,6 +47,12 @@ class ChosenRows:
 
     def empty(self) -> MicroBatch:
         return self.rows.empty()
+
+
+def rows_used(config: Config, rows: int) -> int:
+    """Returns how many of that many rows, from the first on, are trained on: all without trainer.overfit_batches."""
+    steps = config.trainer.overfit_batches
+    return min(rows, steps * config.data.global_batch_size) if steps else rows
 
 
 def first_rows(rows: Rows, count: int) -> ChosenRows:

@@ -19,6 +19,7 @@ from lmtrain.data.corpus import row_format
 from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.examples.prompt_rows import PromptRowEncoder
+from lmtrain.data.examples.row_counts import Counts
 from lmtrain.data.examples.row_format import ChatRows
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
@@ -156,6 +157,8 @@ class ScoredRows:
     questions: dict[int, dict[str, Any]]  # prompt_ids, prompt and reference, by the example that is their answer
     end_ids: list[int]
     fingerprint: str
+    left_out: int = 0  # rows of the data without an example, and answers without a token to score
+    is_split: bool = False  # whether some conversations became several examples
 
 
 def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
@@ -186,4 +189,7 @@ def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
     # Folders of earlier versions don't have the number of the example.
     asked = {examples.place_of(q.get("example", i)): q for i, q in enumerate(prepared.meta["questions"])}
     questions = {place: question for place, question in asked.items() if place is not None}
-    return ScoredRows(examples, questions, ends, prepared.fingerprint)
+    counts = Counts(**prepared.counts["val"])
+    used = counts.rows - sum(counts.bad.values()) - counts.dropped
+    is_split = encoder is ChatRows and counts.examples + counts.untrained > used
+    return ScoredRows(examples, questions, ends, prepared.fingerprint, counts.rows - used + counts.untrained, is_split)

@@ -1,6 +1,8 @@
 """A model's scores per row with bootstrap confidence intervals, printed as a table and written to evaluations/."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -56,11 +58,15 @@ class Scores:
 
 @dataclasses.dataclass
 class Evaluated:
-    """A model's scores, the data it was scored on, and the settings used."""
+    """A model's scores, the data it was scored on, and the settings used.
+
+    all_in_order: whether the n-th scored row is the n-th of the data, as none was left out or split.
+    """
 
     scores: Scores
     data: dict[str, Any]
     settings: dict[str, Any]
+    all_in_order: bool = True
 
 
 class Interval(NamedTuple):
@@ -106,6 +112,13 @@ class Results:
         if counts[0] != counts[1]:
             raise UserError(
                 f"the models read {counts[0]} and {counts[1]} rows: rows that are too long were dropped or split"
+            )
+        same = first.data.get("rows_fingerprint") == second.data.get("rows_fingerprint")
+        if not same and not (first.all_in_order and second.all_in_order):
+            raise UserError(
+                "the models have other tokenizers or chat templates, and rows of the data were left out or split, so "
+                "it isn't known which of their rows belong together: set a larger data.max_length, or evaluate on a "
+                "file without the rows that python -m lmtrain.inspect counts as left out or split"
             )
 
     def table(self) -> Table:
@@ -175,14 +188,13 @@ class Results:
         folder = Path(e.dir).expanduser().absolute() if e.dir else base / "evaluations"
         if not e.dir:
             refuse_link_at(folder, base)
-        name = e.name or f"{who.label}-{_label(self.words)}"
+        tree = shown_in(self.as_dict())
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            name = e.name or _free(folder, f"{who.label}-{_label(self.words)}", tree, who.folder is not None)
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows())
             write_atomic(folder / f"{name}.rows.jsonl", "".join(lines))
-            write_atomic(
-                folder / f"{name}.json", json.dumps(shown_in(self.as_dict()), indent=2, ensure_ascii=False) + "\n"
-            )
+            write_atomic(folder / f"{name}.json", json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"{folder} can't be written: {reason(error)}; set evaluate.dir to another folder") from None
         return folder / f"{name}.json"
@@ -194,6 +206,29 @@ class Results:
             for row, other in zip(*tables, strict=True):
                 row["against"] = other
         return tables[0]
+
+
+def _free(folder: Path, name: str, tree: dict[str, Any], in_run: bool) -> str:
+    """Returns the name, with a number if a file of that name has the results of another evaluation.
+
+    Args:
+        tree: the results to write.
+        in_run: whether the folder is the run's own, in which the model is always that run's.
+    """
+
+    def of(found: Any) -> list[Any]:
+        against = found.get("against", {}).get("model", {})
+        own = None if in_run else found["model"]["name"]
+        return [own, against.get("name"), against.get("checkpoint"), found["data"]["what"]]
+
+    for number in itertools.count(1):
+        numbered = name if number == 1 else f"{name}-{number}"
+        file = folder / f"{numbered}.json"
+        # A file without these keys is none of lmtrain's and is left alone too.
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            if not file.exists() or of(json.loads(file.read_text(encoding="utf-8"))) == of(tree):
+                break
+    return numbered
 
 
 def _rows_of(scores: Scores) -> list[dict[str, Any]]:

@@ -113,8 +113,11 @@ def evaluate(who: Subject, config: Config, chosen: Config) -> Evaluated:
     there = len(rows.examples) // (2 if kind == "pairs" else 1)
     count = min(there, config.evaluate.limit or there)
     if kind == "conversations":
-        return _conversations(who, config, rows, count)
-    return (_rewarded if who.model.has_scalar_head else _pairs)(who, config, rows, count)
+        found = _conversations(who, config, rows, count)
+    else:
+        found = (_rewarded if who.model.has_scalar_head else _pairs)(who, config, rows, count)
+    found.all_in_order = not rows.left_out and not rows.is_split
+    return found
 
 
 def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
@@ -188,7 +191,8 @@ def _conversations(who: Subject, config: Config, rows: data.ScoredRows, count: i
     e = config.evaluate
     nll, tokens = _sums(who.model, _examples(rows, count), config)
     scores = Scores({"nll": nll, "tokens": tokens}, {"loss": ("nll", "tokens")})
-    known = {"conversations": count, "tokens": int(tokens.sum()), "rows_fingerprint": rows.fingerprint}
+    name = "examples of conversations" if rows.is_split else "conversations"
+    known = {name: count, "tokens": int(tokens.sum()), "rows_fingerprint": rows.fingerprint}
     questions = dict(islice(((row, q) for row, q in rows.questions.items() if row < count), e.answers))
     if questions:
         scores.answered = list(questions)

@@ -1,10 +1,12 @@
 """The `lmtrain export` command: writes a run's checkpoint as a Hugging Face folder and uploads it to the hub."""
 
+import json
 import re
 from pathlib import Path
 
 import huggingface_hub
 import torch
+from huggingface_hub import CommitOperationAdd
 from huggingface_hub.errors import HfHubHTTPError
 
 from lmtrain import errors, terminal
@@ -51,7 +53,7 @@ def export(config: Config) -> int:
     return errors.FINISHED
 
 
-LEFT_OUT = ["lmtrain_config.yaml"]  # contains local paths; the model card lists the settings
+LEFT_OUT = "lmtrain_config.yaml"  # contains local paths; the model card lists the settings
 
 
 def check_upload(export: ExportConfig) -> None:
@@ -80,7 +82,9 @@ def push(folder: Path, export: ExportConfig, step: int) -> str:
     api, message = huggingface_hub.HfApi(endpoint=endpoint()), f"{folder.parent.name}, step {step}"
     try:
         made = api.create_repo(name, private=export.push_private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=LEFT_OUT)
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LEFT_OUT)
+        added = [CommitOperationAdd(path.relative_to(folder).as_posix(), _public(path)) for path in files]
+        api.create_commit(name, added, commit_message=message)
     except Exception as error:  # huggingface_hub's HTTP library, and thus its errors, differ between versions
         known = isinstance(error, HfHubHTTPError | OSError | ValueError)
         if not known and not type(error).__module__.startswith(("httpx", "httpcore", "requests")):
@@ -90,3 +94,18 @@ def push(folder: Path, export: ExportConfig, step: int) -> str:
             f"{command_for(folder, export, step, f'export.push_to={name}', *public)}"
         ) from error
     return str(made)
+
+
+def _public(path: Path) -> Path | bytes:
+    """Returns a file to upload: an adapter's config without the name of a base that is a folder of this machine."""
+    if path.name != "adapter_config.json":
+        return path
+    config = json.loads(path.read_text(encoding="utf-8"))
+    base = config["base_model_name_or_path"]
+    if not Path(base or "").is_absolute():
+        return path
+    terminal.note(
+        f"the adapter's base is {base}, a folder of this machine, so the upload names none: give its readers the base "
+        "too, or upload the merged model (export.merge=true)"
+    )
+    return json.dumps(config | {"base_model_name_or_path": None}, indent=2, sort_keys=True).encode()

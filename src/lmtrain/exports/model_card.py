@@ -53,6 +53,12 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
         task, use = "text-classification", _use_rewards(folder, chat)
     else:
         task, use = "text-generation", _use(folder, chat)
+    base = _at(config, "model.name_or_path")
+    if adapter and _hub_name(base) is None:
+        use += (
+            f"\n\nThe adapter's base, `{_plain(Path(str(base)).name)}`, is not on the hub, and a copy of this folder "
+            "on the hub names none: load the base as `base`, and then `peft.PeftModel.from_pretrained(base, folder)`."
+        )
     metadata = _metadata(config, name, scores, adapter, task).to_yaml(line_break="\n")
     parts = [
         f"---\n{metadata}\n---",

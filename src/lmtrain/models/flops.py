@@ -210,7 +210,8 @@ def _parts(whole: dict[str, int], model: PreTrainedModel, config: Config, weight
             "optimizer": state // shards,
         }
     if t.strategy == "deepspeed":
-        stage, master = t.deepspeed.stage, weights // world  # ZeRO keeps a separate copy, which the optimizer updates
+        # ZeRO keeps a separate copy in fp32 of what is trained, which the optimizer updates.
+        stage, master = t.deepspeed.stage, 4 * parameter_counts(model)[1] // world
         if t.deepspeed.offload_optimizer is not None:
             master = state = 0
         part = 0 if t.deepspeed.offload_parameters is not None else weights // world

@@ -21,6 +21,7 @@ from torch import Tensor
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prompt_rows import PromptRow, PromptRows, prompts_of
+from lmtrain.data.loaders import rows_used
 from lmtrain.data.order import mix64
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import data_parallel, total
@@ -54,7 +55,7 @@ class GRPO(ReferenceObjective):
         assert isinstance(config.objective, GRPOOptions)
         assert isinstance(corpus.train, PromptRows)
         self.options = o = config.objective
-        self.prompts = corpus.train
+        self.prompts, self.prompts_used = corpus.train, rows_used(config, len(corpus.train))
         own: dict[str, Any] = {"clip_low": o.clip_low, "clip_high": o.clip_high}
         self.variant = VARIANTS[o.loss]._replace(**{name: value for name, value in own.items() if value is not None})
         self.loss_settings = LossSettings(
@@ -206,7 +207,7 @@ class GRPO(ReferenceObjective):
 
     def _other(self, step: int, prompt: PromptRow, attempt: int) -> PromptRow:
         """Draws a random prompt to replace one whose group had no signal."""
-        row = mix64(self.seed, step, prompt.epoch, prompt.row, attempt) % len(self.prompts)
+        row = mix64(self.seed, step, prompt.epoch, prompt.row, attempt) % self.prompts_used
         return self.prompts.prompt(prompt.epoch, row)
 
     def _judged(self, batch: dict[str, Tensor]) -> list[Group]:

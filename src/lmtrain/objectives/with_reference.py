@@ -13,6 +13,7 @@ from lmtrain.config.fingerprint import of_model
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import SHARING, check_frozen_copy
 from lmtrain.data.corpus import Corpus
+from lmtrain.data.loaders import rows_used
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import evaluating
@@ -38,8 +39,7 @@ def why_online_is_less(config: Config, corpus: Corpus | None) -> str:
         return ""
     t, sizes = config.trainer, step_sizes(config.data)
     rows = len(corpus.train)
-    few = min(rows, t.overfit_batches * config.data.global_batch_size) if t.overfit_batches else rows
-    steps = horizon(t.max_steps, t.max_epochs, few, sizes)
+    steps = horizon(t.max_steps, t.max_epochs, rows_used(config, rows), sizes)
     val = 0 if corpus.val is None else len(corpus.val)
     each = val if t.limit_val_batches is None else min(val, t.limit_val_batches * config.data.micro_batch_size)
     validated = each * max(1, steps // (t.val_check_interval or steps))

@@ -33,6 +33,7 @@ from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
 from lmtrain.models import dial
 from lmtrain.models.flops import flops_per_token
+from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.planning import estimation, trial
 from lmtrain.run import build
 from lmtrain.run_folder import folder as run_dir
@@ -135,6 +136,7 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     """
     os.environ[ranks.BEGAN] = str(began)
     known = not config.data.streaming and not config.trainer.overfit_batches  # whether epochs are passes over all data
+    known = known and not isinstance(config.objective, GRPOOptions)  # which samples new completions in every epoch
     if config.trainer.max_epochs is None and known and "trainer.max_epochs" not in typed:
         config.trainer.max_epochs = EPOCHS["text" if config.data.rows == "text" else "rows"]
     chooses = config.model.name == dial.NAME and not {dial.KEY, dial.LAYERS} & typed.keys()
@@ -228,6 +230,7 @@ def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
     tried, began = copy.deepcopy(config), time.time()
     # Rows and steps of full size, which most of the run has.
     tried.data.curriculum.by = tried.data.batch_warmup.start_size = None
+    corpus = _in_full_steps(corpus, tried)
     devices.set_threads(tried.trainer.num_threads, 1)
     tried.trainer.profiler = None
     tried.trainer.compile = bool(tried.trainer.compile) and not _compiles_later(config)
@@ -244,6 +247,19 @@ def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
         times = [row["time"] for row in read_jsonl(curve)]
         # A stream's first window is tokenized before the first step.
         return (building if feed is None else times[0] - began), times
+
+
+def _in_full_steps(corpus: Corpus, config: Config) -> Corpus:
+    """Returns the corpus; if it is a mixture, which has a step's number of rows itself, one with those of `config`."""
+    mixture = getattr(corpus.train, "mixture", None)
+    if mixture is None:
+        return corpus
+    found = copy.copy(corpus)
+    rows: Any = copy.copy(corpus.train)
+    rows.mixture = copy.copy(mixture)
+    rows.mixture.step_sizes = step_sizes(config.data)
+    found.train = rows
+    return found
 
 
 def _on_ranks(config: Config) -> tuple[float, list[float]]:

@@ -57,6 +57,8 @@ def config_of(config: Config, folder: Path, steps: int, **ends: Any) -> Config:
     trial = copy.deepcopy(config)
     run, t = trial.run, trial.trainer
     run.name, run.dir, run.resume, run.time_limit = None, str(folder / "run"), "none", None
+    if run.cooldown_from is not None:  # the checkpoint's step is beyond those of a trial
+        run.cooldown_from = trial.schedule.decay_from = None  # type: ignore[attr-defined]  # of schedule=wsd
     t.max_steps, t.max_epochs = steps + 1, None  # one more, because the last step is validated and saved
     t.val_check_interval = t.save_every_n_steps = t.profiler = None
     t.val_before_training, t.fast_dev_run, t.max_restarts = False, False, 0

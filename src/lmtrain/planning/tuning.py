@@ -115,9 +115,14 @@ def range_test(config: Config, folder: Path, found: Found) -> None:
     """Finds the learning rate by a range test over the run's first rows, and scales those of parameter groups.
 
     Raises:
-        UserError: the range is empty, or the loss did not fall anywhere in it.
+        UserError: the run is a cooldown, the range is empty, or the loss did not fall anywhere in it.
     """
     settings, lr = config.tune, config.optimizer.lr
+    if config.run.cooldown_from is not None:
+        raise UserError(
+            f"run.cooldown_from={config.run.cooldown_from} goes on with the learning rate that the run had, so there "
+            f"is none to find: set tune.lr=false, or leave run.cooldown_from out"
+        )
     if not lr and not (settings.min_lr and settings.max_lr):
         raise UserError("optimizer.lr=0 is not the middle of a range: set tune.min_lr and tune.max_lr")
     low, high = settings.min_lr or lr / _REACH, settings.max_lr or lr * _REACH

@@ -33,7 +33,7 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
-from lmtrain.data.loaders import check_descriptors, first_rows, seen_rows
+from lmtrain.data.loaders import check_descriptors, first_rows, rows_used, seen_rows
 from lmtrain.data.modules import TokenDataModule, module_class
 from lmtrain.data.order import Rows
 from lmtrain.data.tokenizers import plain_text_hash, tokenizer_hash
@@ -146,8 +146,9 @@ def ranking(config: Config, corpus: Corpus, val_sets: dict[str, ValSet]) -> str:
 
 def rows_to_train(config: Config, corpus: Corpus) -> Rows:
     """Returns all training rows, or those of trainer.overfit_batches steps if that is set."""
-    steps = config.trainer.overfit_batches
-    return first_rows(corpus.train, steps * config.data.global_batch_size) if steps else corpus.train
+    if not config.trainer.overfit_batches:
+        return corpus.train
+    return first_rows(corpus.train, rows_used(config, len(corpus.train)))
 
 
 def check_mixture(config: Config, rows: Rows, total_steps: int) -> None:

@@ -32,6 +32,11 @@ def replay(config: Config) -> int:
         raise UserError(f"debug.step={step}: a step counted from 0 is needed")
     if not run.config.exists():
         raise UserError(f"{run.path} holds no run: give the run.dir or run.name of the run to look into")
+    if config.data.ring_bytes is not None:
+        raise UserError(
+            f"debug=replay needs rows that are kept, and those of a stream (data.ring_bytes={config.data.ring_bytes}) "
+            f"are gone: steps of runs on prepared data can be replayed"
+        )
     devices.set_threads(config.trainer.num_threads, 1)
     terminal.quiet_libraries()
     t = config.trainer

@@ -19,7 +19,7 @@ from lmtrain.checkpoints import store
 from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices, ranks
-from lmtrain.errors import RunError
+from lmtrain.errors import RunError, UserError
 from lmtrain.files import read_jsonl
 from lmtrain.run_folder.folder import folder_beside_runs
 
@@ -37,6 +37,7 @@ def verify(config: Config) -> int:
         whole = folder / "whole"
         overrides += growing(config)
         _finish(_start(overrides, whole), whole)
+        steps = _steps_taken(whole)
         print(f"2/3  the same, killed (SIGKILL) after step {KILL_AFTER}", flush=True)
         killed = folder / "killed"
         _kill_after(_start(overrides, killed), killed, KILL_AFTER)
@@ -49,7 +50,7 @@ def verify(config: Config) -> int:
         print(promise(config), end="")
         return errors.FAILED
     print(f"exact: rows, losses, gradient norms and weights of the killed and resumed run are equal bit for bit "
-          f"over {STEPS} steps")  # fmt: skip
+          f"over {steps} steps")  # fmt: skip
     return errors.FINISHED
 
 
@@ -101,6 +102,17 @@ def _finish(process: subprocess.Popen[bytes], run_dir: Path) -> None:
     if process.wait(_TIMEOUT_SECONDS) != errors.FINISHED:
         output = _log(run_dir).read_text(encoding="utf-8", errors="replace")
         raise RunError(f"the run itself failed with exit code {process.returncode}:\n{output[-3000:]}")
+
+
+def _steps_taken(run_dir: Path) -> int:
+    """Returns the number of steps of the uninterrupted run; UserError if it ended before it could be killed."""
+    last = max((row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")), default=0)
+    if last <= KILL_AFTER:
+        raise UserError(
+            f"the run ended after {last} of {STEPS} steps, so it can't be killed after step {KILL_AFTER} and resumed: "
+            f"set callbacks.early_stopping.enabled=false, or leave out what else ends it early"
+        )
+    return last
 
 
 def _kill_after(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
