@@ -307,7 +307,7 @@ def test_a_typed_length_wins(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "decides"),
     [("trainer.fast_dev_run=true", True), ("debug=fast", True), ("trainer.max_epochs=3", True),
-     ("trainer.fast_dev_run=false", False), ("trainer.max_epochs=null", False)],
+     ("trainer.fast_dev_run=false", False), ("trainer.fast_dev_run=False", False), ("trainer.max_epochs=null", False)],
 )  # fmt: skip
 def test_what_else_decides_the_length(
     word: str, decides: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
