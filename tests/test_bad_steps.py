@@ -1,7 +1,6 @@
 """A run that stops because of bad steps re-runs the first bad batch in the precision of the run."""
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from inprocess import run
 from lmtrain.objectives.causal_lm import CausalLM
-from support import TINY
+from support import TINY, ends_within
 
 
 def test_the_bad_batch_is_run_in_the_runs_precision(
@@ -44,9 +43,9 @@ def test_bad_steps_on_rows_of_a_stream_that_are_gone(tmp_path: Path) -> None:
               "data.micro_batch_size=2"]  # fmt: skip
     bad = ["optimizer.lr=1e30", "trainer.max_steps=20", "trainer.max_bad_steps=4", "trainer.gradient_clip_val=null",
            "trainer.accelerator=cpu"]  # fmt: skip
-    signal.alarm(120)  # ends the process
-    ended = run("train", *TINY, "data=text", f"data.path={tmp_path}/a.txt", f"run.dir={tmp_path}/run", *stream, *bad)
-    signal.alarm(0)
+    words = [*TINY, "data=text", f"data.path={tmp_path}/a.txt", f"run.dir={tmp_path}/run", *stream, *bad]
+    with ends_within(120):
+        ended = run("train", *words)
     assert ended.code == 1, ended.err
     assert "4 updates in a row were skipped" in ended.err
     assert "of the stream was removed after training on it" in " ".join(ended.err.split())
