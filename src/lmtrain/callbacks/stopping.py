@@ -138,8 +138,8 @@ class BadSteps(pl.Callback):
             (self.folder / f"{name}.json").write_text(json.dumps(report, indent=2))
         return (
             f"The worst micro-batch of that step (number {worst}) and its row ids are in {self.folder / name}.pt and "
-            f".json. To run exactly that step again, use the same command with debug=replay debug.step={start} "
-            f"{shell_word('run.dir', str(self.folder))}."
+            f".json. To run exactly that step again, add debug=replay debug.step={start} "
+            f"{shell_word('run.dir', str(self.folder))} to the same command."
         )
 
     def micro_batch_losses(self, module: Objective, micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:
