@@ -100,8 +100,13 @@ class BadSteps(pl.Callback):
     It checks the guard at each step on a CPU, and at logged steps on a GPU, since reading it waits for the device.
     """
 
-    def __init__(self, folder: Path, max_bad_steps: int, log_every_n_steps: int) -> None:
+    def __init__(self, folder: Path, max_bad_steps: int, log_every_n_steps: int, *, replays: bool) -> None:
+        """
+        Args:
+            replays: whether debug=replay can run a step of the run again, as it can't with a stream.
+        """
         self.folder, self.max_bad_steps, self.log_every_n_steps = folder, max_bad_steps, log_every_n_steps
+        self.replays = replays
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, Objective)
@@ -124,7 +129,7 @@ class BadSteps(pl.Callback):
         )
 
     def _save(self, trainer: pl.Trainer, module: Objective, start: int) -> str:
-        """Saves the worst micro-batch of a step; returns where it is and how to replay the step."""
+        """Saves the worst micro-batch of a step; returns where it is and how the step can be replayed."""
         assert trainer.train_dataloader is not None
         dataset = trainer.train_dataloader.dataset
         batch = dataset[start]  # the same batch: order is a pure function of the step
@@ -136,11 +141,11 @@ class BadSteps(pl.Callback):
             torch.save(batch["micro_batches"][worst], self.folder / f"{name}.pt")
             report = {"step": start, "micro_batch": worst, "micro_batch_losses": losses, "epoch_and_row_ids": rows}
             (self.folder / f"{name}.json").write_text(json.dumps(report, indent=2))
-        return (
-            f"The worst micro-batch of that step (number {worst}) and its row ids are in {self.folder / name}.pt and "
-            f".json. To run exactly that step again, add debug=replay debug.step={start} "
-            f"{shell_word('run.dir', str(self.folder))} to the same command."
-        )
+        files = f"{self.folder / name}.pt and .json"
+        said = f"The worst micro-batch of that step (number {worst}) and its row ids are in {files}."
+        here = shell_word("run.dir", str(self.folder))
+        again = f" To run exactly that step again, add debug=replay debug.step={start} {here} to the same command."
+        return said + (again if self.replays else "")
 
     def micro_batch_losses(self, module: Objective, micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:
         """Returns each micro-batch's mean loss, computed in the training precision."""

@@ -124,7 +124,7 @@ def build_callbacks(
         metrics,
         Routing(metrics.records, config.router.warn_after_steps, config.memory.router_noise),
         Rollouts(metrics.records, run_dir, options, console) if isinstance(options, GRPOOptions) else None,
-        BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps),
+        BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps, replays=feed is None),
         average,
         validation,
         _forecast(config, metrics, length, console),
