@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -127,6 +128,11 @@ def test_python_stdlib_is_deterministic_and_free_of_tests(data_config):
     assert 0.02 < len(val) / (len(train) + len(val)) < 0.06
     assert any("class JSONDecoder" in d for d in train + val)
     assert not any("class BaseEventLoopTests" in d for d in train + val)
+
+
+def test_a_blank_line_before_the_only_object_of_a_json_file(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('\n{"text": "a"}\n')
+    assert [row for _, row in read_table(tmp_path / "a.json", "json")] == [{"text": "a"}]
 
 
 BAD_FILES = {

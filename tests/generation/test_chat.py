@@ -175,7 +175,7 @@ def test_a_file_of_anything_else_stays_as_it_is(held: str, tmp_path: Path) -> No
     ended = run("generate", f"run_dir={model}", f"generate.prompts_file={tmp_path / 'p.txt'}", f"generate.out={out}")
     assert ended.code == 2
     number = {"unfinished": 2, "longer": 3}.get(held, 1)
-    assert f"line {number} is no answer to prompt {number} of this command" in message(ended.err)
+    assert f"line {number} is not the answer that this command writes there" in message(ended.err)
     assert out.read_bytes() == before
 
 

@@ -1,8 +1,10 @@
 """What tests share besides fixtures: settings of a tiny run, and reading its rows."""
 
+import contextlib
 import json
+import signal
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,16 @@ Run = Callable[..., subprocess.CompletedProcess[str]]  # the type of the fixture
 def rows(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a JSON Lines file such as metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def ends_within(seconds: int) -> Iterator[None]:
+    """Ends the process, and with it all tests, if the block takes longer: what waits for ever can't be told to stop."""
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
 
 
 def lingers(step: int) -> list[str]:

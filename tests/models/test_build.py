@@ -238,6 +238,12 @@ def test_pretrained_weights_in_fp32_in_training_mode(checkpoint):
     torch.testing.assert_close(model.eval()(ids, use_cache=False).logits, expected)
 
 
+def test_a_vocabulary_in_the_config_of_an_earlier_run_leaves_a_pretrained_model_as_it_is(checkpoint):
+    """Typed, it is refused; but runs that had it, without effect, can still be continued and exported."""
+    model = build_model(pretrained(checkpoint, vocab_size=128), VOCAB, 0, seq_len=64)
+    assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size < 128
+
+
 def test_pretrained_on_meta_reads_no_weights(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     with torch.device("meta"):
@@ -251,7 +257,6 @@ def test_pretrained_on_meta_reads_no_weights(checkpoint):
         ({}, VOCAB + 1, 8, "the tokenizer has 62 tokens"),
         ({}, VOCAB, 65, "data.seq_len=65 exceeds the 64 positions"),
         ({"max_position_embeddings": 64}, VOCAB, 8, "model.max_position_embeddings=64"),
-        ({"vocab_size": 128}, VOCAB, 8, "model.vocab_size=128"),
         ({"name_or_path": None}, VOCAB, 8, "set model.name_or_path"),
         ({"extra": {"nonsense": 1}}, VOCAB, 8, "model.extra.nonsense"),
         ({"name_or_path": "./no/such/folder"}, VOCAB, 8, "model.name_or_path=./no/such/folder: no such folder"),

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import signal
 import time
 from pathlib import Path
 from unittest import mock
@@ -28,7 +27,7 @@ from lmtrain.planning import budget
 from lmtrain.planning.budget import Measured, settle, steps_within
 from lmtrain.run import build, resume
 from lmtrain.run.start import start
-from support import TINY, rows
+from support import TINY, ends_within, rows
 
 
 @pytest.fixture(autouse=True)
@@ -286,9 +285,8 @@ def test_a_budget_ends_with_the_epochs_of_a_mixture(tmp_path: Path, monkeypatch:
     words = [*TINY, "data=mixture", f"data.mixture=[{mixture}]", "budget.minutes=9", "trainer.accelerator=cpu",
              "callbacks.samples.every_n_validations=0", "export.enabled=false", f"run.dir={tmp_path}/run"]  # fmt: skip
     monkeypatch.setattr(budget, "measure", lambda *_: Measured(starting=1.0, step=0.5, validation=0.1))
-    signal.alarm(120)  # ends the process
-    done = run("train", *words)
-    signal.alarm(0)
+    with ends_within(120):
+        done = run("train", *words)
     assert done.code == 0, done.err
     trained = build.rows_to_train(config(*words), build_corpus(config(*words)))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -320,9 +318,8 @@ def test_more_minutes_train_no_further_than_the_epochs(
     done = (tmp_path / "run" / "summary.json").read_text()
     assert json.loads(done)["status"] == "finished"
     assert "budget.minutes=2" not in capsys.readouterr().out  # not among the commands to type next
-    signal.alarm(120)  # ends the process
-    assert start(lmtrain.compose([*words, "budget.minutes=2"])) == 0
-    signal.alarm(0)
+    with ends_within(120):
+        assert start(lmtrain.compose([*words, "budget.minutes=2"])) == 0
     assert (tmp_path / "run" / "summary.json").read_text() == done
     assert "where trainer.max_epochs=1 ends it: more minutes add no step" in " ".join(capsys.readouterr().out.split())
 
@@ -338,7 +335,7 @@ def test_a_typed_length_wins(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "decides"),
     [("trainer.fast_dev_run=true", True), ("debug=fast", True), ("trainer.max_epochs=3", True),
-     ("trainer.fast_dev_run=false", False), ("trainer.max_epochs=null", False)],
+     ("trainer.fast_dev_run=false", False), ("trainer.fast_dev_run=False", False), ("trainer.max_epochs=null", False)],
 )  # fmt: skip
 def test_what_else_decides_the_length(
     word: str, decides: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -144,6 +144,16 @@ def test_a_row_without_a_reference_is_another_rewards() -> None:
     assert Equal()([0], ["None"], answer=[None]) == [None]
 
 
+def test_a_completion_that_no_reward_judges_is_not_scored_zero() -> None:
+    """Else a column without values would train, without a word, on rewards that are all 0."""
+    found = Scorer([Part("number", 1.0, ExactNumber()), Part("odd", 1.0, Odd([None, 0.5, None]))], 60.0)(
+        [0] * 3, ["1", "2", "4"], {"answer": [None, None, "3"]}
+    )
+    assert math.isnan(found.total[0])
+    assert (found.total[1:], found.failed) == ([0.5, 0.0], [True, False, False])
+    assert [reason.partition(",")[0] for reason in found.reasons] == ["number and odd returned None: no opinion"]
+
+
 @pytest.mark.parametrize(
     ("reference", "read"),
     [(r"2\pi", r"$2\pi$"), (r"\sqrt{2} \text{ cm}", r"$\sqrt{2} \text{ cm}$"), ("(1, 2)", "$(1, 2)$"), ("1/2", "$1/2$"),

@@ -127,6 +127,8 @@ def test_refusals(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for word in ("budget.minutes=1", "budget.tokens=1e6", "trainer.num_nodes=2", "debug=replay"):
         with pytest.raises(UserError, match=word.partition("=")[0]):
             lmtrain.build(lmtrain.compose(settings(corpus, word)))
+    with pytest.raises(UserError, match=r"set trainer.max_steps and budget.tokens=null"):  # one is not enough
+        lmtrain.build(lmtrain.compose(settings(corpus, "budget.tokens=1e6", "trainer.max_steps=2")))
     assert list(tmp_path.iterdir()) == []
 
 

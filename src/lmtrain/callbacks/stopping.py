@@ -125,7 +125,7 @@ class BadSteps(pl.Callback):
         )
 
     def _save(self, trainer: pl.Trainer, module: Objective, start: int) -> str:
-        """Saves the worst micro-batch of a step; returns where it is and how to replay the step."""
+        """Saves the worst micro-batch of a step; returns where it is and how the step can be replayed."""
         assert trainer.train_dataloader is not None
         dataset = trainer.train_dataloader.dataset
         batch = dataset[start]  # the same batch: order is a pure function of the step
@@ -137,16 +137,11 @@ class BadSteps(pl.Callback):
             torch.save(batch["micro_batches"][worst], self.folder / f"{name}.pt")
             report = {"step": start, "micro_batch": worst, "micro_batch_losses": losses, "epoch_and_row_ids": rows}
             (self.folder / f"{name}.json").write_text(json.dumps(report, indent=2))
-        saved = (
-            f"The worst micro-batch of that step (number {worst}) and its row ids are in {self.folder / name}.pt and "
-            f".json."
-        )
-        if isinstance(dataset.rows, StreamRows):
-            return saved
-        return (
-            f"{saved} To run exactly that step again, use the same command with debug=replay debug.step={start} "
-            f"{shell_word('run.dir', str(self.folder))}."
-        )
+        files = f"{self.folder / name}.pt and .json"
+        said = f"The worst micro-batch of that step (number {worst}) and its row ids are in {files}."
+        here = shell_word("run.dir", str(self.folder))
+        again = f" To run exactly that step again, add debug=replay debug.step={start} {here} to the same command."
+        return said + ("" if isinstance(dataset.rows, StreamRows) else again)
 
     def micro_batch_losses(self, module: Objective, micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:
         """Returns each micro-batch's mean loss, computed in the training precision."""

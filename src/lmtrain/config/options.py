@@ -115,10 +115,16 @@ class ScratchModelConfig(ModelConfig):
     router_aux_loss_coef: Annotated[float | None, TRAJECTORY] = None
 
 
+_OWN_VOCABULARY = ReadWhere(
+    lambda c: False, "a pretrained model has its own, which grows with the tokens of tokenizer.add_tokens; leave it out"
+)
+
+
 @dataclass(kw_only=True)
 class LoadedModelConfig(ModelConfig):
     """A pretrained model from the hub or a folder, which determines the architecture."""
 
+    vocab_size: Annotated[int | None, MODEL, _OWN_VOCABULARY]
     name_or_path: Annotated[str | None, MODEL, CONTENT] = None
     revision: Annotated[str | None, MODEL, CONTENT] = None
     router_aux_loss_coef: Annotated[float | None, TRAJECTORY] = None

@@ -129,13 +129,13 @@ class AnswersFile:
             self._file.truncate()
 
     def _check(self, lines: Sequence[bytes], asked: Sequence[tuple[str, int]]) -> None:
-        """Raises UserError for a line that is not the answer to the prompt of the same number, or the start of one."""
+        """Raises UserError for a line that is neither the answer asked for at its place nor the beginning of it."""
         for number, line in enumerate(lines):
             begins = _line(*asked[number], "").removesuffix('"}\n').encode() if number < len(asked) else b"\n"
             if not line.startswith(begins) and not begins.startswith(line):
                 raise UserError(
-                    f"generate.out={self.name}: line {number + 1} is no answer to prompt {number + 1} of this command, "
-                    f"which would go on after it: name another file, or remove this one"
+                    f"generate.out={self.name}: line {number + 1} is not the answer that this command writes there, "
+                    f"and it would go on after the lines of the file: name another file, or remove this one"
                 )
 
     def _open(self, path: Path) -> BinaryIO:

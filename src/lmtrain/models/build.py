@@ -239,11 +239,6 @@ def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
         raise UserError(
             f"model.{MAX_POSITIONS}={cfg.max_position_embeddings}: {cfg.name_or_path} has its own; make it null"
         )
-    if cfg.vocab_size is not None:
-        raise UserError(
-            f"model.vocab_size={cfg.vocab_size}: {cfg.name_or_path} has its own, which grows with the tokens of "
-            f"tokenizer.add_tokens; make it null"
-        )
     here = Path(str(cfg.name_or_path))
     config = base_config(here) if is_exported(here) else _from_hub(AutoConfig.from_pretrained, cfg)
     config.update(_free_fields(cfg, config))

@@ -46,7 +46,8 @@ ROLLOUTS = {
     "reward_failures": Definition(
         "share",
         _COMPLETIONS,
-        "a reward raised, took too long or gave no finite number; they are in no group's mean and have no advantage",
+        "a reward raised, took too long or gave no finite number, or none had an opinion; they are in no group's mean "
+        "and have no advantage",
         _LOOP,
     ),
     "reward_spread": Definition(

@@ -22,6 +22,7 @@ from lmtrain.callbacks.time_budget import ENDING_S, steps_of_validation
 from lmtrain.config import safe_yaml
 from lmtrain.config.batch import step_sizes
 from lmtrain.config.effect import EPOCHS
+from lmtrain.config.keys import value_of
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
@@ -45,7 +46,7 @@ _VALIDATIONS = 10.5  # per run; the half keeps the last of them away from the va
 # On a CPU, uncompiled steps are measured: the share of their time that compiled ones take, and seconds of compiling.
 _COMPILED, _COMPILING_S = 0.68, 20.0
 _FEWEST, _MOST, _RANKS = 4, 400, 20  # numbers of measured steps; the last one with several ranks
-_LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.fast_dev_run", "debug")  # typed, they override a budget
+_LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.fast_dev_run")  # typed, they override a budget
 # What a budget does before ranks are started, and what may be set instead where torchrun or SLURM has started them.
 _BEFORE_RANKS = {
     "minutes": ("measures this machine", "trainer.max_steps"),
@@ -75,7 +76,9 @@ def settle(config: Config, began: float) -> list[str]:
             see `_settle_minutes` and `_settle_amount`.
     """
     typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
-    by_hand = [key for key in _LENGTHS if typed.get(key, "null") not in ("null", "false", "0", "replay")]
+    by_hand = [key for key in _LENGTHS if key in typed and value_of(config, key)]
+    if typed.get("debug", "null") not in ("null", "replay"):
+        by_hand.append("debug")
     if by_hand:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)

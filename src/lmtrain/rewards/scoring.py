@@ -12,6 +12,7 @@ from lmtrain.errors import RunError, UserError
 from lmtrain.rewards.base import Reward
 
 SOLE = "reward"  # the name of a reward that is the only one
+_NO_OPINION = "no opinion, as where a row has no value in the column that is compared"
 
 
 class Part(NamedTuple):
@@ -27,8 +28,8 @@ class ScoredCompletions:
     """The scores of N completions, by name of the reward; NaN where it failed or returned None."""
 
     parts: dict[str, list[float]]
-    total: list[float]  # the weighted sum; NaN where a part failed
-    failed: list[bool]
+    total: list[float]  # the weighted sum; NaN where a part failed, or all returned None
+    failed: list[bool]  # whether the total is NaN
     reasons: Counter[str] = field(default_factory=Counter)  # how often each failure was seen
 
 
@@ -86,6 +87,10 @@ class Scorer:
                     scores.reasons[found] += 1
                 elif not math.isnan(found):
                     scores.total[i] += part.weight * found
+        for i, values in enumerate(zip(*scores.parts.values(), strict=True)):
+            if not scores.failed[i] and all(map(math.isnan, values)):
+                scores.failed[i], scores.total[i] = True, math.nan
+                scores.reasons[f"{' and '.join(scores.parts)} returned None: {_NO_OPINION}"] += 1
         return scores
 
     def _outcomes(

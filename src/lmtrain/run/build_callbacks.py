@@ -45,9 +45,10 @@ _PAUSES = 60  # seconds: ranks also wait for the pauses between read attempts
 def check_monitors(
     config: Config, corpus: Corpus, objective: Objective, samples: Samples | None, val_sets: dict[str, ValSet]
 ) -> None:
-    """Raises UserError if the best checkpoint or early stopping needs a metric that not every validation reports.
+    """Checks the metrics of checkpoint.monitor and of early stopping.
 
-    Also if the worst value of the metric would count as the best.
+    Raises:
+        UserError: a metric is not reported by every validation, or its worst value would count as the best.
     """
     stopping = config.callbacks.early_stopping
     if stopping.enabled and corpus.val is None and not val_sets:

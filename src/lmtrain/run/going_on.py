@@ -76,7 +76,7 @@ def _prompt(run: Run) -> str:
 def longer(run: Run) -> list[str]:
     """Returns overrides that double the key that ended the run and unset the other key if it would end it earlier.
 
-    None if a run with a time budget has used up its epochs: more of them rarely help.
+    The list is empty if a run with a time budget has used up its epochs, as more of them rarely help.
     """
     chosen, trained = run.config.budget.chosen, rows_to_train(run.config, run.corpus)
     if out_of_epochs(run.config, run.total_steps, trained):

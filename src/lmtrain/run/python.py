@@ -74,7 +74,7 @@ def _refuse(config: Config) -> None:
     if chosen is not None:
         raise UserError(
             f"budget.{chosen} chooses the number of steps on the command line only, before the run is built: set "
-            f"trainer.max_steps, or start python -m lmtrain.train"
+            f"trainer.max_steps and budget.{chosen}=null, or start python -m lmtrain.train"
         )
     if config.debug.get("mode") == "replay":
         raise UserError("debug=replay trains no run: start python -m lmtrain.train with it")

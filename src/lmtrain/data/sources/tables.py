@@ -109,7 +109,7 @@ def _has_lines(path: File) -> bool:
 def _refuse_one_object(path: File) -> None:
     """Raises UserError if the file is one object written over several lines."""
     try:
-        json.loads(next(data_lines(path), ""))
+        json.loads(next((line for line in data_lines(path) if line.strip()), ""))
         return
     except (ValueError, RecursionError):
         pass
