@@ -8,7 +8,6 @@ from inprocess import message, run, snapshot, train_tiny
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.compose import check, compose
 from lmtrain.config.effect import default_in, inference_note, without_effect
-from lmtrain.config.fingerprint import changes, fingerprint
 from lmtrain.data.corpus import check_rows
 from lmtrain.errors import UserError
 from lmtrain.run.plan import unlikely
@@ -47,28 +46,6 @@ def test_a_key_that_nothing_reads_is_refused(
 
 
 # The recipe of a run, a setting without effect in it, and one that gives the setting its effect.
-UNREAD = [
-    ("objective=dpo data=preference_jsonl objective.loss=ipo", "objective.label_smoothing=0.1",
-     "objective.loss=robust"),
-    ("data=jsonl model=pretrained model.name_or_path=owner/name", "model.vocab_size=128", "model=llama_small"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("words", "unread", "reads"), UNREAD)
-def test_a_run_that_had_a_setting_without_effect_continues_without_it(words: str, unread: str, reads: str) -> None:
-    base = [*words.split(), "data.path=a.jsonl", "tokenizer=bytes", "data.seq_len=256"]
-
-    def changed(*more: str) -> list[str]:
-        earlier, now = check(compose([*base, *more, unread])), check(compose([*base, *more]))
-        return [c.name for c in changes(fingerprint(earlier, {}, {}), fingerprint(now, {}, {}), {}, now)]
-
-    typed = [*base, unread]
-    assert len(without_effect("train", typed, check(compose(typed)), default_in(compose(base)))) == 1
-    assert changed() == []
-    base = [word for word in base if not word.startswith(("model", "objective.loss"))]
-    assert changed(reads) == [unread.partition("=")[0]]
-
-
 OF_ROWS = {
     "data=unpaired_jsonl objective=kto": ("conversation_format=messages", "prompt_template={a}",
                                           "response_template={b}", "packing=greedy"),

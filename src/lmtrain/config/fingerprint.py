@@ -9,7 +9,6 @@ A checkpoint is independent of the number of devices, so the fingerprint leaves 
 Those settings may change on resume; their previous values are read from the run's config.yaml.
 """
 
-import copy
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -73,23 +72,13 @@ def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], c
     found = [
         Difference(name, then, ours["keys"][name])
         for name, then in known["keys"].items()
-        if name in ours["keys"] and not same(then, ours["keys"][name]) and not _never_read(name, then, config)
+        if name in ours["keys"] and not same(then, ours["keys"][name])
     ]
     for name in {**known["contents"], **{name: None for name in now if name.startswith(FEATURE)}}:
         then = known["contents"].get(name)
         if (name in now or name.startswith(FEATURE)) and not same(then, now.get(name)):
             found += _content(name, then, now.get(name), found, before, config)
     return found
-
-
-def _never_read(name: str, then: Any, config: Config) -> bool:
-    """Returns whether a key has no effect in this config, neither with its value nor with the value `then`."""
-    if unread(name, config) is None:
-        return False
-    section, _, leaf = name.rpartition(".")
-    earlier = copy.deepcopy(config)
-    setattr(value_of(earlier, section), leaf, then)
-    return unread(name, earlier) is not None
 
 
 def _content(
