@@ -162,6 +162,8 @@ def test_characters_that_a_tokenizer_lacks_are_counted(tmp_path: Path) -> None:
         for _ in range(2):
             assert len(list(documents.read(own))) == 1
             assert documents.unknown == count
+        own.unk_token = own.eos_token  # as in GPT-2's tokenizer; whole bins hold many
+        assert tokenizers.unknown_token(own) is None
 
 
 class Rhymes(ChatRows):

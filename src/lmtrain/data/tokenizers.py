@@ -177,6 +177,15 @@ def _keep_sentencepiece(tokenizer: PreTrainedTokenizerFast, folder: Path) -> boo
     return True
 
 
+def unknown_token(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """Returns the id that stands for characters which the tokenizer lacks; None if it lacks none.
+
+    Some tokenizers that lack none, such as GPT-2's, name the end of text as their unknown token.
+    """
+    unknown: int | None = tokenizer.unk_token_id
+    return None if unknown == tokenizer.eos_token_id else unknown
+
+
 def plain_backend(tokenizer: PreTrainedTokenizerFast) -> Backend:
     """Returns a copy of the tokenizer's backend that reads special tokens as text, without truncation and padding."""
     backend = copy.deepcopy(tokenizer.backend_tokenizer)

@@ -28,6 +28,7 @@ from lmtrain.data.stream.head import prepare_head
 from lmtrain.data.text.encode import Encoder
 from lmtrain.data.text.mixture import documents_of
 from lmtrain.data.text.prepare import pieces_of, prepare
+from lmtrain.data.tokenizers import unknown_token
 from lmtrain.errors import UserError
 
 
@@ -99,13 +100,13 @@ class ScoredDocuments:
 
     def read(self, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:
         """Yields (ids [T], UTF-8 bytes) of non-empty documents, tokenized as in training, without end-of-text token."""
-        self.digest, self.unknown = hashlib.sha256(), 0
+        self.digest, self.unknown, unk = hashlib.sha256(), 0, unknown_token(tokenizer)
         data = self.config.data
         held_as_bins = data.source == "bins" or data.ring_bytes is not None
         found = _of_bins(self.config, tokenizer) if held_as_bins else self._of_text(tokenizer)
         for ids, size in islice((d for d in found if len(d[0])), self.limit):
             self.digest.update(np.asarray(ids, dtype="<u4").tobytes())
-            self.unknown += int(np.count_nonzero(ids == tokenizer.unk_token_id))
+            self.unknown += 0 if unk is None else int(np.count_nonzero(ids == unk))
             yield ids, size
 
     def _of_text(self, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:

@@ -25,8 +25,11 @@ class UnpairedRowEncoder(TemplateRows):
     words = "unpaired"
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
-        """Raises UserError for data.train_on=all, as the prompt is not part of the answer that is scored,
-        data.on_too_long=split, as its parts would be answers to no prompt, and a wrong column in data.columns."""
+        """
+        Raises:
+            UserError: data.train_on=all, as the prompt is no part of the answer that is scored; data.on_too_long=split,
+                as parts would be answers to no prompt; or data.columns names a column that such rows don't have.
+        """
         choice(*ANSWERS)("data.train_on", cfg.train_on)
         choice("truncate_left", "truncate_right", "drop", "raise")("data.on_too_long", cfg.on_too_long)
         check_renamed(cfg, "unpaired answers have", _FORMAT.required)

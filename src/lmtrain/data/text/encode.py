@@ -22,7 +22,7 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.byte_bpe.encoder import ByteBPE
 from lmtrain.data.byte_bpe.processes import EncodeProcesses
 from lmtrain.data.sources.pieces import Piece
-from lmtrain.data.tokenizers import plain_backend
+from lmtrain.data.tokenizers import plain_backend, unknown_token
 from lmtrain.errors import UserError
 
 SEGMENT = 1 << 15  # characters; long enough that checking a cut is cheap, short enough to feed many threads
@@ -78,9 +78,8 @@ class Encoder:
         """eos_id: the token put after each document, None for none; processes: their maximum, None for one per core."""
         self.backend = plain_backend(tokenizer)  # "<|endoftext|>" written in a document is text, not the end of it
         self.eos = np.array([] if eos_id is None else [eos_id], dtype=np.uint32)
-        # Token of a character that the tokenizer lacks; some name the end of text so, as they lack none.
-        self.unk = None if tokenizer.unk_token_id == tokenizer.eos_token_id else tokenizer.unk_token_id
-        self.unknown = 0  # how many of them were found so far
+        self.unk = unknown_token(tokenizer)
+        self.unknown = 0  # how many of its tokens were found so far
         self.newline = self._ids("\n")
         self.processes = min(processes or os.cpu_count() or 1, _PROCESSES)
 
