@@ -166,8 +166,8 @@ def _weights_of(name: str) -> str:
     if (path / "export" / "adapter_config.json").is_file():
         raise UserError(
             f"model={name}: the run exported an adapter. To start from the whole model, merge it first: python -m "
-            f"lmtrain.export run_dir={name} export.merge=true; to go on training the adapter, name its base in model= "
-            f"and set peft=lora peft.adapter={path / 'export'}"
+            f"lmtrain.export {shell_word('run_dir', name)} export.merge=true; to go on training the adapter, name its "
+            f"base in model= and set peft=lora {shell_word('peft.adapter', str(path / 'export'))}"
         )
     raise UserError(
         f"model={name}: the folder holds no model (config.json). Of a run, python -m lmtrain.export "

@@ -82,20 +82,29 @@ _OF_FILES = ReadWhere(
     lambda c: c.data.source not in ("python_stdlib", "mixture") and "." not in c.data.source,
     "choose what reads it: data=text, jsonl, parquet, bins, chat_jsonl or preference_jsonl",
 )
-# lmtrain's own classes of rows, unpaired answers and prompts; a user's class may read any key.
+
+
+def _has_formats(config: Any) -> bool:
+    """Returns whether the rows may have several formats: not so lmtrain's classes of unpaired answers and prompts.
+
+    A user's class may read any key.
+    """
+    return not config.data.rows.startswith("lmtrain.")
+
+
 _OF_FORMATS = ReadWhere(
-    lambda c: not c.data.rows.startswith("lmtrain."),
+    _has_formats,
     "rows of this kind have one format; data.columns={prompt: ...} says what their columns are called",
 )
 _OF_CONVERSATIONS = ReadWhere(
-    lambda c: c.data.rows != "pairs" and not c.data.rows.startswith("lmtrain."),
+    lambda c: c.data.rows != "pairs" and _has_formats(c),
     "only the answers of conversations are built by it; leave it out",
 )
 _TRAINED_ON = ReadWhere(
     lambda c: not c.data.rows.endswith(".PromptRowEncoder"),
     "prompts are not trained on; data.max_prompt_length limits their tokens",
 )
-_PACKED = ReadWhere(lambda c: not c.data.rows.startswith("lmtrain."), "rows of this kind are never packed")
+_PACKED = ReadWhere(_has_formats, "rows of this kind are never packed")
 _OF_CLASS = ReadWhere(lambda c: "." in c.data.source, "set data.source=package.module.Class too")
 _CUT_OFF = ReadWhere(lambda c: not c.data.val_path, "data.val_path already names the validation data")
 _GROWING = ReadWhere(lambda c: c.data.curriculum.by is not None, "set data.curriculum.by=length too")

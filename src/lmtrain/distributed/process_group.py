@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 
 from lmtrain.errors import RunError, UserError
 
@@ -21,7 +22,6 @@ _FLIGHT_RECORDER = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "
 
 
 _patience: datetime.timedelta | None = None  # the timeout of the group that `connect` made
-_TORCH_PATIENCE = 1800.0  # seconds, where `connect` made no group
 
 
 def connect(accelerator: str, patience: float) -> None:
@@ -58,7 +58,7 @@ def equal_patience() -> None:
 
 def patience() -> float:
     """Returns the seconds that this rank waits for others before it gives up."""
-    return _TORCH_PATIENCE if _patience is None else _patience.total_seconds()
+    return (_patience or default_pg_timeout).total_seconds()
 
 
 def write_traces_to(folder: Path) -> None:

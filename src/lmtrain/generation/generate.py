@@ -14,6 +14,7 @@ from lmtrain import errors, terminal
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.chat.templates import end_ids, own_template, user_turn
+from lmtrain.data.sources.lines import BOM
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import UserError, reason
 from lmtrain.generation.sampling import positions, sample_text, sample_texts, settings_of
@@ -79,7 +80,7 @@ def read_prompts(name: str) -> Iterator[str]:
     """
     try:
         text = sys.stdin.read() if name == "-" else Path(name).expanduser().read_text(encoding="utf-8")
-        text = text.removeprefix("\ufeff")  # some Windows programs begin UTF-8 files with it
+        text = text.removeprefix(BOM)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"generate.prompts_file={name} can't be read: {reason(error)}") from None
     # Not splitlines(), which also splits at characters that a text of JSON may contain, such as U+2028.
