@@ -56,7 +56,7 @@ def main() -> None:
 
 def build_transformers_model(cfg: Config) -> transformers.PreTrainedModel:
     """Builds the model from lmtrain's config, but with transformers' default attention."""
-    vocab_size = len(build.build_corpus(cfg).prepared.tokenizer)
+    vocab_size = len(build.build_corpus(cfg).tokenizer)
     with torch.device("meta"):
         shape = build_model(cfg.model, vocab_size, None, cfg.data.seq_len).config.to_dict()
     fresh = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)

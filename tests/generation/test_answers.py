@@ -158,7 +158,7 @@ def test_an_answer_ends_with_its_turn() -> None:
     from lmtrain.data import tokenizers
 
     cfg = TokenizerConfig(kind="bytes")
-    tokenizer: Any = tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
+    tokenizer: Any = tokenizers.load_or_train(cfg, lambda _: iter(()), tokenizers.identity(cfg))
     model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, n_positions=32))
     with torch.no_grad():
         for parameter in model.parameters():

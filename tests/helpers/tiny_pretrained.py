@@ -50,7 +50,7 @@ SHORT = [
 def save_pretrained(folder: Path, family: str = "llama", spare_rows: int = 0, **changes: Any) -> Path:
     """Saves a model, with weights so large that each layer's effect shows in the logits, and a bytes tokenizer."""
     cfg = TokenizerConfig(kind="bytes")
-    tokenizer = tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
+    tokenizer = tokenizers.load_or_train(cfg, lambda _: iter(()), tokenizers.identity(cfg))
     config_class = {"llama": LlamaConfig, "gpt2": GPT2Config, "qwen3_moe": Qwen3MoeConfig}[family]
     fields = {"vocab_size": len(tokenizer) + spare_rows, "initializer_range": 0.2, "eos_token_id": 0, "bos_token_id": 0}
     torch.manual_seed(0)

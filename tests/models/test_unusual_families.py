@@ -20,7 +20,7 @@ DPO = [*SHORT, *STEPS, "objective=dpo", "data=preference_jsonl", "optimizer.lr=0
 
 def saved(folder: Path, family: str) -> Path:
     cfg = TokenizerConfig(kind="bytes")
-    tokenizer = tokenizers.load_or_train(cfg, tokenizers.identity(cfg), lambda _: iter(()))
+    tokenizer = tokenizers.load_or_train(cfg, lambda _: iter(()), tokenizers.identity(cfg))
     model = build(config_of(Variant(family, {})))
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.save_pretrained(folder)
