@@ -114,30 +114,18 @@ def has_split(folder: Path, split: str) -> bool:
     return (folder / f"{split}.bin").exists()
 
 
-def open_bins(folder: Path, split: str, *, seq_len: int | None = None) -> SplitBins:
+def open_bins(folder: Path, split: str) -> SplitBins:
     """Opens the bins of split "train" or "val" in a folder of lmtrain's or nanoGPT's.
 
-    Args:
-        split: a split that the folder has (`has_split`).
-        seq_len: if given, a split with no room for one row (seq_len tokens and the label of the last) is refused.
-
     Raises:
-        UserError: there are no bins, a file disagrees with meta.json, or there are too few tokens.
+        UserError: there are no such bins, or a file disagrees with meta.json.
     """
     if not folder.is_dir():
         raise UserError(f"data.path={folder}: no such folder; give the folder that holds train.bin or {META}")
     if not has_split(folder, split):
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:10]) or "nothing"
         raise UserError(f"{folder} holds no {split} bins, neither in {META} nor as {split}.bin (it holds {names})")
-    found = _open_prepared(folder, split) if (folder / META).exists() else _open_plain(folder, split)
-    longest = max((s.tokens for s in found.shards), default=0)
-    if seq_len is not None and longest < seq_len + 1:
-        raise UserError(
-            f"{folder}: the {split} split has {found.tokens} tokens (longest shard {longest}), fewer than one row of "
-            f"data.seq_len={seq_len} and the label of its last token: set data.seq_len={max(1, longest - 1)} or less, "
-            f"or use more text"
-        )
-    return found
+    return _open_prepared(folder, split) if (folder / META).exists() else _open_plain(folder, split)
 
 
 def _open_prepared(folder: Path, split: str) -> SplitBins:

@@ -61,8 +61,8 @@ def prepare_head(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool
     with PrepareProgress(progress) as show:
 
         def fill(folder: Path) -> None:
-            characters = tokenizer_cfg.train_characters
-            tokenizer = make_tokenizer(folder, tokenizer_cfg, lambda _: _text(source), named, show, lambda: characters)
+            watch = lambda text: show.watch(text, tokenizer_cfg.train_characters)  # noqa: E731
+            tokenizer = make_tokenizer(folder, tokenizer_cfg, lambda _: _text(source), named, watch)
             _write_head(folder, cfg, source, make_encoder(tokenizer, cfg), new_meta(tokenizer, key), show)
 
         prepared = prepare_folder(target, fill, source.notes, cfg, show)

@@ -100,6 +100,8 @@ def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, se
     return FillInTheMiddle(fim.rate, fim.spm_rate, prefix, suffix, middle, tokenizer.eos_token_id, seed)
 
 
-def fim_words(fim: FillInTheMiddle) -> str:
-    """Describes fill-in-the-middle for the plan."""
-    return f"fill-in-the-middle: {fim.rate:.0%} of the documents in a row, {fim.spm_rate:.0%} of those suffix first"
+def fim_words(fim: FillInTheMiddle | None) -> list[str]:
+    """Returns the line of the plan about fill-in-the-middle, if it is used."""
+    if fim is None:
+        return []
+    return [f"fill-in-the-middle: {fim.rate:.0%} of the documents in a row, {fim.spm_rate:.0%} of those suffix first"]

@@ -129,11 +129,11 @@ def _tokenizer_of(
     def texts(name: str) -> Iterator[str]:
         return (piece.text for piece in sources.pieces(source, cfg, name) or ())
 
-    def total_bytes() -> int | None:
+    def watch(text: Iterator[str]) -> Iterator[str]:
         known = sources.expected_bytes(source, cfg, "train")
-        return None if known is None else min(known, tokenizer_cfg.train_characters or known)
+        return show.watch(text, None if known is None else min(known, tokenizer_cfg.train_characters or known))
 
-    return make_tokenizer(folder, tokenizer_cfg, texts, named, show, total_bytes)
+    return make_tokenizer(folder, tokenizer_cfg, texts, named, watch)
 
 
 def make_tokenizer(
@@ -141,16 +141,13 @@ def make_tokenizer(
     cfg: TokenizerConfig,
     texts: Callable[[str], Iterator[str]],
     named: Identity,
-    show: PrepareProgress,
-    total_bytes: Callable[[], int | None],
+    watch: Callable[[Iterator[str]], Iterator[str]],
 ) -> PreTrainedTokenizerFast:
     """Makes the tokenizer that `cfg` names, saves it in `folder`/tokenizer and loads it from there as later runs will.
 
-    Args:
-        texts: see `tokenizers.load_or_train`.
-        total_bytes: returns about how many bytes of text a BPE is trained on, None if unknown; called only for a BPE.
+    The other arguments are those of `tokenizers.load_or_train`.
     """
-    made = tokenizers.load_or_train(cfg, texts, named, watch=lambda text: show.watch(text, total_bytes()))
+    made = tokenizers.load_or_train(cfg, texts, named, watch)
     tokenizers.save(made, folder / "tokenizer")
     return tokenizers.load_folder(folder / "tokenizer")
 
