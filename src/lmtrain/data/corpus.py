@@ -282,13 +282,11 @@ def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
         raise UserError(
             f"data.mixture={config.data.mixture}: with these weights no row is left to train on; raise them"
         )
-    if val is not None and len(val) == 0:  # by the weights
-        val = None
     rows, words = encoder.make_rows(train, config, config.seed)
     return Corpus.of(
         prepared,
         train=rows,
-        val=encoder.make_rows(val, config, None)[0] if val is not None else None,
+        val=encoder.make_rows(val, config, None)[0] if val is not None and len(val) > 0 else None,  # by the weights
         epoch_tokens=getattr(rows, "epoch_tokens", train.tokens),
         words=[*split_words(prepared), words],
         questions=prepared.meta["questions"],

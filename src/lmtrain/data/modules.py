@@ -41,9 +41,9 @@ class TokenDataModule(pl.LightningDataModule):
         sizes: Stages,
         micro_batch_size: int,
         total_steps: int,
-        max_epochs: int | None,
-        limit_val_batches: int | None,
         num_workers: int,
+        max_epochs: int | None = None,
+        limit_val_batches: int | None = None,
         val_sets: dict[str, Rows] | None = None,
         lengths: Stages | None = None,
     ) -> None:
@@ -169,8 +169,6 @@ class CorpusDataModule(TokenDataModule):
             sizes=Stages.constant(batch_size),
             micro_batch_size=batch_size,
             total_steps=0,
-            max_epochs=None,
-            limit_val_batches=None,
             num_workers=num_workers,
         )
 

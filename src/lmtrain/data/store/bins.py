@@ -142,7 +142,7 @@ def open_shards(folder: Path, dtype: str, split: SplitMeta) -> list[Shard]:
     """Opens the files of a split that a BinWriter wrote."""
     shards = []
     for entry in split["shards"]:
-        shards.append(Shard(folder / entry["file"], dtype, entry["tokens"], **side_files(folder, entry)))
+        shards.append(Shard(folder / entry["file"], dtype, entry["tokens"], side_files(folder, entry)))
         if shards[-1].documents != entry["documents"]:
             raise UserError(f"{shards[-1].docs} and {folder / META} disagree: delete {folder} and prepare again")
     return shards
@@ -164,7 +164,7 @@ def _open_plain(folder: Path, split: str) -> SplitBins:
         raise UserError(f"{file} is not a whole number of {dtype} tokens ({file.stat().st_size} bytes)")
     if tokens == 0:
         raise UserError(f"{file} is empty")
-    return SplitBins([Shard(file, dtype, tokens)], tokens, None, None, dtype, None)
+    return SplitBins([Shard(file, dtype, tokens, {})], tokens, None, None, dtype, None)
 
 
 def largest_token(bins: SplitBins, chunk: int = 1 << 22) -> int:

@@ -6,6 +6,7 @@ Existing bins (data=bins) are opened: a folder that lmtrain prepared, or nanoGPT
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,10 +221,7 @@ def _open_plain(
     if bins.has_split(folder, "val"):
         splits["val"] = bins.open_bins(folder, "val")
     facts = Facts(cfg.cache_dir)
-    largest = max(
-        facts.of(s.shards[0].path, "largest_token", lambda s=s: bins.largest_token(s))  # type: ignore[misc]
-        for s in splits.values()
-    )
+    largest = max(facts.of(s.shards[0].path, "largest_token", partial(bins.largest_token, s)) for s in splits.values())
     tokenizer = _plain_tokenizer(tokenizer_cfg, folder, largest, say)
     meta = new_meta(tokenizer, {}) | {"dtype": train.dtype}
     for name, split in splits.items():
