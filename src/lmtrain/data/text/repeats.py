@@ -238,7 +238,7 @@ class RepeatCounter:
         repeated, documents = near_repeats(train, length)
         near = repeated / max(1, documents)
         notes = []
-        if exact and exact >= _MANY:
+        if exact >= _MANY:
             share = f"{self.documents - len(self.seen):,} of {self.documents:,} documents ({exact:.0%})"
             notes.append(f"{share} are exact copies of an earlier one: data.dedup=exact leaves them out")
         if near >= exact + _MANY:
