@@ -153,11 +153,10 @@ def check_rows(config: Config) -> None:
         return
     needed, options = objective.rows, _DATA_OF.get(objective.rows)
     if options is None:
+        options = f"an option of the group data with rows: {needed}"
         option = option_holding(needed, [conf_dir()])
-        options = (
-            f"data={option} data.path=rows.jsonl" if option else f"an option of the group data with rows: {needed}"
-        )
-        needed = f"rows such as data={option} reads" if option else needed
+        if option:
+            options, needed = f"data={option} data.path=rows.jsonl", f"rows such as data={option} reads"
     others = [name for name, (_, made) in OBJECTIVES.items() if made.rows == held]
     instead = f", or train on it with objective={others[0]}" if others else ""
     raise UserError(f"objective={objective.name} needs {needed}, and this data holds {held}: choose {options}{instead}")

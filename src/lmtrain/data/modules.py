@@ -67,7 +67,6 @@ class TokenDataModule(pl.LightningDataModule):
             batch_size=None,  # an item is already a whole step or micro-batch
             sampler=sampler,
             num_workers=self.num_workers,
-            persistent_workers=False,
             pin_memory=torch.cuda.is_available(),
             # A separate generator: starting an iterator must not draw random numbers from the one that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
