@@ -36,7 +36,7 @@ def prepare(config: Config) -> int:
             f"data.ring_bytes=null to have all of it on disk"
         )
     if config.data.source == "mixture":
-        for part in prepare_mixture(config.data, config.tokenizer).parts:
+        for _, part in prepare_mixture(config.data, config.tokenizer):
             _show(part)
     else:
         _show(data.prepare(config.data, config.tokenizer))

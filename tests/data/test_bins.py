@@ -8,6 +8,7 @@ import pytest
 
 from lmtrain.data.store import bins
 from lmtrain.data.store.writer import BinWriter, dtype_for
+from lmtrain.data.text.windows import Windows
 from lmtrain.errors import RunError, UserError
 
 
@@ -173,9 +174,10 @@ def test_bad_folders(tmp_path):
 
 def test_shorter_than_one_row(tmp_path):
     np.arange(64, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    assert bins.open_bins(tmp_path, "train", seq_len=63).tokens == 64
-    with pytest.raises(UserError, match=r"has 64 tokens.*data\.seq_len=64.*set data\.seq_len=63 or less"):
-        bins.open_bins(tmp_path, "train", seq_len=64)
+    shards = bins.open_bins(tmp_path, "train").shards
+    assert len(Windows(shards, 63, seed=0, isolate_documents=False)) == 1
+    with pytest.raises(UserError, match=r"holds 64 tokens.*data\.seq_len=64.*set data\.seq_len=63 or less"):
+        Windows(shards, 64, seed=0, isolate_documents=False)
 
 
 def test_fingerprint_follows_the_tokens_not_the_place(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from inprocess import run
 from lmtrain.config.compose import check, compose
+from lmtrain.config.fingerprint import short_hash
 from lmtrain.data.corpus import Corpus, build_corpus
 from lmtrain.data.store import bins
 from support import TINY
@@ -32,10 +33,8 @@ def rename_to_earlier(corpus: Corpus) -> None:
     meta = bins.load_meta(corpus.folder)
     del meta["key"]["min_val_rows"]
     bins.save_meta(meta, corpus.folder)
-    from lmtrain.data.store.prepared import key_hash
-
     name = corpus.folder.name.rpartition("-")[0]
-    corpus.folder.rename(corpus.folder.with_name(f"{name}-{key_hash(meta['key'])[:12]}"))
+    corpus.folder.rename(corpus.folder.with_name(f"{name}-{short_hash(meta['key'])[:12]}"))
 
 
 def test_folders_of_earlier_versions_are_found_where_the_split_is_the_same(here: Path) -> None:

@@ -23,8 +23,12 @@ def sources_of(mixed: Mixture, rows: np.ndarray) -> np.ndarray:
     return np.searchsorted(mixed.first_row, rows[:, 1], side="right") - 1
 
 
-def counts(mixed: Mixture, steps: range, **more) -> np.ndarray:
-    rows = np.concatenate([mixed.step_rows(step, seed=1, **more) for step in steps])
+def step_rows(mixed: Mixture, step: int, **how) -> np.ndarray:
+    return mixed.stream_rows(step * BATCH, (step + 1) * BATCH, **how)
+
+
+def counts(mixed: Mixture, steps: range) -> np.ndarray:
+    rows = np.concatenate([step_rows(mixed, step, seed=1) for step in steps])
     return np.bincount(sources_of(mixed, rows), minlength=len(mixed.sources))
 
 
@@ -50,7 +54,7 @@ def test_many_sources_stay_within_two_rows_of_their_weights() -> None:
 
 def test_rows_come_once_in_each_epoch_of_their_source() -> None:
     mixed = mixture((30, 2), (50, 1))
-    rows = np.concatenate([mixed.step_rows(step, seed=3) for step in range(45)])  # 240 of the first, 120 of the second
+    rows = np.concatenate([step_rows(mixed, step, seed=3) for step in range(45)])  # 240 of the first, 120 of the second
     for source, size in enumerate((30, 50)):
         own = rows[sources_of(mixed, rows) == source]
         first = int(mixed.first_row[source])
@@ -62,10 +66,10 @@ def test_rows_come_once_in_each_epoch_of_their_source() -> None:
 
 def test_a_step_is_the_same_whenever_it_is_asked() -> None:
     parts = ((30, {0: 3.0, 5: 1.0}, 2), (50, {0: 1.0, 9: 0.0}), (20, 0.5))
-    whole = [mixture(*parts).step_rows(step, seed=5).tolist() for step in range(30)]
+    whole = [step_rows(mixture(*parts), step, seed=5).tolist() for step in range(30)]
     for step in (29, 0, 9, 14):
-        assert mixture(*parts).step_rows(step, seed=5).tolist() == whole[step]
-    assert mixture(*parts).step_rows(3, seed=6).tolist() != whole[3]
+        assert step_rows(mixture(*parts), step, seed=5).tolist() == whole[step]
+    assert step_rows(mixture(*parts), 3, seed=6).tolist() != whole[3]
 
 
 def test_weights_change_at_their_step() -> None:
@@ -84,14 +88,14 @@ def test_a_source_that_was_seen_often_enough_leaves_its_share_to_the_others() ->
     assert counts(mixed, range(200))[0] == 22
     later = counts(mixed, range(100, 400))
     assert later.tolist() == [0, 800, 1600]
-    rows = np.concatenate([mixed.step_rows(step, seed=1) for step in range(100)])
+    rows = np.concatenate([step_rows(mixed, step, seed=1) for step in range(100)])
     assert np.bincount(rows[sources_of(mixed, rows) == 0, 1]).tolist() == [2] * 11
 
 
 def test_a_mixture_ends_where_all_its_sources_are_used_up() -> None:
     mixed = mixture((11, 1, 2), (7, 1, 1.5))
     assert mixed.end == 22 + 10
-    assert [len(mixed.step_rows(step, seed=0)) for step in range(5)] == [8, 8, 8, 8, 0]
+    assert [len(step_rows(mixed, step, seed=0)) for step in range(5)] == [8, 8, 8, 8, 0]
     assert mixture((11, 1, 2), (7, 1)).end is None
 
 
@@ -111,11 +115,11 @@ def test_temperature_is_between_sizes_and_weights() -> None:
 
 def test_an_epoch_is_as_many_rows_as_there_are() -> None:
     mixed = mixture((5, 1), (8, 1))
-    assert [len(mixed.step_rows(step, seed=0, max_epochs=2)) for step in range(5)] == [8, 8, 8, 2, 0]
+    assert [len(step_rows(mixed, step, seed=0, max_epochs=2)) for step in range(5)] == [8, 8, 8, 2, 0]
 
 
 def test_a_trillion_rows_cost_no_memory() -> None:
     mixed = mixture((10**12, 0.9), (10**6, 0.1, 50))
-    rows = mixed.step_rows(10**9, seed=0)
+    rows = step_rows(mixed, 10**9, seed=0)
     assert len(rows) == BATCH
     assert (rows[:, 1] < 10**12).all(), "the small source was used up long before"

@@ -50,7 +50,7 @@ def test_repeats_that_were_left_out_don_t_move_the_split(mixture: bool, tmp_path
     file = written(tmp_path / "texts.jsonl", texts)
     of_file = [f"data.mixture=[{{path: {file}, val_fraction: 0.1}}]"] if mixture else [f"data.path={file}"]
     c = config(f"data={'text_mixture' if mixture else 'jsonl'}", *of_file, "data.val_fraction=0.1", "data.dedup=exact")
-    made = prepare_mixture(c.data, c.tokenizer).parts[0] if mixture else prepare(c.data, c.tokenizer, False)
+    made = prepare_mixture(c.data, c.tokenizer)[0][1] if mixture else prepare(c.data, c.tokenizer, False)
     expected = [text for text in held_out(made.folder) if text]
     assert len(expected) == 6  # every tenth of the sixty that are left
     found = [bytes(ids.astype(np.uint8)).decode() for ids, _ in ScoredDocuments(c, None).read(made.tokenizer)]

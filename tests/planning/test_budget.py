@@ -20,6 +20,7 @@ from lmtrain.config import compose as rules
 from lmtrain.config.batch import row_lengths, step_sizes
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import build_corpus
+from lmtrain.data.loaders import rows_of_step
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
 from lmtrain.objectives.base import Objective
@@ -113,17 +114,18 @@ def test_full_steps_are_measured_before_a_batch_warmup(corpus: Path, monkeypatch
 def test_full_steps_of_a_mixture_are_measured_before_a_batch_warmup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mixture has a step's number of rows itself."""
+    """The rows of a step are those of the trial, although the mixture was built for growing steps."""
     (tmp_path / "a.txt").write_text("Hello world, this is some text.\n" * 200)
     mixture = f"data.mixture=[{{path: {tmp_path}/a.txt}}]"
     asked = config(*TINY, "data=mixture", mixture, "budget.minutes=1", "trainer.accelerator=cpu", *GROWING)
     asked.trainer.devices, seen, corpus = 1, [], build_corpus(asked)
     made = build.build_datamodule
-    monkeypatch.setattr(build, "build_datamodule", lambda *these: seen.append(made(*these).train_rows) or 1 / 0)
+    monkeypatch.setattr(build, "build_datamodule", lambda *these: seen.append(made(*these)) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         budget.measure(asked, corpus)
-    assert len(seen[0].mixture.step_rows(0, seed=0)) == asked.data.global_batch_size
-    assert len(corpus.train.mixture.step_rows(0, seed=0)) == 2
+    measured = rows_of_step(seen[0].train_rows, 0, sizes=seen[0].sizes, seed=0)
+    assert len(measured) == asked.data.global_batch_size
+    assert len(rows_of_step(corpus.train, 0, sizes=step_sizes(asked.data), seed=0)) == 2
 
 
 def test_a_budget_without_time_for_training_says_how_much_is_needed() -> None:

@@ -25,15 +25,16 @@ from lmtrain.data.examples.row_format import ChatRows, RowEncoder
 from lmtrain.data.examples.rows import example_rows
 from lmtrain.data.mixing import Mixture, MixtureSource
 from lmtrain.data.order import Rows
+from lmtrain.data.store.bins import SplitBins
 from lmtrain.data.store.prepared import PreparedData
 from lmtrain.data.store.shards import Shard
 from lmtrain.data.stream.head import Head, prepare_head
 from lmtrain.data.stream.ring import StreamRows, make_ring
 from lmtrain.data.text.fim import fill_in_the_middle, fim_words
-from lmtrain.data.text.mixture import mixture_words, prepare_mixture
+from lmtrain.data.text.mixture import mixture_fingerprint, mixture_words, prepare_mixture
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.windows import Windows
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, naming
 from lmtrain.terminal import counted
 
 
@@ -152,11 +153,10 @@ def check_rows(config: Config) -> None:
         return
     needed, options = objective.rows, _DATA_OF.get(objective.rows)
     if options is None:
+        options = f"an option of the group data with rows: {needed}"
         option = option_holding(needed, [conf_dir()])
-        options = (
-            f"data={option} data.path=rows.jsonl" if option else f"an option of the group data with rows: {needed}"
-        )
-        needed = f"rows such as data={option} reads" if option else needed
+        if option:
+            options, needed = f"data={option} data.path=rows.jsonl", f"rows such as data={option} reads"
     others = [name for name, (_, made) in OBJECTIVES.items() if made.rows == held]
     instead = f", or train on it with objective={others[0]}" if others else ""
     raise UserError(f"objective={objective.name} needs {needed}, and this data holds {held}: choose {options}{instead}")
@@ -181,13 +181,12 @@ def row_format(config: Config) -> type[RowEncoder]:
 
 def _text(config: Config) -> Corpus:
     prepared = prepare(config.data, config.tokenizer)
-    train, val = prepared.bins("train"), prepared.bins("val")
-    assert train is not None  # prepare refuses data without it
+    train, val = prepared.splits["train"], prepared.splits.get("val")  # prepare refuses data without the first
     rows, words = text_rows(train.shards, config, config.seed)
     documents = f" in {counted(train.documents, 'document')}" if train.documents is not None else ""
     if isinstance(rows, Windows):
         rows.fim = fill_in_the_middle(config.data, rows.shards, prepared.tokenizer, config.seed)
-        words = [fim_words(rows.fim)] if rows.fim is not None else []
+        words = fim_words(rows.fim)
     return Corpus.of(
         prepared,
         train=rows,
@@ -203,8 +202,7 @@ def _stream(config: Config) -> Corpus:
     make_ring(config, "uint16")  # before anything is read: reject settings that don't even fit the smallest dtype
     head = prepare_head(config.data, config.tokenizer)
     prepared = head.prepared
-    val = prepared.bins("val")
-    assert val is not None  # prepare_head refuses a stream without it
+    val = prepared.splits["val"]  # prepare_head refuses a stream without it
     ring = make_ring(config, prepared.meta["dtype"])
     return Corpus.of(
         prepared,
@@ -237,46 +235,38 @@ def _mixture(config: Config) -> Corpus:
     """Builds the corpus of a text mixture: windows of all sources, concatenated, and the order that mixes them."""
     if config.data.packing is not None:
         raise UserError(f"data.packing={config.data.packing}: documents of a mixture are concatenated; set it to null")
-    prepared = prepare_mixture(config.data, config.tokenizer)
-    parts = list(zip(prepared.sources, prepared.parts, strict=True))
-    trained = [part.bins("train") for part in prepared.parts]
-    held_out = [found for part in prepared.parts if (found := part.bins("val")) is not None]
-    shards = [split.shards if split is not None else [] for split in trained]
+    parts = prepare_mixture(config.data, config.tokenizer)
+    trained = [part.splits["train"] for _, part in parts]
+    held_out = [part.splits["val"] for _, part in parts if "val" in part.splits]
     sources = []
-    for (source, part), own in zip(parts, shards, strict=True):
-        try:
-            rows = len(_windows(own, config, config.seed))
-        except UserError as error:
-            raise UserError(f"data.mixture, {source.label} ({part.folder}): {error}") from None
+    for source, part in parts:
+        with naming(f"data.mixture, {source.label} ({part.folder})"):
+            rows = len(_windows(part.splits["train"].shards, config, config.seed))
         sources.append(MixtureSource(source.label, rows, source.weights, source.max_epochs))
     mixture = Mixture(sources, step_sizes(config.data), config.data.mixture_temperature)
-    windows = _windows([shard for own in shards for shard in own], config, config.seed)
+    windows = _windows([shard for split in trained for shard in split.shards], config, config.seed)
     windows.mixture = mixture
-    windows.fim = fill_in_the_middle(config.data, windows.shards, prepared.parts[0].tokenizer, config.seed)
-    tokens = sum(split.tokens for split in trained if split is not None)
-    val_tokens, val_bytes = sum(s.tokens for s in held_out), [s.bytes for s in held_out]
+    windows.fim = fill_in_the_middle(config.data, windows.shards, parts[0][1].tokenizer, config.seed)
+    counts = {"train": _summed(trained), "val": _summed(held_out)}
     return Corpus.of(
-        prepared.parts[0],
-        fingerprint=prepared.fingerprint,
+        parts[0][1],
+        fingerprint=mixture_fingerprint(parts),
         train=windows,
         val=_windows([shard for split in held_out for shard in split.shards], config, None) if held_out else None,
         epoch_tokens=len(windows) * config.data.seq_len,
-        words=[f"{tokens:,} tokens of {counted(len(sources), 'source')}", *mixture_words(parts, mixture),
-         *([fim_words(windows.fim)] if windows.fim is not None else [])],
-        notes=[note for part in prepared.parts for note in part.notes],
-        val_bytes_per_token=sum(filter(None, val_bytes)) / val_tokens if val_bytes and all(val_bytes) else None,
-        splits={name: _summed([p.meta["splits"][name] for p in prepared.parts if name in p.meta["splits"]])
-                for name in ("train", "val")},
+        words=[f"{counts['train']['tokens']:,} tokens of {counted(len(sources), 'source')}",
+               *mixture_words(parts, mixture), *fim_words(windows.fim)],
+        notes=[note for _, part in parts for note in part.notes],
+        val_bytes_per_token=counts["val"]["bytes"] / counts["val"]["tokens"] if counts["val"]["bytes"] else None,
+        splits=counts,
         earlier_fingerprints=list,
     )  # fmt: skip
 
 
-def _summed(splits: list[Any]) -> dict[str, Any]:
+def _summed(splits: list[SplitBins]) -> dict[str, Any]:
     """Returns the sum of each count over several splits; None for a count that any of them lacks."""
-    return {
-        name: sum(s[name] for s in splits) if all(s[name] is not None for s in splits) else None
-        for name in ("tokens", "documents", "bytes")
-    }
+    counts = {name: [getattr(split, name) for split in splits] for name in ("tokens", "documents", "bytes")}
+    return {name: None if None in found else sum(found) for name, found in counts.items()}
 
 
 def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
@@ -291,13 +281,11 @@ def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
         raise UserError(
             f"data.mixture={config.data.mixture}: with these weights no row is left to train on; raise them"
         )
-    if val is not None and len(val) == 0:  # by the weights
-        val = None
     rows, words = encoder.make_rows(train, config, config.seed)
     return Corpus.of(
         prepared,
         train=rows,
-        val=encoder.make_rows(val, config, None)[0] if val is not None else None,
+        val=encoder.make_rows(val, config, None)[0] if val is not None and len(val) > 0 else None,  # by the weights
         epoch_tokens=getattr(rows, "epoch_tokens", train.tokens),
         words=[*split_words(prepared), words],
         questions=prepared.meta["questions"],

@@ -23,10 +23,10 @@ from lmtrain.errors import UserError
 
 def rows_of_step(rows: Rows, step: int, *, sizes: Stages, seed: int, max_epochs: int | None = None) -> np.ndarray:
     """Returns a step's (epoch, row) pairs, int64 [n, 2] (see `order.stream_rows`); `sizes` has the rows per step."""
+    first, stop = sizes.before(step), sizes.before(step + 1)
     mixture: Mixture | None = getattr(rows, "mixture", None)
     if mixture is not None:
-        return mixture.step_rows(step, seed=seed, max_epochs=max_epochs)
-    first, stop = sizes.before(step), sizes.before(step + 1)
+        return mixture.stream_rows(first, stop, seed=seed, max_epochs=max_epochs)
     return order.stream_rows(first, stop, rows=len(rows), seed=seed, max_epochs=max_epochs)
 
 
@@ -154,10 +154,9 @@ class ValidationDataset(Dataset):
         self.rows, self.rank, self.world_size = rows, rank, world_size
         self.micro_batch_size = micro_batch_size
         self.total = seen_rows(rows, micro_batch_size, limit)
-        self.batches = -(-self.total // (micro_batch_size * world_size))
 
     def __len__(self) -> int:
-        return self.batches
+        return -(-self.total // (self.micro_batch_size * self.world_size))
 
     def share(self, index: int) -> np.ndarray:
         """Returns this rank's `index`-th micro-batch, as an argument of `Rows.read`; the last ones may be empty."""

@@ -60,6 +60,8 @@ class Mixture:
             UserError: max_epochs leaves none of the sources that have a weight at step 0 a whole row.
         """
         self.sources, self.step_sizes = list(sources), sizes
+        # How many rows each source may give in total.
+        self.limits = [_ENDLESS if s.max_epochs is None else math.floor(s.max_epochs * s.rows) for s in sources]
         self.sizes = [1.0 if temperature is None else source.rows ** (1 / temperature) for source in sources]
         self.first_row = np.cumsum([0, *(source.rows for source in sources)])
         self.changes = sorted({step for source in sources for step in source.weights})
@@ -85,21 +87,17 @@ class Mixture:
             position, before = position + length, before + split_evenly(length, shares)
 
     def _shares(self, step: int, before: np.ndarray) -> tuple[float, ...]:
-        left = [limit - int(given) for limit, given in zip(self._limits(), before, strict=True)]
+        left = [limit - int(given) for limit, given in zip(self.limits, before, strict=True)]
         parts = [weight_at(source.weights, step) * size if rows > 0 else 0.0
                  for source, size, rows in zip(self.sources, self.sizes, left, strict=True)]  # fmt: skip
         return tuple(part / (sum(parts) or 1.0) for part in parts)
-
-    def _limits(self) -> list[int]:
-        """Returns the total number of rows that each source may give."""
-        return [_ENDLESS if s.max_epochs is None else math.floor(s.max_epochs * s.rows) for s in self.sources]
 
     def _used_up_after(self, shares: tuple[float, ...], before: np.ndarray) -> list[int]:
         """Returns for each source after how many rows of a stretch it is used up, _ENDLESS if it never is."""
         return [
             bisect.bisect_left(range(_ENDLESS), limit - int(before[s]), key=lambda n: int(split_evenly(n, shares)[s]))
             if share and limit < _ENDLESS else _ENDLESS
-            for s, (share, limit) in enumerate(zip(shares, self._limits(), strict=True))
+            for s, (share, limit) in enumerate(zip(shares, self.limits, strict=True))
         ]  # fmt: skip
 
     def rows_given(self, position: int) -> np.ndarray:
@@ -107,9 +105,11 @@ class Mixture:
         stretch = self.stretches[bisect.bisect_right(self.stretches, position, key=lambda s: s.start) - 1]
         return stretch.before + split_evenly(position - stretch.start, stretch.shares)
 
-    def step_rows(self, step: int, *, seed: int, max_epochs: int | None = None) -> np.ndarray:
-        """Returns the (epoch, row) pairs of a step, like `order.step_rows`; the epoch is that of the row's source."""
-        first, stop = self.step_sizes.before(step), self.step_sizes.before(step + 1)
+    def stream_rows(self, first: int, stop: int, *, seed: int, max_epochs: int | None = None) -> np.ndarray:
+        """Returns the (epoch, row) pairs at positions first .. stop - 1, like `order.stream_rows`.
+
+        The epoch is that of the row's source.
+        """
         stop = min(stop, _ENDLESS if self.end is None else self.end)
         if max_epochs is not None:
             stop = min(stop, int(self.first_row[-1]) * max_epochs)

@@ -8,7 +8,7 @@ In a run, a training batch is a whole optimizer step (`for_run`); otherwise it i
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 import lightning.pytorch as pl
@@ -41,9 +41,9 @@ class TokenDataModule(pl.LightningDataModule):
         sizes: Stages,
         micro_batch_size: int,
         total_steps: int,
-        max_epochs: int | None,
-        limit_val_batches: int | None,
         num_workers: int,
+        max_epochs: int | None = None,
+        limit_val_batches: int | None = None,
         val_sets: dict[str, Rows] | None = None,
         lengths: Stages | None = None,
     ) -> None:
@@ -67,7 +67,6 @@ class TokenDataModule(pl.LightningDataModule):
             batch_size=None,  # an item is already a whole step or micro-batch
             sampler=sampler,
             num_workers=self.num_workers,
-            persistent_workers=False,
             pin_memory=torch.cuda.is_available(),
             # A separate generator: starting an iterator must not draw random numbers from the one that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
@@ -95,7 +94,18 @@ class TokenDataModule(pl.LightningDataModule):
         """Returns one loader for each of `val_sets`, in their order."""
         if self.trainer is None:
             return []
-        loaders = [self._loader(self._validation(rows), None) for rows in self.val_sets.values()]
+        part = data_parallel(self.trainer)
+        datasets = [
+            ValidationDataset(
+                rows,
+                micro_batch_size=self.micro_batch_size,
+                limit=self.limit_val_batches,
+                rank=part.rank,
+                world_size=part.size,
+            )
+            for rows in self.val_sets.values()
+        ]
+        loaders = [self._loader(dataset, None) for dataset in datasets]
         return loaders[0] if len(loaders) == 1 else loaders
 
     def test_dataloader(self) -> DataLoader | list[DataLoader]:
@@ -104,17 +114,6 @@ class TokenDataModule(pl.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader | list[DataLoader]:
         return self.val_dataloader()
-
-    def _validation(self, rows: Rows) -> ValidationDataset:
-        assert self.trainer is not None, "asked by val_dataloader alone"
-        part = data_parallel(self.trainer)
-        return ValidationDataset(
-            rows,
-            micro_batch_size=self.micro_batch_size,
-            limit=self.limit_val_batches,
-            rank=part.rank,
-            world_size=part.size,
-        )
 
 
 class CorpusDataModule(TokenDataModule):
@@ -169,8 +168,6 @@ class CorpusDataModule(TokenDataModule):
             sizes=Stages.constant(batch_size),
             micro_batch_size=batch_size,
             total_steps=0,
-            max_epochs=None,
-            limit_val_batches=None,
             num_workers=num_workers,
         )
 
@@ -197,8 +194,10 @@ class CorpusDataModule(TokenDataModule):
         loader = super().train_dataloader()
         if self.config is None:
             return loader
-        assert self.trainer is not None
-        return self._loader(_MicroBatches(loader.dataset), _EpochSampler(self.trainer, self.total_steps))
+        trainer, steps = self.trainer, self.total_steps
+        assert trainer is not None
+        # The steps of the current epoch, so that each epoch has its own order of rows.
+        return self._loader(_MicroBatches(loader.dataset), _InOrder(steps, lambda: trainer.current_epoch * steps))
 
     def _loader(self, dataset: Dataset, sampler: Sampler[int] | None) -> DataLoader:
         if sampler is None and self.config is not None:
@@ -235,26 +234,16 @@ class _InOrder(DistributedSampler[int]):
     As a DistributedSampler it is not replaced by Lightning, which would divide the items among the ranks once more.
     """
 
-    def __init__(self, items: int) -> None:
-        self.items = items
+    def __init__(self, items: int, begin: Callable[[], int] = lambda: 0) -> None:
+        """begin: returns the first item; asked again by each iterator."""
+        self.items, self.begin = items, begin
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self.items))
+        first = self.begin()
+        return iter(range(first, first + self.items))
 
     def __len__(self) -> int:
         return self.items
-
-
-class _EpochSampler(_InOrder):
-    """A sampler of the steps of the Trainer's current epoch, so that each epoch has its own order of rows."""
-
-    def __init__(self, trainer: pl.Trainer, steps: int) -> None:
-        super().__init__(steps)
-        self.trainer = trainer
-
-    def __iter__(self) -> Iterator[int]:
-        first = self.trainer.current_epoch * self.items
-        return iter(range(first, first + self.items))
 
 
 def module_class(config: Config) -> type[CorpusDataModule]:

@@ -59,15 +59,17 @@ def identity(cfg: TokenizerConfig) -> Identity:
         raise UserError("tokenizer.name_or_path is not set: a name on the hub (gpt2) or a folder with tokenizer.json")
     name = cfg.name_or_path
     folder = Path(name).expanduser()
+    settings: dict[str, Any] = {"kind": "hub"}
+    if cfg.add_tokens:
+        settings["add_tokens"] = cfg.add_tokens
     if folder.is_dir():
         found = sorted({p for pattern in _FILES for p in folder.glob(pattern) if p.is_file()})
         if not found:
             raise UserError(f"tokenizer.name_or_path={name}: the folder holds no tokenizer.json or vocabulary")
-        settings = {"kind": "hub", **_added(cfg)}
         return Identity(settings, _digest(found), folder.resolve().name)
     if name.startswith(("/", "./", "../", "~")):
         raise UserError(f"tokenizer.name_or_path={name}: no such folder")
-    settings = {"kind": "hub", "name_or_path": name, "revision": cfg.revision, **_added(cfg)}
+    settings |= {"name_or_path": name, "revision": cfg.revision}
     label = name.split("/")[-1]
     try:
         return Identity(settings, hub.commit_of("tokenizer", name, cfg.revision), label)
@@ -86,10 +88,6 @@ def _digest(paths: list[Path]) -> str:
 def _sha256(path: Path) -> str:
     with open_regular(path) as file:
         return hashlib.sha256(file.read()).hexdigest()
-
-
-def _added(cfg: TokenizerConfig) -> dict[str, Any]:
-    return {"add_tokens": cfg.add_tokens} if cfg.add_tokens else {}
 
 
 def load_or_train(

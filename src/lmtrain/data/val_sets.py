@@ -14,10 +14,9 @@ from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.loaders import seen_rows, spread_rows
 from lmtrain.data.order import Rows
 from lmtrain.data.sources.choose import check_keys
-from lmtrain.data.store import bins
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.windows import Windows
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, naming
 
 TRAIN_ROWS = "train_rows"  # the name of the validation set made of training rows
 # Keys of `data` that a set may override; `split` is the split of a hub dataset.
@@ -43,10 +42,8 @@ def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
     found = {}
     for name, keys in config.data.val_sets.items():
         _check(name, keys)
-        try:
+        with naming(f"data.val_sets.{name}"):
             found[name] = _open(config, _data_of(config.data, keys), corpus)
-        except UserError as error:
-            raise UserError(f"data.val_sets.{name}: {error}") from None
     if config.data.val_train_rows:
         rows = corpus.train
         if isinstance(rows, Windows):  # without fill-in-the-middle: documents in their original order, as in validation
@@ -91,7 +88,7 @@ def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:
                 "its tokenizer would differ from the one of the run's own data: name that tokenizer "
                 "with tokenizer.kind=hub"
             )
-        found = bins.open_bins(prepared.folder, "train")
+        found = prepared.splits["train"]
         rows = text_rows(found.shards, config, None)[0]
         notes = [note for note in prepared.notes if "data.dedup=" not in note]  # a set is scored as it is
         return ValSet(rows, found.bytes_per_token, prepared.fingerprint, notes)

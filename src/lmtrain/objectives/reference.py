@@ -190,11 +190,8 @@ class Precomputed:
         if world.size() > 1 and not world.from_first(lambda: is_complete(folder)):
             self._compute_shares(splits, numbers, parts)
         if not is_complete(folder):
-            progress = RowProgress(True)
-            try:
+            with RowProgress(True) as progress:
                 build_once(folder, is_complete, build, progress.say)
-            finally:
-                progress.stop()
             shutil.rmtree(parts, ignore_errors=True)
         for name, rows in splits.items():
             rows.reference = load_numbers(folder / f"{name}.npy")

@@ -233,7 +233,6 @@ def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
     tried, began = copy.deepcopy(config), time.time()
     # Rows and steps of full size, which most of the run has.
     tried.data.curriculum.by = tried.data.batch_warmup.start_size = None
-    corpus = _in_full_steps(corpus, tried)
     devices.set_threads(tried.trainer.num_threads, 1)
     tried.trainer.profiler = None
     tried.trainer.compile = bool(tried.trainer.compile) and not _compiles_later(config)
@@ -250,19 +249,6 @@ def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
         times = [row["time"] for row in read_jsonl(curve)]
         # A stream's first window is tokenized before the first step.
         return (building if feed is None else times[0] - began), times
-
-
-def _in_full_steps(corpus: Corpus, config: Config) -> Corpus:
-    """Returns the corpus; if it is a mixture, which has a step's number of rows itself, one with those of `config`."""
-    mixture = getattr(corpus.train, "mixture", None)
-    if mixture is None:
-        return corpus
-    found = copy.copy(corpus)
-    rows: Any = copy.copy(corpus.train)
-    rows.mixture = copy.copy(mixture)
-    rows.mixture.step_sizes = step_sizes(config.data)
-    found.train = rows
-    return found
 
 
 def _on_ranks(config: Config) -> tuple[float, list[float]]:

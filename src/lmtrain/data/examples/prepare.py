@@ -52,7 +52,7 @@ class PreparedExamples(PreparedData):
         return any(weight != 1 for weight in self.weights)
 
     def split(self, name: str) -> Examples | None:
-        found = self.bins(name)
+        found = self.splits.get(name)
         if found is None:
             return None
         group = self.meta["group"]

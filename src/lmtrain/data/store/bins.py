@@ -114,30 +114,18 @@ def has_split(folder: Path, split: str) -> bool:
     return (folder / f"{split}.bin").exists()
 
 
-def open_bins(folder: Path, split: str, *, seq_len: int | None = None) -> SplitBins:
+def open_bins(folder: Path, split: str) -> SplitBins:
     """Opens the bins of split "train" or "val" in a folder of lmtrain's or nanoGPT's.
 
-    Args:
-        split: a split that the folder has (`has_split`).
-        seq_len: if given, a split with no room for one row (seq_len tokens and the label of the last) is refused.
-
     Raises:
-        UserError: there are no bins, a file disagrees with meta.json, or there are too few tokens.
+        UserError: there are no such bins, or a file disagrees with meta.json.
     """
     if not folder.is_dir():
         raise UserError(f"data.path={folder}: no such folder; give the folder that holds train.bin or {META}")
     if not has_split(folder, split):
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:10]) or "nothing"
         raise UserError(f"{folder} holds no {split} bins, neither in {META} nor as {split}.bin (it holds {names})")
-    found = _open_prepared(folder, split) if (folder / META).exists() else _open_plain(folder, split)
-    longest = max((s.tokens for s in found.shards), default=0)
-    if seq_len is not None and longest < seq_len + 1:
-        raise UserError(
-            f"{folder}: the {split} split has {found.tokens} tokens (longest shard {longest}), fewer than one row of "
-            f"data.seq_len={seq_len} and the label of its last token: set data.seq_len={max(1, longest - 1)} or less, "
-            f"or use more text"
-        )
-    return found
+    return _open_prepared(folder, split) if (folder / META).exists() else _open_plain(folder, split)
 
 
 def _open_prepared(folder: Path, split: str) -> SplitBins:
@@ -154,7 +142,7 @@ def open_shards(folder: Path, dtype: str, split: SplitMeta) -> list[Shard]:
     """Opens the files of a split that a BinWriter wrote."""
     shards = []
     for entry in split["shards"]:
-        shards.append(Shard(folder / entry["file"], dtype, entry["tokens"], **side_files(folder, entry)))
+        shards.append(Shard(folder / entry["file"], dtype, entry["tokens"], side_files(folder, entry)))
         if shards[-1].documents != entry["documents"]:
             raise UserError(f"{shards[-1].docs} and {folder / META} disagree: delete {folder} and prepare again")
     return shards
@@ -176,7 +164,7 @@ def _open_plain(folder: Path, split: str) -> SplitBins:
         raise UserError(f"{file} is not a whole number of {dtype} tokens ({file.stat().st_size} bytes)")
     if tokens == 0:
         raise UserError(f"{file} is empty")
-    return SplitBins([Shard(file, dtype, tokens)], tokens, None, None, dtype, None)
+    return SplitBins([Shard(file, dtype, tokens, {})], tokens, None, None, dtype, None)
 
 
 def largest_token(bins: SplitBins, chunk: int = 1 << 22) -> int:

@@ -3,7 +3,6 @@
 The key is computed from every setting that shapes the tokens.
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.constraints import PREPARED
+from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.keys import values
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
@@ -32,22 +32,20 @@ _LONGEST_LABEL = 200  # a file name may have 255 bytes, and the names of locks a
 class PreparedData:
     """A folder of bins and its tokenizer; `fingerprint` identifies the tokens, independent of the folder's location.
 
+    splits: the token bins of each split, by name.
     notes: remarks on the source, such as files that are not read, one line each.
     """
 
     folder: Path
     meta: bins.Meta
+    splits: dict[str, bins.SplitBins]
     tokenizer: PreTrainedTokenizerFast
     fingerprint: str
     notes: list[str]
 
-    def bins(self, split: str) -> bins.SplitBins | None:
-        """Returns the split's token bins; None if there is no such split."""
-        return bins.open_bins(self.folder, split) if bins.has_split(self.folder, split) else None
-
     def earlier_fingerprints(self) -> list[str]:
         """Returns the fingerprints that checkpoints of earlier versions have for these tokens."""
-        return [bins.sampled_fingerprint([bins.open_bins(self.folder, name) for name in self.meta["splits"]])]
+        return [bins.sampled_fingerprint(list(self.splits.values()))]
 
 
 def settings(section: DataConfig | TokenizerConfig) -> dict[str, Any]:
@@ -69,14 +67,10 @@ def folder_key(data: DataConfig, tokenizer: TokenizerConfig, **contents: Any) ->
     return dict(json.loads(json.dumps(key, sort_keys=True)))
 
 
-def key_hash(key: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-
-
 def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
     """Returns the folder for a key, <cache_dir>/<label>-<hash>."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", label)
-    return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{key_hash(key)[:12]}"
+    return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{short_hash(key)[:12]}"
 
 
 def without_min_val_rows(key: dict[str, Any]) -> dict[str, Any]:
@@ -143,10 +137,10 @@ def open_folder(
     show: PrepareProgress,
 ) -> PreparedData:
     """Opens a prepared folder; raises UserError if a file is missing, was truncated or changed since."""
-    for name in meta["splits"]:
-        bins.open_bins(folder, name)
+    splits = {name: bins.open_bins(folder, name) for name in meta["splits"]}
     hashes = contents.check(folder, bins.recorded_hashes(meta), cfg.cache_dir, show.say)
-    return PreparedData(folder, meta, tokenizer, bins.fingerprint(meta, hashes), [*notes, *meta.get("notes", [])])
+    notes = [*notes, *meta.get("notes", [])]
+    return PreparedData(folder, meta, splits, tokenizer, bins.fingerprint(meta, hashes), notes)
 
 
 def new_meta(tokenizer: PreTrainedTokenizerFast, key: dict[str, Any]) -> bins.Meta:

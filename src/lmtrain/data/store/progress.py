@@ -73,9 +73,6 @@ class PrepareProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
         if self.live:
             self.bar.stop()
         sys.stderr.flush()

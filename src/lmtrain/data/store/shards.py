@@ -50,29 +50,26 @@ def _pread(path: Path, version: tuple[int, ...], offset: int, size: int) -> byte
 class Shard:
     """One file of tokens. Small, picklable, and safe to use after a fork: files are opened when they are read."""
 
-    def __init__(
-        self,
-        path: Path | str,
-        dtype: str,
-        tokens: int,
-        docs: Path | None = None,
-        mask: Path | None = None,
-        labels: Path | None = None,
-        texts: Path | None = None,
-    ) -> None:
-        """Raises UserError if a file is missing or its size does not match `tokens`."""
-        self.path, self.tokens, self.docs, self.mask, self.labels = Path(path), tokens, docs, mask, labels
-        self.texts = texts
+    def __init__(self, path: Path, dtype: str, tokens: int, sides: dict[str, Path]) -> None:
+        """
+        Args:
+            sides: the side files that it has, by suffix, each one of SIDES.
+
+        Raises:
+            UserError: a file is missing or its size does not match `tokens`.
+        """
+        self.path, self.tokens = path, tokens
+        self.docs, self.mask, self.labels, self.texts = (sides.get(suffix) for suffix in SIDES)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         try:
-            self._versions = {f: tuple(version_of(f)) for f in (self.path, docs, mask, labels, texts) if f is not None}
+            self._versions = {f: tuple(version_of(f)) for f in (path, *sides.values())}
         except OSError as error:
             raise UserError(f"token bin {error.filename} is missing or unreadable: {error.strerror}") from None
-        self.documents = self._size(docs) // END_BYTES
-        self._check_size(docs, f"the ends of {self.documents} documents", self.documents * END_BYTES)
+        self.documents = self._size(self.docs) // END_BYTES
+        self._check_size(self.docs, f"the ends of {self.documents} documents", self.documents * END_BYTES)
         self._check_size(self.path, f"{tokens} {dtype} tokens", tokens * self.dtype.itemsize)
-        self._check_size(mask, f"the loss mask of {tokens} tokens", tokens)
-        self._check_size(labels, f"labels of {self.documents} documents", self.documents * END_BYTES)
+        self._check_size(self.mask, f"the loss mask of {tokens} tokens", tokens)
+        self._check_size(self.labels, f"labels of {self.documents} documents", self.documents * END_BYTES)
 
     def _check_size(self, file: Path | None, holds: str, wanted: int) -> None:
         if file is not None and self._size(file) != wanted:

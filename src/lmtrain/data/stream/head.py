@@ -14,7 +14,7 @@ from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.stream.source import Place, StreamSource, open_stream, segments
 from lmtrain.data.text.encode import Encoder, make_encoder
-from lmtrain.data.text.prepare import make_tokenizer
+from lmtrain.data.text.prepare import kept
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 
@@ -61,8 +61,9 @@ def prepare_head(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool
     with PrepareProgress(progress) as show:
 
         def fill(folder: Path) -> None:
-            characters = tokenizer_cfg.train_characters
-            tokenizer = make_tokenizer(folder, tokenizer_cfg, lambda _: _text(source), named, show, lambda: characters)
+            watch = lambda text: show.watch(text, tokenizer_cfg.train_characters)  # noqa: E731
+            made = tokenizers.load_or_train(tokenizer_cfg, lambda _: _text(source), named, watch)
+            tokenizer = kept(made, folder)
             _write_head(folder, cfg, source, make_encoder(tokenizer, cfg), new_meta(tokenizer, key), show)
 
         prepared = prepare_folder(target, fill, source.notes, cfg, show)

@@ -140,8 +140,8 @@ class StreamRows:
             if passed:
                 raise RunError(f"shard {number} of the stream was removed after training on it")
             time.sleep(_POLL_SECONDS)
-        docs = file.with_suffix(".docs") if self.ring.isolate_documents else None
-        return Shard(file, self.ring.dtype, self.ring.shard_tokens, docs)
+        sides = {"docs": file.with_suffix(".docs")} if self.ring.isolate_documents else {}
+        return Shard(file, self.ring.dtype, self.ring.shard_tokens, sides)
 
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts to read; the pause doubles each time

@@ -7,6 +7,7 @@ form): two positions, drawn uniformly, cut a document into prefix, middle and su
 followed by the end of the document, if the row contains it. The positions are between tokens.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +49,9 @@ class FillInTheMiddle:
         """
         done: list[np.ndarray] = []
         new_ends, at = [], 0
-        begins = np.unique([0, *ends[ends < len(tokens)]])
-        for document, begin in enumerate(begins):
-            stop = int(begins[document + 1]) if document + 1 < len(begins) else len(tokens)
-            part, ended = tokens[begin:stop], document + 1 < len(begins) or len(tokens) in ends
+        borders = np.unique([0, *ends, len(tokens)])
+        for document, (begin, stop) in enumerate(itertools.pairwise(borders)):
+            part, ended = tokens[begin:stop], stop in ends
             draws = [mix64(self.seed, 0xF1, epoch, row, document, draw) / 2**64 for draw in range(4)]
             room = len(tokens) - at
             chosen = draws[0] < self.rate and room > _MARKS
@@ -100,6 +100,8 @@ def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, se
     return FillInTheMiddle(fim.rate, fim.spm_rate, prefix, suffix, middle, tokenizer.eos_token_id, seed)
 
 
-def fim_words(fim: FillInTheMiddle) -> str:
-    """Describes fill-in-the-middle for the plan."""
-    return f"fill-in-the-middle: {fim.rate:.0%} of the documents in a row, {fim.spm_rate:.0%} of those suffix first"
+def fim_words(fim: FillInTheMiddle | None) -> list[str]:
+    """Returns the line of the plan about fill-in-the-middle, if it is used."""
+    if fim is None:
+        return []
+    return [f"fill-in-the-middle: {fim.rate:.0%} of the documents in a row, {fim.spm_rate:.0%} of those suffix first"]

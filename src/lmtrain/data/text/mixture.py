@@ -35,16 +35,7 @@ class TextSource:
     max_epochs: float | None
 
 
-@dataclasses.dataclass(frozen=True)
-class PreparedMixture:
-    sources: list[TextSource]
-    parts: list[PreparedData]
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the tokens of all sources and of how they are mixed."""
-        mixed = [[sorted(s.weights.items()), s.max_epochs] for s in self.sources]
-        return contents.fingerprint([*(part.fingerprint for part in self.parts), mixed])
+PreparedSources = list[tuple[TextSource, PreparedData]]
 
 
 def text_sources(cfg: DataConfig) -> list[TextSource]:
@@ -108,7 +99,7 @@ def _max_epochs(entry: dict[str, Any], where: str) -> float | None:
     return most
 
 
-def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig) -> PreparedMixture:
+def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig) -> PreparedSources:
     """Prepares each source in a folder of its own, which is reused by other mixtures and by runs on that source alone.
 
     Raises:
@@ -116,14 +107,20 @@ def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig) -> Prepared
     """
     found = text_sources(cfg)
     tokenizer_cfg = _shared_tokenizer(cfg, tokenizer_cfg, found)
-    parts = [prepare(source.cfg, tokenizer_cfg) for source in found]
-    for source, part in zip(found, parts, strict=True):
-        if part.meta["tokenizer_hash"] != parts[0].meta["tokenizer_hash"]:
+    parts = [(source, prepare(source.cfg, tokenizer_cfg)) for source in found]
+    for source, part in parts:
+        if part.meta["tokenizer_hash"] != parts[0][1].meta["tokenizer_hash"]:
             raise UserError(
                 f"data.mixture: {source.label} has tokens of another tokenizer than {found[0].label}: prepare both "
                 f"with one"
             )
-    return PreparedMixture(found, parts)
+    return parts
+
+
+def mixture_fingerprint(parts: PreparedSources) -> str:
+    """Returns a hash of the tokens of all sources and of how they are mixed."""
+    mixed = [[sorted(source.weights.items()), source.max_epochs] for source, _ in parts]
+    return contents.fingerprint([*(part.fingerprint for _, part in parts), mixed])
 
 
 def _shared_tokenizer(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, found: list[TextSource]) -> TokenizerConfig:
@@ -155,12 +152,12 @@ def _shared_tokenizer(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, found: li
     return dataclasses.replace(tokenizer_cfg, kind="hub", name_or_path=str(target), **of_text)
 
 
-def mixture_words(parts: list[tuple[TextSource, PreparedData]], mixture: Mixture) -> list[str]:
+def mixture_words(parts: PreparedSources, mixture: Mixture) -> list[str]:
     """Returns one line per source: its share and the changes of it, its number of rows, its folder."""
     lines = []
     for s, (source, part) in enumerate(parts):
         shares = [(mixture.step_sizes.step_of(stretch.start), stretch.shares[s]) for stretch in mixture.stretches]
-        changed = [(at, share) for i, (at, share) in enumerate(shares) if i and share != shares[i - 1][1]]
+        changed = [(at, share) for (_, before), (at, share) in itertools.pairwise(shares) if share != before]
         words = [f"{shares[0][1]:.4g} of the rows", *(f"{share:.4g} from step {at:,} on" for at, share in changed)]
         shown = ", ".join(words[:_CHANGES] + (["..."] if len(words) > _CHANGES else []))
         lines.append(f"  {source.label}: {shown}; it has {mixture.sources[s].rows:,} ({part.folder})")

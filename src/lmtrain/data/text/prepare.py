@@ -5,6 +5,8 @@ Existing bins (data=bins) are opened: a folder that lmtrain prepared, or nanoGPT
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,27 +65,8 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
         target = folder_to_use(cfg, f"{source.label}-{named.label}", key)
         if None in key["resolved"].values() and not is_complete(target):
             target = _prepared_before(target, key, show) or target
-
-        def fill(folder: Path) -> None:
-            tokenizer = _tokenizer_of(folder, cfg, tokenizer_cfg, source, named, show)
-            encoder, meta = make_encoder(tokenizer, cfg), new_meta(tokenizer, key)
-            repeats = RepeatCounter()
-            for name in ("train", "val"):
-                counts = _write_split(folder, cfg, source, name, encoder, meta["dtype"], repeats, show)
-                if counts is not None:
-                    meta["splits"][name] = counts
-            meta["notes"] = getattr(source, "notes_of_reading", list)()
-            if encoder.unknown:
-                found = f"{encoder.unknown:,} tokens stand for characters that the tokenizer lacks"
-                meta["notes"] = [*meta["notes"], f"{found}, all read as {tokenizer.unk_token}"]
-            if cfg.dedup != "near":  # which leaves no copies to count
-                train = meta["splits"]["train"]
-                length = max(4, round(RUN_BYTES * train["tokens"] / (train["bytes"] or train["tokens"])))
-                shards = bins.open_shards(folder, meta["dtype"], train)
-                meta["notes"] = [*meta["notes"], *repeats.notes(shards, length)]
-            bins.save_meta(meta, folder)
-
-        return prepare_folder(target, fill, source.notes, cfg, show)
+        filling = _Filling(cfg, tokenizer_cfg, source, named, show)
+        return prepare_folder(target, lambda folder: filling.fill(folder, key), source.notes, cfg, show)
 
 
 def pieces_of(cfg: DataConfig, name: str) -> Iterator[Piece] | None:
@@ -112,82 +95,84 @@ def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -
     return newest
 
 
-def _tokenizer_of(
-    folder: Path,
-    cfg: DataConfig,
-    tokenizer_cfg: TokenizerConfig,
-    source: sources.Source,
-    named: Identity,
-    show: PrepareProgress,
-) -> PreTrainedTokenizerFast:
-    if cfg.num_proc:
-        # The tokenizers library starts its threads at first use and reads their number only then.
-        os.environ["RAYON_NUM_THREADS"] = str(cfg.num_proc)
-    if tokenizer_cfg.kind == "bpe" and tokenizer_cfg.vocab_size:
-        show.say(f"training a BPE of {tokenizer_cfg.vocab_size:,} tokens on {source.label}")
+@dataclass(frozen=True)
+class _Filling:
+    """Fills an empty folder with a tokenizer and the tokens of a source."""
 
-    def texts(name: str) -> Iterator[str]:
-        return (piece.text for piece in sources.pieces(source, cfg, name) or ())
+    cfg: DataConfig
+    tokenizer_cfg: TokenizerConfig
+    source: sources.Source
+    named: Identity
+    show: PrepareProgress
 
-    def total_bytes() -> int | None:
-        known = sources.expected_bytes(source, cfg, "train")
-        return None if known is None else min(known, tokenizer_cfg.train_characters or known)
+    def fill(self, folder: Path, key: dict[str, Any]) -> None:
+        tokenizer = self.tokenizer(folder)
+        encoder, meta = make_encoder(tokenizer, self.cfg), new_meta(tokenizer, key)
+        repeats = RepeatCounter()
+        for name in ("train", "val"):
+            counts = self.write_split(folder, name, encoder, meta["dtype"], repeats)
+            if counts is not None:
+                meta["splits"][name] = counts
+        meta["notes"] = getattr(self.source, "notes_of_reading", list)()
+        if encoder.unknown:
+            found = f"{encoder.unknown:,} tokens stand for characters that the tokenizer lacks"
+            meta["notes"] = [*meta["notes"], f"{found}, all read as {tokenizer.unk_token}"]
+        if self.cfg.dedup != "near":  # which leaves no copies to count
+            train = meta["splits"]["train"]
+            length = max(4, round(RUN_BYTES * train["tokens"] / (train["bytes"] or train["tokens"])))
+            shards = bins.open_shards(folder, meta["dtype"], train)
+            meta["notes"] = [*meta["notes"], *repeats.notes(shards, length)]
+        bins.save_meta(meta, folder)
 
-    return make_tokenizer(folder, tokenizer_cfg, texts, named, show, total_bytes)
+    def tokenizer(self, folder: Path) -> PreTrainedTokenizerFast:
+        if self.cfg.num_proc:
+            # The tokenizers library starts its threads at first use and reads their number only then.
+            os.environ["RAYON_NUM_THREADS"] = str(self.cfg.num_proc)
+        if self.tokenizer_cfg.kind == "bpe" and self.tokenizer_cfg.vocab_size:
+            self.show.say(f"training a BPE of {self.tokenizer_cfg.vocab_size:,} tokens on {self.source.label}")
 
+        def texts(name: str) -> Iterator[str]:
+            return (piece.text for piece in sources.pieces(self.source, self.cfg, name) or ())
 
-def make_tokenizer(
-    folder: Path,
-    cfg: TokenizerConfig,
-    texts: Callable[[str], Iterator[str]],
-    named: Identity,
-    show: PrepareProgress,
-    total_bytes: Callable[[], int | None],
-) -> PreTrainedTokenizerFast:
-    """Makes the tokenizer that `cfg` names, saves it in `folder`/tokenizer and loads it from there as later runs will.
+        def watch(text: Iterator[str]) -> Iterator[str]:
+            known, most = sources.expected_bytes(self.source, self.cfg, "train"), self.tokenizer_cfg.train_characters
+            return self.show.watch(text, None if known is None else min(known, most or known))
 
-    Args:
-        texts: see `tokenizers.load_or_train`.
-        total_bytes: returns about how many bytes of text a BPE is trained on, None if unknown; called only for a BPE.
-    """
-    made = tokenizers.load_or_train(cfg, texts, named, watch=lambda text: show.watch(text, total_bytes()))
-    tokenizers.save(made, folder / "tokenizer")
-    return tokenizers.load_folder(folder / "tokenizer")
+        return kept(tokenizers.load_or_train(self.tokenizer_cfg, texts, self.named, watch), folder)
 
-
-def _write_split(
-    folder: Path,
-    cfg: DataConfig,
-    source: sources.Source,
-    name: str,
-    encoder: Encoder,
-    dtype: str,
-    repeats: RepeatCounter,
-    show: PrepareProgress,
-) -> bins.SplitMeta | None:
-    """Tokenizes one split and returns its counts, or None if there is no such split or no text is left in it."""
-    pieces = sources.pieces(source, cfg, name)
-    if pieces is None:
+    def write_split(
+        self, folder: Path, name: str, encoder: Encoder, dtype: str, repeats: RepeatCounter
+    ) -> bins.SplitMeta | None:
+        """Tokenizes one split and returns its counts, or None if there is no such split or no text is left in it."""
+        cfg, source, show = self.cfg, self.source, self.show
+        pieces = sources.pieces(source, cfg, name)
+        if pieces is None:
+            return None
+        if name == "train":
+            pieces = repeats.watch(pieces)
+        show.start(name, sources.expected_bytes(source, cfg, name))
+        with BinWriter(folder, name, dtype, cfg.shard_tokens or 2**30) as writer:
+            for part in encoder.encode(pieces):
+                writer.append(part.ids, ends_document=part.ends, text_bytes=part.text_bytes)
+                show.advance(part.text_bytes, len(part.ids))
+            counts = writer.close()
+        if counts["tokens"] > 0:
+            show.finish()
+            return counts
+        if name == "train":
+            raise UserError(
+                f"{source.label}: no text is left to train on (data.min_length={cfg.min_length}, "
+                f"data.num_samples={cfg.num_samples}, data.val_fraction={cfg.val_fraction}): is the source empty, or a "
+                f"filter too strict?"
+            )
+        show.say(f"{source.label}: no text is left for validation (data.val_fraction={cfg.val_fraction})")
         return None
-    if name == "train":
-        pieces = repeats.watch(pieces)
-    show.start(name, sources.expected_bytes(source, cfg, name))
-    with BinWriter(folder, name, dtype, cfg.shard_tokens or 2**30) as writer:
-        for part in encoder.encode(pieces):
-            writer.append(part.ids, ends_document=part.ends, text_bytes=part.text_bytes)
-            show.advance(part.text_bytes, len(part.ids))
-        counts = writer.close()
-    if counts["tokens"] > 0:
-        show.finish()
-        return counts
-    if name == "train":
-        raise UserError(
-            f"{source.label}: no text is left to train on (data.min_length={cfg.min_length}, "
-            f"data.num_samples={cfg.num_samples}, data.val_fraction={cfg.val_fraction}): is the source empty, or a "
-            f"filter too strict?"
-        )
-    show.say(f"{source.label}: no text is left for validation (data.val_fraction={cfg.val_fraction})")
-    return None
+
+
+def kept(tokenizer: PreTrainedTokenizerFast, folder: Path) -> PreTrainedTokenizerFast:
+    """Saves a tokenizer in `folder`/tokenizer and loads it from there, as later runs will."""
+    tokenizers.save(tokenizer, folder / "tokenizer")
+    return tokenizers.load_folder(folder / "tokenizer")
 
 
 def open_ready(
@@ -236,10 +221,7 @@ def _open_plain(
     if bins.has_split(folder, "val"):
         splits["val"] = bins.open_bins(folder, "val")
     facts = Facts(cfg.cache_dir)
-    largest = max(
-        facts.of(s.shards[0].path, "largest_token", lambda s=s: bins.largest_token(s))  # type: ignore[misc]
-        for s in splits.values()
-    )
+    largest = max(facts.of(s.shards[0].path, "largest_token", partial(bins.largest_token, s)) for s in splits.values())
     tokenizer = _plain_tokenizer(tokenizer_cfg, folder, largest, say)
     meta = new_meta(tokenizer, {}) | {"dtype": train.dtype}
     for name, split in splits.items():

@@ -8,12 +8,12 @@ Two documents are near duplicates if the sets of their n-grams of _WORDS words h
 more. It is estimated from MinHash signatures (Broder 1997), which are looked up by locality-sensitive hashing.
 """
 
+import functools
 import hashlib
 import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,11 +147,10 @@ class _Deduplicated:
         key = {"version": _VERSION, "data": settings(cfg), "source": source.settings, "resolved": source.resolved}
         # If the hub didn't report the text's version, a later run can't tell whether the text is still the same.
         self.kept_in = folder_of(cfg, "repeats", key).with_suffix(".json") if source.resolved is not None else None
-        self.found: dict[str, Any] | None = None
 
     def pieces(self, name: str) -> Iterator[Piece] | None:
         found = filtered(self.source, self.cfg, name)
-        return _without(found, set(self._repeats()["left_out"])) if name == "train" and found is not None else found
+        return _without(found, set(self._repeats["left_out"])) if name == "train" and found is not None else found
 
     def records(self, name: str) -> Iterator[Any] | None:
         return self.source.records(name)
@@ -160,17 +159,18 @@ class _Deduplicated:
         return self.source.text_bytes(name)  # before documents are left out, so the progress bar ends early
 
     def notes_of_reading(self) -> list[str]:
-        found = self._repeats()
+        found = self._repeats
         share = len(found["left_out"]) / max(1, found["documents"])
         words = f"{len(found['left_out']):,} of {found['documents']:,} documents ({share:.1%})"
         theirs: Callable[[], list[str]] = getattr(self.source, "notes_of_reading", list)
         return [*theirs(), f"data.dedup left out {words}, because they repeat others"]
 
+    @functools.cached_property
     def _repeats(self) -> dict[str, Any]:
-        """Returns {"documents": number of training documents, "left_out": indices of those that are left out}."""
-        if self.found is None:
-            self.found = _read(self.kept_in) or self._find()
-        return self.found
+        """{"documents": number of training documents, "left_out": indices of those that are left out}."""
+        if self.kept_in is not None and self.kept_in.is_file():
+            return dict(json.loads(self.kept_in.read_bytes()))
+        return self._find()
 
     def _find(self) -> dict[str, Any]:
         index = _Near() if self.cfg.dedup == "near" else _Exact()
@@ -199,10 +199,6 @@ class _Deduplicated:
             if piece.ends:
                 return
             piece = next(pieces)
-
-
-def _read(file: Path | None) -> dict[str, Any] | None:
-    return dict(json.loads(file.read_bytes())) if file is not None and file.is_file() else None
 
 
 def _without(pieces: Iterable[Piece], left_out: set[int]) -> Iterator[Piece]:
@@ -242,7 +238,7 @@ class RepeatCounter:
         repeated, documents = near_repeats(train, length)
         near = repeated / max(1, documents)
         notes = []
-        if exact and exact >= _MANY:
+        if exact >= _MANY:
             share = f"{self.documents - len(self.seen):,} of {self.documents:,} documents ({exact:.0%})"
             notes.append(f"{share} are exact copies of an earlier one: data.dedup=exact leaves them out")
         if near >= exact + _MANY:

@@ -124,7 +124,7 @@ def _isolate(labels: torch.Tensor, ends: list[np.ndarray]) -> dict[str, torch.Te
     rows, seq_len = labels.shape
     starts = []
     for b, row_ends in enumerate(ends):
-        borders = np.unique(row_ends[(row_ends > 0) & (row_ends < seq_len + 1)])
+        borders = np.unique(row_ends[row_ends <= seq_len])
         labels[b, torch.from_numpy(borders - 1)] = IGNORE  # the target there is another document's first token
         starts.append(b * seq_len + np.concatenate([[0], borders[borders < seq_len]]))
     return documents_at(np.concatenate(starts), rows, seq_len)
