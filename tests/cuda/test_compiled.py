@@ -20,7 +20,7 @@ from lmtrain.config.compose import check, compose
 from lmtrain.losses import cross_entropy as losses
 from lmtrain.models import attention, fp8, language_model
 from lmtrain.models.blocks import compile_model, evaluating
-from lmtrain.models.documents import Prefixes
+from lmtrain.models.documents import Inputs, Prefixes
 from lmtrain.models.language_model import LanguageModel
 
 # Packed rows: the length of rows, the lengths of documents and the number of documents all change.
@@ -147,8 +147,8 @@ def test_preferences_of_an_adapter() -> None:
 
 def log_probs(model: LanguageModel, batch: dict[str, Tensor], prefixes: Prefixes) -> Tensor:
     before = torch.arange(batch["input_ids"].numel() - 1)
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "cu_seqlens")}
-    return model.log_probs(**inputs, prefixes=prefixes, scored=before + 1, before=before).tokens
+    inputs = Inputs(batch["input_ids"], batch["position_ids"], batch["cu_seqlens"], prefixes)
+    return model.log_probs(inputs, scored=before + 1, before=before).tokens
 
 
 def shared_prompts(starts: Tensor, tokens: int) -> Prefixes:
