@@ -96,7 +96,7 @@ def test_layers_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     options = float8.Float8LinearConfig(emulate=True, pad_inner_dim=True)
     monkeypatch.setattr(fp8, "recipe", lambda config: options)
     model = LanguageModel(tiny("llama", intermediate_size=1040), objective(z_loss=1e-4))
-    fp8.convert(model.model, check(compose(["trainer.precision=fp8"])))
+    fp8.Fp8().change_model(model.model, check(compose(["trainer.precision=fp8"])))
     compile_model(model.model, changing_lengths=True, backend="eager")
     for lengths in MICRO_BATCHES:
         model(**packed(lengths)).loss_sum.backward()
