@@ -307,8 +307,7 @@ def _dequantized_twin(model: PreTrainedModel) -> PreTrainedModel:
         plain = re.sub(r"\.(base_layer|original_module|token_adapter)", "", name)
         owner = name.rpartition(".")[0]
         state[plain] = quantized.dequantized(layers[owner]) if quantised else parameter.detach().cpu().float()
-    own = twin.state_dict()
-    twin.load_state_dict({name: state[name] for name in own if name in state}, strict=False)
+    twin.load_state_dict(state, strict=False)
     if hasattr(model, "generation_config"):  # models with a scalar head have none
         twin.generation_config = model.generation_config
     return twin

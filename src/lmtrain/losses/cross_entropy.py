@@ -126,14 +126,18 @@ class Logits:
         """Computes the losses of a chunk and returns their gradient with respect to the logits, [c, V].
 
         Args:
-            losses: [2, c], into which losses and negative log-likelihoods are written.
+            targets: [c]; those below 0 are read as 0.
+            losses: [2, c]; row 0 receives the losses with all their terms, row 1 the negative log-likelihoods.
             gradient: whether to compute the gradient; if not, what is returned has no meaning.
             buffer: [n, V] with n >= c, which the logits are written to.
         """
         logits = torch.mm(h, w.t(), out=None if buffer is None else buffer[: h.shape[0]])  # [c, V]
         if bias is not None:
             logits += bias
-        losses_and_gradient(logits, targets, self.terms, losses, gradient, self.compiled)
+        rows = logits.shape[0] if self.compiled else _block_rows(logits.shape[1], logits.device)
+        blocks = zip(logits.split(rows), targets.clamp(min=0).split(rows), losses.split(rows, dim=1), strict=True)
+        for x, y, out in blocks:
+            out[0], out[1] = (_compiled_block if self.compiled else _block)(x, y, self.terms, gradient)
         return logits
 
 
@@ -237,19 +241,6 @@ def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 def _block_rows(columns: int, device: torch.device) -> int:
     block_bytes = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
     return max(1, block_bytes // (4 * columns))
-
-
-def losses_and_gradient(
-    logits: Tensor, labels: Tensor, terms: Terms, losses: Tensor, gradient: bool, compiled: bool
-) -> None:
-    """Writes the rows' losses into `losses` [2, c] and, if asked for, their gradient over `logits` [c, V].
-
-    Row 0 of `losses` is the loss with all its terms, row 1 the negative log-likelihood; labels below 0 are read as 0.
-    """
-    rows = logits.shape[0] if compiled else _block_rows(logits.shape[1], logits.device)
-    blocks = zip(logits.split(rows), labels.clamp(min=0).split(rows), losses.split(rows, dim=1), strict=True)
-    for x, y, out in blocks:
-        out[0], out[1] = (_compiled_block if compiled else _block)(x, y, terms, gradient)
 
 
 def _compiled_block(logits: Tensor, labels: Tensor, terms: Terms, gradient: bool) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from lmtrain.errors import UserError
 from lmtrain.models.context import CONTEXT, Context
@@ -121,11 +121,12 @@ def _refuse_what_is_not_done_here(
         )
 
 
-def mark_sliding(model: nn.Module) -> None:
-    """Stores on each attention layer whether it has a sliding window.
+def use_attention(model: PreTrainedModel) -> None:
+    """Makes the model use this attention, and stores on each attention layer whether it has a sliding window.
 
-    Deriving this from the layer's index in the forward would make torch.compile compile a variant for each layer.
+    Deriving that from the layer's index in the forward would make torch.compile compile a variant for each layer.
     """
+    model.set_attn_implementation(NAME)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             setattr(module, SLIDES, _is_sliding(module))
@@ -195,11 +196,6 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _flatten(x: Tensor) -> Tensor:
-    """Reshapes [B, H, T, D] to [B * T, H, D]; a view of a projection's output, whose memory order is [B, T, H, D]."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
 @torch.compiler.disable
 def _slices(
     query: Tensor,
@@ -212,8 +208,9 @@ def _slices(
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
     sizes = [length * count for length, count, _ in documents.pieces]
-    # split instead of slices: its backward is one concatenation, while each slice's allocates zeros of the full size.
-    qs, ks, vs = (_flatten(x).split(sizes) for x in (query, key, value))
+    # [B * T, H, D], a view of a projection's output, whose memory order is [B, T, H, D]. split instead of slices: its
+    # backward is one concatenation, while each slice's allocates zeros of the full size.
+    qs, ks, vs = (x.transpose(1, 2).flatten(0, 1).split(sizes) for x in (query, key, value))
     outputs = []
     for i, (length, count, prefix) in enumerate(documents.pieces):
         k, v = (torch.cat([x[i - 1][:prefix], x[i]]) if prefix else x[i] for x in (ks, vs))

@@ -57,8 +57,7 @@ def set_attention(choice: str, model: PreTrainedModel, seq_len: int) -> None:
         raise UserError(f"model.attention={choice} doesn't go with {name}: {found.attention}; set it to auto")
     used = "transformers" if found.attention is not None else choice
     if used != "transformers":
-        model.set_attn_implementation(attention.NAME)
-        attention.mark_sliding(model)
+        attention.use_attention(model)
     model.documents_attention = used
     model.own_attention_because = found.attention
     plain_rows = f"model.attention={used}" if used in ("sdpa", "transformers") else None
@@ -94,11 +93,9 @@ def _try(copy: PreTrainedModel) -> Support:
         sees = "tokens see those that come after them"
         return Support(causal=sees, attention=sees, documents=sees)
     reason = _own_only(copy)
-    if reason is not None:
-        return Support(attention=reason, documents=reason)
-    copy.set_attn_implementation(attention.NAME)
-    attention.mark_sliding(copy)
-    reason = _differs(copy, rows, ids)
+    if reason is None:
+        attention.use_attention(copy)
+        reason = _differs(copy, rows, ids)
     if reason is not None:
         return Support(attention=reason, documents=reason)
     alone = torch.cat([torch.cat([first, second], dim=1), rows[1:]])

@@ -155,9 +155,7 @@ class Muon(SkippingOptimizer):
         """Adds the new gradients to the momenta; returns the directions, with Nesterov the gradient added once more."""
         weight, (momenta, gradients) = group["momentum"], self._momenta_and_gradients(parameters)
         torch._foreach_lerp_(momenta, gradients, 1 - weight)
-        if not group["nesterov"]:
-            return [self.state[p]["momentum"] for p in parameters]
-        directions = torch._foreach_lerp(gradients, momenta, weight)
+        directions = torch._foreach_lerp(gradients, momenta, weight) if group["nesterov"] else momenta
         return [as_part_of(d, p) for d, p in zip(directions, parameters, strict=True)]
 
 
