@@ -94,7 +94,7 @@ def attention(
     else:
         out = _varlen_documents(query, key, value, scaling, sliding_window, documents)
     if context is not None:
-        out = context.tokens_for_heads(out)
+        out = context.exchanged(out)
     return out.contiguous(), None
 
 

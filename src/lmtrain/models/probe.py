@@ -30,7 +30,7 @@ TOLERANCE = 2e-3
 class Support(NamedTuple):
     """What a model family supports: None for what works, else the reason it doesn't, as words to put after a colon."""
 
-    causal: str | None = None  # a token sees only those before it
+    causal: str | None = None  # a token sees only those before it; if not, the others are not tried
     attention: str | None = None  # lmtrain's attention gives the same results as the model's own
     documents: str | None = None  # lmtrain's attention keeps packed documents apart
 
@@ -90,8 +90,7 @@ def _try(copy: PreTrainedModel) -> Support:
     rows = _states(copy, ids)
     first, second = _states(copy, ids[:1, :FIRST]), _states(copy, ids[:1, FIRST:])
     if not _close(rows[:1, :FIRST], first):
-        sees = "tokens see those that come after them"
-        return Support(causal=sees, attention=sees, documents=sees)
+        return Support(causal="tokens see those that come after them")
     reason = _own_only(copy)
     if reason is None:
         attention.use_attention(copy)

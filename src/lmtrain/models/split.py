@@ -191,7 +191,7 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
 def _check_layer(module: nn.Module, name: str, style: str, size: int) -> None:
     if is_adapted(module) and (getattr(module, "lora_variant", None) or any(vars(module).get("use_dora", {}).values())):
         raise UserError(f"trainer.strategy=fsdp_tp can't split DoRA: set peft.use_dora=false, or {INSTEAD[4:]}")
-    layer = module.base_layer if is_adapted(module) else module
+    layer: Layer = module.base_layer if is_adapted(module) else module
     if type(layer) not in (nn.Linear, Conv1D):
         raise UserError(
             f"trainer.strategy=fsdp_tp splits linear layers, and {name} is a {type(layer).__name__}: leave it out of "
