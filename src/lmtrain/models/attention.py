@@ -35,6 +35,7 @@ class AttentionScores(NamedTuple):
     scaling: float | None  # None: 1 / sqrt(head width)
     softcap: float | None
     sink: Tensor | None  # [H]
+    dropout: float  # on the weights
 
     @property
     def plain(self) -> bool:
@@ -78,14 +79,14 @@ def attention(
         s_aux = None if s_aux is None else s_aux.chunk(context.size)[context.rank]
     if sliding_window is not None and sliding_window >= query.shape[2]:
         sliding_window = None
-    scores = AttentionScores(scaling, softcap, s_aux)
+    scores = AttentionScores(scaling, softcap, s_aux, dropout)
     if documents is None:
         seen = None if sliding_window is None else causal_mask(query.shape[2], sliding_window, query.device)
-        out = _sdpa(query, key, value, scores, dropout, seen).transpose(1, 2)
+        out = _sdpa(query, key, value, scores, seen).transpose(1, 2)
     elif documents.method == "slices":
-        out = _slices(query, key, value, scores, dropout, sliding_window, documents)
+        out = _slices(query, key, value, scores, sliding_window, documents)
     elif documents.method == "dense_mask":
-        out = _sdpa(query, key, value, scores, dropout, documents.mask(sliding_window)).transpose(1, 2)
+        out = _sdpa(query, key, value, scores, documents.mask(sliding_window)).transpose(1, 2)
     elif not scores.plain:
         raise UserError(
             f"{type(module).__name__} caps its attention scores or has an attention sink, which "
@@ -140,9 +141,7 @@ def _is_sliding(module: nn.Module) -> bool:
     return index is None or types[index] == SLIDING
 
 
-def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, dropout: float, mask: Tensor | None
-) -> Tensor:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, mask: Tensor | None) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     dtype = compute = autocast_dtype(value)
     # CUDA's fp32 kernel and kernels that take a mask don't support grouped heads, and matmul never does.
@@ -161,14 +160,14 @@ def _sdpa(
                 key,
                 value,
                 attn_mask=mask,
-                dropout_p=dropout,
+                dropout_p=scores.dropout,
                 is_causal=mask is None,
                 scale=scores.scaling,
                 enable_gqa=grouped,
             )
         else:
             seen = causal_mask(query.shape[2], None, query.device) if mask is None else mask
-            out = F.dropout(_weights(query, key, scores, seen), dropout) @ value
+            out = F.dropout(_weights(query, key, scores, seen), scores.dropout) @ value
     return out.to(dtype)
 
 
@@ -198,13 +197,7 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 @torch.compiler.disable
 def _slices(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: AttentionScores,
-    dropout: float,
-    window: int | None,
-    documents: Documents,
+    query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, window: int | None, documents: Documents
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
     sizes = [length * count for length, count, _ in documents.pieces]
@@ -217,7 +210,7 @@ def _slices(
         q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (qs[i], k, v))  # [count, H, length, D]
         slides = window is not None and window < prefix + length
         mask = documents.lower_right_mask(length, prefix, window if slides else None) if prefix or slides else None
-        outputs.append(_sdpa(q, k, v, scores, dropout, mask).transpose(1, 2).flatten(0, 1))
+        outputs.append(_sdpa(q, k, v, scores, mask).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).view(batch, seq_len, heads, -1)
 
 
