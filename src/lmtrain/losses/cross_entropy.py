@@ -143,8 +143,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = hidden.new_empty(hidden.shape, dtype=dtype) if need_hidden else None
         grad_weight = WeightGradient(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
-        sum_dtype = torch.promote_types(dtype, torch.float32)
-        losses = hidden.new_empty(2, hidden.shape[0], dtype=sum_dtype)  # row 0: loss, row 1: negative log-likelihood
+        # Row 0: loss, row 1: negative log-likelihood.
+        losses = hidden.new_empty(2, hidden.shape[0], dtype=torch.promote_types(dtype, torch.float32))
 
         for chunk, h, grad_logits in logits.chunks(hidden, w, bias, labels, losses, gradient):
             # A row without a label has loss and gradient 0. Its gradient is masked in [c, D] instead of [c, V].

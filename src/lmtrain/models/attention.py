@@ -71,7 +71,9 @@ def attention(
 
     Returns: [B, T, H, D] in autocast's dtype, or in value's if it is off, and None in place of attention weights.
     """
-    _refuse_what_is_not_done_here(module, query, key, sliding_window, {**kwargs, "attention_mask": attention_mask})
+    if query.shape[2] != key.shape[2]:
+        raise RuntimeError("this attention has no key-value cache: generate inside attention.generation_mode(model)")
+    _refuse_what_is_not_done_here(module, sliding_window, {**kwargs, "attention_mask": attention_mask})
     context: Context | None = getattr(module, CONTEXT, None)
     if context is not None:
         dtype = autocast_dtype(value)
@@ -99,15 +101,7 @@ def attention(
     return out.contiguous(), None
 
 
-def _refuse_what_is_not_done_here(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    sliding_window: int | None,
-    asked: dict[str, Any],
-) -> None:
-    if query.shape[2] != key.shape[2]:
-        raise RuntimeError("this attention has no key-value cache: generate inside attention.generation_mode(model)")
+def _refuse_what_is_not_done_here(module: nn.Module, sliding_window: int | None, asked: dict[str, Any]) -> None:
     extras = [name for name in ("position_bias", "attention_mask") if asked.get(name) is not None]
     if getattr(module, "is_causal", True) is False or asked.get("is_causal") is False:
         extras.append("is_causal=False")
