@@ -249,9 +249,9 @@ def write_adapter(adapter: Adapter, folder: Path, dtype: torch.dtype) -> None:
         scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
         config.r, config.lora_alpha, config.use_rslora = 2 * config.r, scaling * 2 * config.r, False
         config.init_lora_weights = True
+    weights = {k: v.detach().to("cpu", dtype).contiguous().clone() for k, v in weights.items()}
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
-    weights = {k: v.detach().to("cpu", dtype).contiguous().clone() for k, v in weights.items()}
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

@@ -256,6 +256,7 @@ def _pretrained(
         model: PreTrainedModel = load(dtype="auto")
         if weight_files.leave(model, str(cfg.name_or_path)):
             return model
+        del model  # its memory is needed for the weights
     # The checkpoint's own dtype is often bf16, too coarse for small updates.
     return load(dtype=torch.float32, **loading)
 
