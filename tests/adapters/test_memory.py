@@ -24,6 +24,7 @@ from lmtrain.adapters.memory_adapter import check_start, without_memory
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.errors import RunError
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
+from lmtrain.models.documents import Inputs
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.optim.groups import parameter_groups
 
@@ -156,9 +157,8 @@ def test_documents_stay_apart() -> None:
     batch = packed()
     changed = {**batch, "input_ids": batch["input_ids"].clone()}
     changed["input_ids"][0, 2] = (changed["input_ids"][0, 2] + 1) % VOCAB
-    before, after = (
-        model.hidden_states(b["input_ids"], b["position_ids"], b["cu_seqlens"])[0] for b in (batch, changed)
-    )
+    rows = (Inputs(b["input_ids"], b["position_ids"], b["cu_seqlens"]) for b in (batch, changed))
+    before, after = (model.hidden_states(inputs)[0] for inputs in rows)
     difference = (before - after).abs().amax(-1)
     assert difference[0, 2:5].max() > 1e-3
     assert difference[0, 5:].max() < 1e-6

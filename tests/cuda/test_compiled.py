@@ -20,7 +20,7 @@ from lmtrain.config.compose import check, compose
 from lmtrain.losses import cross_entropy as losses
 from lmtrain.models import attention, fp8, language_model
 from lmtrain.models.blocks import compile_model, evaluating
-from lmtrain.models.documents import Prefixes
+from lmtrain.models.documents import Inputs, Prefixes
 from lmtrain.models.language_model import LanguageModel
 
 # Packed rows: the length of rows, the lengths of documents and the number of documents all change.
@@ -96,7 +96,7 @@ def test_layers_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     options = float8.Float8LinearConfig(emulate=True, pad_inner_dim=True)
     monkeypatch.setattr(fp8, "recipe", lambda config: options)
     model = LanguageModel(tiny("llama", intermediate_size=1040), objective(z_loss=1e-4))
-    fp8.convert(model.model, check(compose(["trainer.precision=fp8"])))
+    fp8.Fp8().change_model(model.model, check(compose(["trainer.precision=fp8"])))
     compile_model(model.model, changing_lengths=True, backend="eager")
     for lengths in MICRO_BATCHES:
         model(**packed(lengths)).loss_sum.backward()
@@ -147,8 +147,8 @@ def test_preferences_of_an_adapter() -> None:
 
 def log_probs(model: LanguageModel, batch: dict[str, Tensor], prefixes: Prefixes) -> Tensor:
     before = torch.arange(batch["input_ids"].numel() - 1)
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "cu_seqlens")}
-    return model.log_probs(**inputs, prefixes=prefixes, scored=before + 1, before=before).tokens
+    inputs = Inputs(batch["input_ids"], batch["position_ids"], batch["cu_seqlens"], prefixes)
+    return model.log_probs(inputs, scored=before + 1, before=before).tokens
 
 
 def shared_prompts(starts: Tensor, tokens: int) -> Prefixes:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from helpers_models import VOCAB, wrapped
 from lmtrain.config.compose import check, compose
 from lmtrain.models.blocks import untied_layers
+from lmtrain.models.documents import Inputs
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.strategies import sharding
 
@@ -26,7 +27,7 @@ def losses(model: LanguageModel, how: str, rows: slice) -> Tensor:
     if how != "log_probs":
         return model(inputs, labels).loss_sum
     before = torch.tensor([0, 3, 11])
-    return -model.log_probs(inputs, None, None, None, scored=before + 1, before=before).tokens.sum()
+    return -model.log_probs(Inputs(inputs), scored=before + 1, before=before).tokens.sum()
 
 
 def gathered_now(model: Any) -> dict[str, bool]:

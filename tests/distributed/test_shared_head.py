@@ -26,7 +26,7 @@ def leaves(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden, weight, bias, labels
 
 
-def of_rows(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> CrossEntropy:
+def of_rows(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> CrossEntropy:
     return chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=4)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from helpers_models import wrapped
 from lmtrain.models.blocks import enable_activation_checkpointing
+from lmtrain.models.documents import Inputs
 
 ROWS, LENGTH = 4, 512
 
@@ -30,7 +31,7 @@ def held(family: str, kept: bool | str) -> int:
     model(ids[:1, :8], ids[:1, :8]).loss_sum.backward()
     gc.collect()
     before = anonymous_bytes()
-    hidden, _ = model.hidden_states(ids)
+    hidden, _ = model.hidden_states(Inputs(ids))
     after = anonymous_bytes()
     hidden.sum().backward()
     return after - before

@@ -8,7 +8,7 @@ import torch
 from helpers_models import FAMILIES, LENGTHS, VOCAB, objective, packed, tiny, wrapped
 from lmtrain.errors import UserError
 from lmtrain.models import attention
-from lmtrain.models.documents import Documents, choose_method
+from lmtrain.models.documents import Documents, Inputs, choose_method
 from lmtrain.models.language_model import LanguageModel
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_no_token_reaches_another_document(family, method):
     together = visible(LENGTHS, None) | visible(LENGTHS, None).transpose(1, 2)  # [B, T, T], same document
 
     def run(ids):
-        hidden, _ = model.hidden_states(ids, batch["position_ids"], batch["cu_seqlens"])
+        hidden, _ = model.hidden_states(Inputs(ids, batch["position_ids"], batch["cu_seqlens"]))
         return hidden
 
     before = run(batch["input_ids"])
@@ -130,8 +130,8 @@ def test_no_token_reaches_another_document(family, method):
 
 def test_without_cu_seqlens_the_row_is_one_sequence(family):
     model, batch = wrapped(family), packed()
-    joined = model.hidden_states(batch["input_ids"])[0]
-    apart = model.hidden_states(batch["input_ids"], batch["position_ids"], batch["cu_seqlens"])[0]
+    joined = model.hidden_states(Inputs(batch["input_ids"]))[0]
+    apart = model.hidden_states(Inputs(batch["input_ids"], batch["position_ids"], batch["cu_seqlens"]))[0]
     assert (joined[0, 5:] - apart[0, 5:]).abs().max() > 1e-2
 
 

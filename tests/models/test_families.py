@@ -18,7 +18,7 @@ from lmtrain.data.examples.pair_rows import PairRows
 from lmtrain.errors import UserError
 from lmtrain.models import build as builder
 from lmtrain.models import probe
-from lmtrain.models.documents import Prefixes
+from lmtrain.models.documents import Inputs, Prefixes
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.probe import TESTED, WINDOW
 
@@ -79,9 +79,9 @@ class Answers:
 
 def answer_log_probs(model: LanguageModel, rows: PairRows) -> torch.Tensor:
     batch = rows.read(np.array([[0, 0]]))
-    inputs = {name: batch.get(name) for name in ("input_ids", "position_ids", "cu_seqlens", "scored", "before")}
     prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
-    tokens = model.log_probs(**inputs, prefixes=prefixes).tokens.double()
+    inputs = Inputs(batch["input_ids"], batch.get("position_ids"), batch.get("cu_seqlens"), prefixes)
+    tokens = model.log_probs(inputs, scored=batch["scored"], before=batch["before"]).tokens.double()
     return torch.zeros(2, dtype=torch.float64).index_add(0, batch["answer"], tokens)
 
 

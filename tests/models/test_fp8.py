@@ -30,6 +30,7 @@ from lmtrain.run_folder import folder as run_dir
 from support import TINY, rows
 
 float8 = pytest.importorskip("torchao.float8")
+FP8 = fp8.Fp8()
 # The first two feed-forward layers are wide enough to gain; the last one and attention's layers are not.
 WIDE = ["model=llama_nano", "model.num_key_value_heads=2", "model.intermediate_size=1040"]
 RUN = [*WIDE, "optimizer=adamw", "trainer.precision=fp8", "export.dtype=float32"]
@@ -75,7 +76,7 @@ def test_layers_that_gain_are_converted(recipe: str, kinds: set[str], factor: in
     model = shapes("llama", **LLAMA)
     before, keys = dict(model.named_parameters()), list(model.state_dict())
     config = fp8_config(f"trainer.fp8_recipe={recipe}", "data.seq_len=256")
-    fp8.convert(model, config)
+    FP8.change_model(model, config)
     assert {name.rpartition(".")[2] for name in fp8.converted(model)} == kinds
     assert len(fp8.converted(model)) == 2 * len(kinds)
     assert list(model.state_dict()) == keys
@@ -91,7 +92,7 @@ def test_layers_that_gain_are_converted(recipe: str, kinds: set[str], factor: in
     assert set(words.rpartition("in bf16: ")[2].partition(", where")[0].split(", ")) == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} - kinds  # fmt: skip
 
-    fp8.undo(model)
+    FP8.restore_model(model)
     assert not fp8.converted(model)
     assert {type(m) for m in fp8.linear_layers(model).values()} == {nn.Linear}
     assert flops.parameter_counts(model)[0] == sum(p.numel() for p in before.values())
@@ -99,12 +100,12 @@ def test_layers_that_gain_are_converted(recipe: str, kinds: set[str], factor: in
 
 def test_routers_and_adapters_are_left_in_bf16(gpu: None) -> None:
     experts = shapes("qwen3_moe", hidden_size=2048, num_attention_heads=16, head_dim=128, num_experts=2048)
-    fp8.convert(experts, fp8_config())
+    FP8.change_model(experts, fp8_config())
     assert {name.rpartition(".")[2] for name in fp8.converted(experts)} == {"q_proj", "o_proj"}
 
     adapted = shapes("llama", **LLAMA)
     get_peft_model(adapted, LoraConfig(r=2048, target_modules=["q_proj"]))
-    fp8.convert(adapted, fp8_config())
+    FP8.change_model(adapted, fp8_config())
     assert {name.partition("layers.0.")[2] for name in fp8.converted(adapted) if "layers.0." in name} == {
         "self_attn.q_proj.base_layer", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}  # fmt: skip
 
@@ -231,13 +232,13 @@ def test_a_machine_without_it_is_refused_before_data_is_read(tmp_path: Path, mon
     assert message(ended.err) == (
         "trainer.precision=fp8: a CPU does not multiply in 8 bits: set trainer.precision=bf16-mixed"
     )
-    trainer = fp8_config().trainer
+    config = fp8_config()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with pytest.raises(UserError, match=r"needs a GPU of compute capability 8\.9 or newer \(here 8\.0\): set "):
-        fp8.check(trainer)
+        FP8.check_machine(config)
     monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'torchao is not installed: pip install "lmtrain\[fp8\]", or set trainer'):
-        fp8.check(trainer)
+        FP8.check_machine(config)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +250,6 @@ def test_a_machine_without_it_is_refused_before_data_is_read(tmp_path: Path, mon
 )
 def test_a_model_that_gains_nothing_is_refused(family: str, words: str, gpu: None) -> None:
     with pytest.raises(UserError) as error:
-        fp8.convert(tiny(family), fp8_config())
+        FP8.change_model(tiny(family), fp8_config())
     assert words in str(error.value)
     assert str(error.value).endswith(": set trainer.precision=bf16-mixed")

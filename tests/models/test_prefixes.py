@@ -11,7 +11,7 @@ from helpers_models import FAMILIES, VOCAB, objective, tiny, wrapped
 from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.pair_rows import PairRows, common_prompt
 from lmtrain.models import attention
-from lmtrain.models.documents import Documents, Prefixes
+from lmtrain.models.documents import Documents, Inputs, Prefixes
 from lmtrain.models.language_model import LanguageModel
 
 LENGTHS, SEEN = [7, 5, 4, 1, 6, 6], [0, 3, 0, 4, 0, 6]  # of documents, and of the prefix each has in the previous
@@ -75,10 +75,7 @@ def answers(model: LanguageModel, batch: dict[str, torch.Tensor]) -> torch.Tenso
     """Returns the log-probabilities of all scored tokens of a micro-batch."""
     prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
     return model.log_probs(
-        batch["input_ids"],
-        batch["position_ids"],
-        batch["cu_seqlens"],
-        prefixes,
+        Inputs(batch["input_ids"], batch["position_ids"], batch["cu_seqlens"], prefixes),
         scored=batch["scored"],
         before=batch["before"],
     ).tokens

@@ -15,6 +15,7 @@ from lmtrain.config.compose import check, compose
 from lmtrain.data.corpus import build_corpus
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.models.build import build_model
+from lmtrain.models.documents import Inputs
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.sft import add_noise, token_lengths
 from lmtrain.run.build import build_datamodule
@@ -87,7 +88,7 @@ def test_a_token_of_one_example_reaches_no_other(chats: Path, attention: str) ->
     inside[start:stop] = True
 
     def hidden(ids: torch.Tensor) -> torch.Tensor:
-        return model.hidden_states(ids, batch["position_ids"], batch["cu_seqlens"])[0].flatten(0, 1)
+        return model.hidden_states(Inputs(ids, batch["position_ids"], batch["cu_seqlens"]))[0].flatten(0, 1)
 
     changed = batch["input_ids"].clone()
     changed.view(-1)[start:stop] = (changed.view(-1)[start:stop] + 1) % 256

@@ -231,10 +231,11 @@ def _lora_weights(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().to("cpu", copy=True) for n, p in model.named_parameters() if any(part in n for part in names)}
 
 
-def exported(adapter: Adapter, dtype: torch.dtype) -> tuple[dict[str, Tensor], LoraConfig]:
-    """Returns (weights by peft's names, config) of the adapter in a form that applies to the original base.
+def write_adapter(adapter: Adapter, folder: Path, dtype: torch.dtype) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them.
 
-    If the initial B0 A0 was subtracted from the base, the rank doubles: `B A - B0 A0 = [B, -B0] [A; A0]`.
+    They apply to the original base: if the initial B0 A0 was subtracted from it, the rank doubles, as
+    `B A - B0 A0 = [B, -B0] [A; A0]`.
     """
     config = copy.deepcopy(adapter.config)
     weights = get_peft_model_state_dict(adapter.peft, save_embedding_layers=False)
@@ -248,12 +249,7 @@ def exported(adapter: Adapter, dtype: torch.dtype) -> tuple[dict[str, Tensor], L
         scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
         config.r, config.lora_alpha, config.use_rslora = 2 * config.r, scaling * 2 * config.r, False
         config.init_lora_weights = True
-    return {k: v.detach().to("cpu", dtype).contiguous().clone() for k, v in weights.items()}, config
-
-
-def write_adapter(adapter: Adapter, folder: Path, dtype: torch.dtype) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them."""
-    weights, config = exported(adapter, dtype)
+    weights = {k: v.detach().to("cpu", dtype).contiguous().clone() for k, v in weights.items()}
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -307,8 +303,7 @@ def _dequantized_twin(model: PreTrainedModel) -> PreTrainedModel:
         plain = re.sub(r"\.(base_layer|original_module|token_adapter)", "", name)
         owner = name.rpartition(".")[0]
         state[plain] = quantized.dequantized(layers[owner]) if quantised else parameter.detach().cpu().float()
-    own = twin.state_dict()
-    twin.load_state_dict({name: state[name] for name in own if name in state}, strict=False)
+    twin.load_state_dict(state, strict=False)
     if hasattr(model, "generation_config"):  # models with a scalar head have none
         twin.generation_config = model.generation_config
     return twin

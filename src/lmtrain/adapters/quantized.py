@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lmtrain.config.schema import PeftConfig
 from lmtrain.config.strategies import SHARING
@@ -25,8 +25,6 @@ def loading_options(cfg: PeftConfig, precision: str, accelerator: str, *, to_hos
     if cfg.quantization is None:
         return {}
     _require_bitsandbytes(cfg.quantization)
-    from transformers import BitsAndBytesConfig
-
     if cfg.quantization == "int8":
         if accelerator == "cpu" and not multiplies_int8():
             raise UserError(

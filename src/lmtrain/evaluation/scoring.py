@@ -26,6 +26,7 @@ from lmtrain.generation.sampling import positions, sample_texts
 from lmtrain.generation.text_metrics import ExactMatch, TextMetrics
 from lmtrain.losses.preferences import LOSSES, Pairs, bradley_terry, preference_losses
 from lmtrain.models.attention import generation_mode
+from lmtrain.models.documents import Inputs
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.scalar_head import refuse_scalar_head, scores_of
 from lmtrain.objectives.dpo import loss_options
@@ -94,7 +95,7 @@ def _batches(stretches: Iterable[Window], batch_size: int) -> Iterator[list[Wind
 def _summed(model: LanguageModel, batch: list[Window], device: torch.device) -> list[float]:
     laid = padded([(window.ids, window.scored) for window in batch])
     input_ids, at = laid["input_ids"].to(device), laid["learned"].to(device)  # at: before each scored token
-    found = model.log_probs(input_ids, None, None, None, scored=at + 1, before=at).tokens.double()
+    found = model.log_probs(Inputs(input_ids), scored=at + 1, before=at).tokens.double()
     sums = torch.zeros(len(batch), dtype=torch.float64, device=device)
     return (-sums.index_add(0, at // input_ids.shape[1], found)).tolist()
 

@@ -5,6 +5,7 @@ in fp32, held two or three times by the usual loss. Here only the logits of one 
 gradient is computed while they do, so backward recomputes nothing: three matrix products in all, as with full logits.
 """
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -85,11 +86,6 @@ def chunked_cross_entropy(
     return CrossEntropy(loss_sum, nll_sum, n_tokens)
 
 
-def equal_chunk(rows: int, chunk_tokens: int) -> int:
-    """Returns the size of equal chunks that `rows` are split into, at most `chunk_tokens`."""
-    return -(-rows // max(1, -(-rows // chunk_tokens)))
-
-
 def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Returns the dtype in which logits are multiplied: autocast's if enabled, else that of the promoted inputs."""
     device_type = hidden.device.type
@@ -105,36 +101,35 @@ class Logits:
         self.terms, self.scale, self.dtype, self.compiled = terms, scale, dtype, compiled
         self.chunk_tokens = chunk_tokens
 
-    def chunks(self, rows: int) -> list[slice]:
-        size = max(1, equal_chunk(rows, self.chunk_tokens))
-        return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    def chunks(
+        self, hidden: Tensor, w: Tensor, bias: Tensor | None, targets: Tensor, losses: Tensor, gradient: bool
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yields of each chunk of c tokens its slice, the inputs [c, D] of its product, and the gradient [c, V].
 
-    def inputs(self, hidden: Tensor) -> Tensor:
-        """Returns the scaled and cast hidden states, [c, D], that the output embedding is multiplied with."""
-        return (hidden * self.scale if self.scale != 1.0 else hidden).to(self.dtype)
-
-    def nll(
-        self,
-        h: Tensor,
-        w: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        losses: Tensor,
-        gradient: bool,
-        buffer: Tensor | None = None,
-    ) -> Tensor:
-        """Computes the losses of a chunk and returns their gradient with respect to the logits, [c, V].
+        The inputs are the scaled and cast hidden states, the gradient is that of the losses with respect to the logits;
+        it is overwritten by the next chunk's. Chunks are equally large, but for the last.
 
         Args:
-            losses: [2, c], into which losses and negative log-likelihoods are written.
-            gradient: whether to compute the gradient; if not, what is returned has no meaning.
-            buffer: [n, V] with n >= c, which the logits are written to.
+            hidden: [N, D].
+            w: [V, D], in `dtype`.
+            targets: [N]; those below 0 are read as 0.
+            losses: [2, N]; row 0 receives the losses with all their terms, row 1 the negative log-likelihoods.
+            gradient: whether to compute the gradient; if not, what is yielded in its place has no meaning.
         """
-        logits = torch.mm(h, w.t(), out=None if buffer is None else buffer[: h.shape[0]])  # [c, V]
-        if bias is not None:
-            logits += bias
-        losses_and_gradient(logits, targets, self.terms, losses, gradient, self.compiled)
-        return logits
+        tokens = hidden.shape[0]
+        size = -(-tokens // max(1, -(-tokens // self.chunk_tokens)))
+        buffer = hidden.new_empty(size, w.shape[0], dtype=self.dtype)
+        for start in range(0, tokens, max(1, size)):
+            chunk = slice(start, min(start + size, tokens))
+            h = (hidden[chunk] * self.scale if self.scale != 1.0 else hidden[chunk]).to(self.dtype)
+            logits = torch.mm(h, w.t(), out=buffer[: h.shape[0]])  # [c, V]
+            if bias is not None:
+                logits += bias
+            rows = logits.shape[0] if self.compiled else _block_rows(logits.shape[1], logits.device)
+            labels, outs = targets[chunk].clamp(min=0), losses[:, chunk]
+            for x, y, out in zip(logits.split(rows), labels.split(rows), outs.split(rows, dim=1), strict=True):
+                out[0], out[1] = (_compiled_block if self.compiled else _block)(x, y, self.terms, gradient)
+            yield chunk, h, logits
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -142,22 +137,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, logits: Logits, with_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        rows, vocab = hidden.shape[0], weight.shape[0]
         need_hidden, need_weight, need_bias = (with_grad and need for need in ctx.needs_input_grad[:3])
         gradient = need_hidden or need_weight or need_bias
         dtype, w = logits.dtype, weight.to(logits.dtype)
-        buffer = hidden.new_empty(equal_chunk(rows, logits.chunk_tokens), vocab, dtype=dtype)
         grad_hidden = hidden.new_empty(hidden.shape, dtype=dtype) if need_hidden else None
         grad_weight = WeightGradient(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
-        sum_dtype = torch.promote_types(dtype, torch.float32)
-        losses = hidden.new_empty(2, rows, dtype=sum_dtype)  # row 0: loss, row 1: negative log-likelihood
+        # Row 0: loss, row 1: negative log-likelihood.
+        losses = hidden.new_empty(2, hidden.shape[0], dtype=torch.promote_types(dtype, torch.float32))
 
-        for chunk in logits.chunks(rows):
-            h = logits.inputs(hidden[chunk])
+        for chunk, h, grad_logits in logits.chunks(hidden, w, bias, labels, losses, gradient):
             # A row without a label has loss and gradient 0. Its gradient is masked in [c, D] instead of [c, V].
             labelled = (labels[chunk] != IGNORE_INDEX).unsqueeze(1)  # [c, 1]
-            grad_logits = logits.nll(h, w, bias, labels[chunk], losses[:, chunk], gradient, buffer)  # [c, V]
             if grad_hidden is not None:
                 grad = torch.mm(grad_logits, w, out=grad_hidden[chunk])
                 grad *= labelled * logits.scale
@@ -237,19 +228,6 @@ def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 def _block_rows(columns: int, device: torch.device) -> int:
     block_bytes = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
     return max(1, block_bytes // (4 * columns))
-
-
-def losses_and_gradient(
-    logits: Tensor, labels: Tensor, terms: Terms, losses: Tensor, gradient: bool, compiled: bool
-) -> None:
-    """Writes the rows' losses into `losses` [2, c] and, if asked for, their gradient over `logits` [c, V].
-
-    Row 0 of `losses` is the loss with all its terms, row 1 the negative log-likelihood; labels below 0 are read as 0.
-    """
-    rows = logits.shape[0] if compiled else _block_rows(logits.shape[1], logits.device)
-    blocks = zip(logits.split(rows), labels.clamp(min=0).split(rows), losses.split(rows, dim=1), strict=True)
-    for x, y, out in blocks:
-        out[0], out[1] = (_compiled_block if compiled else _block)(x, y, terms, gradient)
 
 
 def _compiled_block(logits: Tensor, labels: Tensor, terms: Terms, gradient: bool) -> tuple[Tensor, Tensor]:

@@ -53,14 +53,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, logits: Logits, with_grad: bool
     ) -> Tensor:
-        rows = hidden.shape[0]
         need_hidden = with_grad and ctx.needs_input_grad[0]
         w = weight.to(logits.dtype)
         unit_grad = hidden.new_empty(hidden.shape, dtype=logits.dtype) if need_hidden else None
-        losses = hidden.new_empty(2, rows, dtype=torch.promote_types(logits.dtype, torch.float32))
-        for chunk in logits.chunks(rows):
-            h = logits.inputs(hidden[chunk])
-            grad_logits = logits.nll(h, w, bias, targets[chunk], losses[:, chunk], need_hidden)
+        losses = hidden.new_empty(2, hidden.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+        for chunk, _, grad_logits in logits.chunks(hidden, w, bias, targets, losses, need_hidden):
             if unit_grad is not None:
                 torch.mm(grad_logits, w, out=unit_grad[chunk])
         ctx.logits = logits
@@ -82,9 +79,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight, grad_bias = WeightGradient(weight), torch.zeros(weight.shape[0], device=weight.device)
         w = weight.to(logits.dtype)
         losses = hidden.new_empty(2, hidden.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
-        for chunk in logits.chunks(hidden.shape[0]):
-            h = logits.inputs(hidden[chunk])
-            grad_logits = logits.nll(h, w, bias, targets[chunk], losses[:, chunk], gradient=True)
+        for chunk, h, grad_logits in logits.chunks(hidden, w, bias, targets, losses, gradient=True):
             g = -grad[chunk]
             # A factor common to all tokens of an answer must not be rounded before the multiplication.
             grad_weight.add_product(grad_logits, (h * g.unsqueeze(1)).to(logits.dtype))

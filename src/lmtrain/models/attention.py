@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from lmtrain.errors import UserError
 from lmtrain.models.context import CONTEXT, Context
@@ -35,6 +35,7 @@ class AttentionScores(NamedTuple):
     scaling: float | None  # None: 1 / sqrt(head width)
     softcap: float | None
     sink: Tensor | None  # [H]
+    dropout: float  # on the weights
 
     @property
     def plain(self) -> bool:
@@ -70,7 +71,9 @@ def attention(
 
     Returns: [B, T, H, D] in autocast's dtype, or in value's if it is off, and None in place of attention weights.
     """
-    _refuse_what_is_not_done_here(module, query, key, sliding_window, {**kwargs, "attention_mask": attention_mask})
+    if query.shape[2] != key.shape[2]:
+        raise RuntimeError("this attention has no key-value cache: generate inside attention.generation_mode(model)")
+    _refuse_what_is_not_done_here(module, sliding_window, {**kwargs, "attention_mask": attention_mask})
     context: Context | None = getattr(module, CONTEXT, None)
     if context is not None:
         dtype = autocast_dtype(value)
@@ -78,14 +81,14 @@ def attention(
         s_aux = None if s_aux is None else s_aux.chunk(context.size)[context.rank]
     if sliding_window is not None and sliding_window >= query.shape[2]:
         sliding_window = None
-    scores = AttentionScores(scaling, softcap, s_aux)
+    scores = AttentionScores(scaling, softcap, s_aux, dropout)
     if documents is None:
         seen = None if sliding_window is None else causal_mask(query.shape[2], sliding_window, query.device)
-        out = _sdpa(query, key, value, scores, dropout, seen).transpose(1, 2)
+        out = _sdpa(query, key, value, scores, seen).transpose(1, 2)
     elif documents.method == "slices":
-        out = _slices(query, key, value, scores, dropout, sliding_window, documents)
+        out = _slices(query, key, value, scores, sliding_window, documents)
     elif documents.method == "dense_mask":
-        out = _sdpa(query, key, value, scores, dropout, documents.mask(sliding_window)).transpose(1, 2)
+        out = _sdpa(query, key, value, scores, documents.mask(sliding_window)).transpose(1, 2)
     elif not scores.plain:
         raise UserError(
             f"{type(module).__name__} caps its attention scores or has an attention sink, which "
@@ -94,19 +97,11 @@ def attention(
     else:
         out = _varlen_documents(query, key, value, scaling, sliding_window, documents)
     if context is not None:
-        out = context.tokens_for_heads(out)
+        out = context.exchanged(out)
     return out.contiguous(), None
 
 
-def _refuse_what_is_not_done_here(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    sliding_window: int | None,
-    asked: dict[str, Any],
-) -> None:
-    if query.shape[2] != key.shape[2]:
-        raise RuntimeError("this attention has no key-value cache: generate inside attention.generation_mode(model)")
+def _refuse_what_is_not_done_here(module: nn.Module, sliding_window: int | None, asked: dict[str, Any]) -> None:
     extras = [name for name in ("position_bias", "attention_mask") if asked.get(name) is not None]
     if getattr(module, "is_causal", True) is False or asked.get("is_causal") is False:
         extras.append("is_causal=False")
@@ -121,11 +116,12 @@ def _refuse_what_is_not_done_here(
         )
 
 
-def mark_sliding(model: nn.Module) -> None:
-    """Stores on each attention layer whether it has a sliding window.
+def use_attention(model: PreTrainedModel) -> None:
+    """Makes the model use this attention, and stores on each attention layer whether it has a sliding window.
 
-    Deriving this from the layer's index in the forward would make torch.compile compile a variant for each layer.
+    Deriving that from the layer's index in the forward would make torch.compile compile a variant for each layer.
     """
+    model.set_attn_implementation(NAME)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             setattr(module, SLIDES, _is_sliding(module))
@@ -139,9 +135,7 @@ def _is_sliding(module: nn.Module) -> bool:
     return index is None or types[index] == SLIDING
 
 
-def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, dropout: float, mask: Tensor | None
-) -> Tensor:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, mask: Tensor | None) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     dtype = compute = autocast_dtype(value)
     # CUDA's fp32 kernel and kernels that take a mask don't support grouped heads, and matmul never does.
@@ -160,14 +154,14 @@ def _sdpa(
                 key,
                 value,
                 attn_mask=mask,
-                dropout_p=dropout,
+                dropout_p=scores.dropout,
                 is_causal=mask is None,
                 scale=scores.scaling,
                 enable_gqa=grouped,
             )
         else:
             seen = causal_mask(query.shape[2], None, query.device) if mask is None else mask
-            out = F.dropout(_weights(query, key, scores, seen), dropout) @ value
+            out = F.dropout(_weights(query, key, scores, seen), scores.dropout) @ value
     return out.to(dtype)
 
 
@@ -195,32 +189,22 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _flatten(x: Tensor) -> Tensor:
-    """Reshapes [B, H, T, D] to [B * T, H, D]; a view of a projection's output, whose memory order is [B, T, H, D]."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
 @torch.compiler.disable
 def _slices(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: AttentionScores,
-    dropout: float,
-    window: int | None,
-    documents: Documents,
+    query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, window: int | None, documents: Documents
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
     sizes = [length * count for length, count, _ in documents.pieces]
-    # split instead of slices: its backward is one concatenation, while each slice's allocates zeros of the full size.
-    qs, ks, vs = (_flatten(x).split(sizes) for x in (query, key, value))
+    # [B * T, H, D], a view of a projection's output, whose memory order is [B, T, H, D]. split instead of slices: its
+    # backward is one concatenation, while each slice's allocates zeros of the full size.
+    qs, ks, vs = (x.transpose(1, 2).flatten(0, 1).split(sizes) for x in (query, key, value))
     outputs = []
     for i, (length, count, prefix) in enumerate(documents.pieces):
         k, v = (torch.cat([x[i - 1][:prefix], x[i]]) if prefix else x[i] for x in (ks, vs))
         q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (qs[i], k, v))  # [count, H, length, D]
         slides = window is not None and window < prefix + length
         mask = documents.lower_right_mask(length, prefix, window if slides else None) if prefix or slides else None
-        outputs.append(_sdpa(q, k, v, scores, dropout, mask).transpose(1, 2).flatten(0, 1))
+        outputs.append(_sdpa(q, k, v, scores, mask).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).view(batch, seq_len, heads, -1)
 
 

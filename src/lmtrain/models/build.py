@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,8 +91,7 @@ def build_model(
             model = _instantiate(cfg, config, scalar_head)
         else:
             grows = vocab_size > config.get_text_config().vocab_size  # the mean of existing rows is needed then
-            left = _left_in_files(cfg, config) if in_files and not grows else None
-            model = left or _load(cfg, config, scalar_head, loading)
+            model = _pretrained(cfg, config, scalar_head, in_files and not grows, loading)
         _grow_vocabulary(model, vocab_size)
     _let_padding_learn(model)
     _add_dropout(model, cfg.dropout)
@@ -247,19 +247,18 @@ def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
     return config
 
 
-def _left_in_files(cfg: LoadedModelConfig, config: PretrainedConfig) -> PreTrainedModel | None:
-    """Returns the model with its weights left in files, or None if they have to be loaded."""
-    if not weight_files.may_leave(config, str(cfg.name_or_path)):
-        return None
-    model: PreTrainedModel = _from_hub(folder.from_pretrained, cfg, config=config, dtype="auto", scalar_head=False)
-    return model if weight_files.leave(model, str(cfg.name_or_path)) else None
-
-
-def _load(
-    cfg: LoadedModelConfig, config: PretrainedConfig, scalar_head: bool, loading: dict[str, Any]
+def _pretrained(
+    cfg: LoadedModelConfig, config: PretrainedConfig, scalar_head: bool, in_files: bool, loading: dict[str, Any]
 ) -> PreTrainedModel:
-    dtype = torch.float32  # the checkpoint's own dtype is often bf16, too coarse for small updates
-    return _from_hub(folder.from_pretrained, cfg, config=config, dtype=dtype, scalar_head=scalar_head, **loading)
+    """Loads the model in fp32, or with `in_files` leaves its weights in their files if these can supply them."""
+    load = functools.partial(_from_hub, folder.from_pretrained, cfg, config=config, scalar_head=scalar_head)
+    if in_files and weight_files.may_leave(config, str(cfg.name_or_path)):
+        model: PreTrainedModel = load(dtype="auto")
+        if weight_files.leave(model, str(cfg.name_or_path)):
+            return model
+        del model  # its memory is needed for the weights
+    # The checkpoint's own dtype is often bf16, too coarse for small updates.
+    return load(dtype=torch.float32, **loading)
 
 
 def _grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:

@@ -69,14 +69,13 @@ class Context:
         times = math.lcm(key.shape[1], self.size) // key.shape[1]
         if times > 1:
             key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
-        return self._exchange(query), self._exchange(key), self._exchange(value)
+        return self.exchanged(query), self.exchanged(key), self.exchanged(value)
 
-    def tokens_for_heads(self, out: Tensor) -> Tensor:
-        """Exchanges attention's output for whole rows, [B, T, H / size, D], for the slice's, [B, T / size, H, D]."""
-        return self._exchange(out)
+    def exchanged(self, x: Tensor) -> Tensor:
+        """Sends part i of dimension 1 to rank i, and concatenates the ranks' parts in dimension 2.
 
-    def _exchange(self, x: Tensor) -> Tensor:
-        """Sends part i of dimension 1 to rank i, and concatenates the ranks' parts in dimension 2."""
+        This also turns attention's output for whole rows, [B, T, H / size, D], into the slice's, [B, T / size, H, D].
+        """
         return joined(all_to_all_single_autograd(parted(x, 1, self.size), None, None, self.group), 2)
 
 

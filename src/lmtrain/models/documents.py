@@ -35,6 +35,17 @@ class Prefixes(NamedTuple):
     cu_kv: Tensor  # [n_docs + 1] int32: where each document's part of kv_index starts
 
 
+class Inputs(NamedTuple):
+    """The rows of a micro-batch, as a LanguageModel reads them."""
+
+    input_ids: Tensor  # [B, T] int64
+    position_ids: Tensor | None = None  # [B, T] int64, a token's position in its document; None: counted along the row
+    # [n_docs + 1] int32 starts of documents in the flattened B * T tokens, row boundaries included; None if each row is
+    # one sequence.
+    cu_seqlens: Tensor | None = None
+    prefixes: Prefixes | None = None  # given if documents attend to a prefix of the previous one
+
+
 class Documents:
     """The document boundaries of one micro-batch, prepared for one attention method; created once per forward.
 

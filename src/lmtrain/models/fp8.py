@@ -33,13 +33,28 @@ class Fp8(Feature):
         return config.trainer.precision == FP8
 
     def check_machine(self, config: Config) -> None:
-        check(config.trainer)
+        obstacle = why_not(config.trainer)
+        if obstacle is not None:
+            raise UserError(f"trainer.precision=fp8: {obstacle}")
 
     def change_model(self, model: PreTrainedModel, config: Config) -> None:
-        convert(model, config)
+        """Converts the linear layers that become faster in 8 bits to torchao's Float8Linear, in place.
+
+        Raises:
+            UserError: no layer would become faster, or this machine can't multiply in 8 bits.
+        """
+        self.check_machine(config)
+        float8, gains = _torchao(), _gains(config.trainer.fp8_recipe)
+        options = recipe(config)
+        for block in decoder_blocks(model):
+            float8.convert_to_float8_training(block, module_filter_fn=gains, config=options)
+        if not converted(model):
+            raise UserError(f"trainer.precision=fp8: {_why_none(model)}: {INSTEAD}")
 
     def restore_model(self, model: PreTrainedModel) -> None:
-        undo(model)  # the export is compared with this model in fp32
+        """Turns the layers back into ordinary linear layers: the export is compared with this model in fp32."""
+        for layer in converted(model).values():
+            layer.__class__ = nn.Linear  # the module objects stay, since sharding and compilation refer to them
 
     def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
         return [("fp8", in_words(model, config))]
@@ -68,42 +83,12 @@ def why_not(t: TrainerConfig) -> str | None:
     return None
 
 
-def check(t: TrainerConfig) -> None:
-    """Raises UserError if this machine doesn't support trainer.precision=fp8."""
-    obstacle = why_not(t)
-    if obstacle is not None:
-        raise UserError(f"trainer.precision=fp8: {obstacle}")
-
-
-def convert(model: PreTrainedModel, config: Config) -> None:
-    """Converts the linear layers that become faster in 8 bits to torchao's Float8Linear, in place.
-
-    It must be called before layers are compiled or sharded.
-
-    Raises:
-        UserError: no layer would become faster, or this machine can't multiply in 8 bits (see `check`).
-    """
-    check(config.trainer)
-    float8, gains = _torchao(), _gains(config.trainer.fp8_recipe)
-    options = recipe(config)
-    for block in decoder_blocks(model):
-        float8.convert_to_float8_training(block, module_filter_fn=gains, config=options)
-    if not converted(model):
-        raise UserError(f"trainer.precision=fp8: {_why_none(model)}: {INSTEAD}")
-
-
 def recipe(config: Config) -> Any:
     """Returns torchao's Float8LinearConfig for trainer.fp8_recipe."""
     options = _torchao().Float8LinearConfig.from_recipe_name(config.trainer.fp8_recipe)
     # A weight's gradient is a product that sums over tokens, so their number must be a multiple of 16 as well, or be
     # padded with zeros.
     return dataclasses.replace(options, pad_inner_dim=not _in_multiples(config.data))
-
-
-def undo(model: PreTrainedModel) -> None:
-    """Turns the converted layers back into ordinary linear layers, which multiply in their weights' dtype."""
-    for layer in converted(model).values():
-        layer.__class__ = nn.Linear  # the module objects stay, since sharding and compilation refer to them
 
 
 def converted(model: nn.Module) -> dict[str, nn.Linear]:

@@ -21,7 +21,7 @@ from lmtrain.losses.log_probs import chunked_log_probs
 from lmtrain.models.attention import SLIDES, autocast_dtype
 from lmtrain.models.blocks import at_head, decoder_blocks, evaluating, let_grow
 from lmtrain.models.context import Context
-from lmtrain.models.documents import Documents, Prefixes, choose_method
+from lmtrain.models.documents import Documents, Inputs, Prefixes, choose_method
 from lmtrain.models.routers import Logits, RouterLosses, Routers
 from lmtrain.models.scalar_head import HEAD, has_scalar_head
 
@@ -117,15 +117,12 @@ class LanguageModel(nn.Module):
         """Computes the loss of one micro-batch.
 
         Args:
-            input_ids: [B, T] int64.
+            input_ids: [B, T] int64; `position_ids` and `cu_seqlens` are those of `Inputs`.
             labels: [B, T] int64, the token that follows each input, -100 where none is trained on.
-            position_ids: [B, T] int64, position of each token in its document; counted along the row if None.
-            cu_seqlens: [n_docs + 1] int32 starts of documents in the flattened B * T tokens, row boundaries included;
-                None if each row is one sequence.
             learned: [n] int64, positions of the labelled tokens in the flattened B * T; None: logits of all tokens are
                 computed.
         """
-        hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens)
+        hidden, router_logits = self.hidden_states(Inputs(input_ids, position_ids, cu_seqlens))
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         if learned is not None and len(learned):
             hidden, labels = hidden[learned], labels[learned]
@@ -136,16 +133,8 @@ class LanguageModel(nn.Module):
 
     def _cross_entropy(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> CrossEntropy:
         """Computes the loss of all tokens [N]; the ranks of `same_tokens`, if set, share the computation."""
-        if self.same_tokens is not None:
-            return shared_cross_entropy(self._own_cross_entropy, hidden, weight, bias, labels, self.same_tokens)
-        return self._own_cross_entropy(hidden, weight, bias, labels)
-
-    def _own_cross_entropy(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> CrossEntropy:
-        return chunked_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            bias=bias,
+        of_rows = partial(
+            chunked_cross_entropy,
             chunk_tokens=self._chunk(weight, hidden),
             z_loss=self.z_loss,
             label_smoothing=self.label_smoothing,
@@ -153,33 +142,23 @@ class LanguageModel(nn.Module):
             logit_scale=self.logit_scale,
             compiled=self._compiled(),
         )
+        if self.same_tokens is None:
+            return of_rows(hidden, weight, labels, bias=bias)
+        return shared_cross_entropy(of_rows, hidden, weight, bias, labels, self.same_tokens)
 
     def log_probs(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-        prefixes: Prefixes | None,
-        *,
-        scored: Tensor,
-        before: Tensor,
-        targets: Tensor | None = None,
-        temperature: float = 1.0,
+        self, inputs: Inputs, *, scored: Tensor, before: Tensor, targets: Tensor | None = None, temperature: float = 1.0
     ) -> LogProbs:
         """Computes log-probabilities of selected tokens, without the logits at other positions.
 
         Args:
-            input_ids: [B, T] int64, as in `forward`; so are `position_ids` and `cu_seqlens`.
-            position_ids: [B, T] int64.
-            cu_seqlens: [n_docs + 1] int32.
-            prefixes: given if documents attend to a prefix of the previous one.
             scored: [C] int64, positions (in the flattened B * T) of the selected tokens.
             before: [C] int64, positions of the tokens just before the selected ones, whose logits predict them.
             targets: [C] int64, the ids to score instead of those in `input_ids`.
             temperature: divides the logits.
         """
-        hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens, prefixes)
-        wanted = input_ids.flatten().index_select(0, scored) if targets is None else targets
+        hidden, router_logits = self.hidden_states(inputs)
+        wanted = inputs.input_ids.flatten().index_select(0, scored) if targets is None else targets
 
         def of_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return chunked_log_probs(
@@ -199,9 +178,7 @@ class LanguageModel(nn.Module):
 
     def divergence(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
+        inputs: Inputs,
         *,
         at: Tensor,
         teacher_hidden: Tensor,
@@ -215,9 +192,6 @@ class LanguageModel(nn.Module):
         They are in `tokens`, [N].
 
         Args:
-            input_ids: [B, T] int64, as in `forward`; so are `position_ids` and `cu_seqlens`.
-            position_ids: [B, T] int64.
-            cu_seqlens: [n_docs + 1] int32.
             at: [N] int64, positions (in the flattened B * T) whose next-token distributions are compared.
             teacher_hidden: [N, D'], the teacher's hidden states at these positions.
             teacher: the teacher's output head.
@@ -225,7 +199,7 @@ class LanguageModel(nn.Module):
             beta: selects the divergence.
             temperature: applied to both distributions.
         """
-        hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens)
+        hidden, router_logits = self.hidden_states(inputs)
 
         def of_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             head = OutputHead(weight, bias, self.logit_scale, self.logit_softcap)
@@ -237,37 +211,20 @@ class LanguageModel(nn.Module):
         each = at_head(self.model, of_head, hidden.flatten(0, 1).index_select(0, at))
         return LogProbs(each, *self.router_losses(router_logits))
 
-    def scores(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-        prefixes: Prefixes | None,
-        *,
-        at: Tensor,
-    ) -> LogProbs:
+    def scores(self, inputs: Inputs, *, at: Tensor) -> LogProbs:
         """Computes the scalar head's output at selected tokens, in `tokens`; in fp32, whatever trainer.precision is.
 
         Args:
-            input_ids: [B, T] int64, as in `log_probs`; so are `position_ids`, `cu_seqlens` and `prefixes`.
-            position_ids: [B, T] int64.
-            cu_seqlens: [n_docs + 1] int32.
-            prefixes: given if documents attend to a prefix of the previous one.
             at: [N] int64, positions (in the flattened B * T) of the tokens at which the head is read.
         """
-        hidden, router_logits = self.hidden_states(input_ids, position_ids, cu_seqlens, prefixes)
+        hidden, router_logits = self.hidden_states(inputs)
         weight: Tensor = getattr(self.model, HEAD).weight  # [1, D]; with an adapter, its trained copy
         found = (hidden.flatten(0, 1).index_select(0, at).float() * weight.float()).sum(-1)
         return LogProbs(found, *self.router_losses(router_logits))
 
-    def hidden_states(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        prefixes: Prefixes | None = None,
-    ) -> tuple[Tensor, Logits]:
+    def hidden_states(self, inputs: Inputs) -> tuple[Tensor, Logits]:
         """Returns the last hidden states [B, T, D], and the router logits, with entries only for existing routers."""
+        input_ids, position_ids, cu_seqlens, prefixes = inputs
         options: dict[str, Any] = {}
         if position_ids is not None:
             options["position_ids"] = position_ids
@@ -346,10 +303,10 @@ class LanguageModel(nn.Module):
             with evaluating(self.model):
                 theirs = self.model(input_ids=ids, use_cache=False).logits
                 if self.has_scalar_head:
-                    ours = self.scores(ids, None, None, None, at=torch.tensor([ids.numel() - 1], device=device)).tokens
+                    ours = self.scores(Inputs(ids), at=torch.tensor([ids.numel() - 1], device=device)).tokens
                     theirs = theirs.flatten()
                 else:
-                    ours = self.model.get_output_embeddings()(self.hidden_states(ids)[0]) * self.logit_scale
+                    ours = self.model.get_output_embeddings()(self.hidden_states(Inputs(ids))[0]) * self.logit_scale
         except Exception as error:  # a family's code may raise anything
             reason = str(error).partition("\n")[0][:120]
             raise UserError(
@@ -367,7 +324,7 @@ class LanguageModel(nn.Module):
 
 
 def shared_cross_entropy(
-    of_rows: Callable[[Tensor, Tensor, Tensor | None, Tensor], CrossEntropy],
+    of_rows: Callable[..., CrossEntropy],
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -381,7 +338,7 @@ def shared_cross_entropy(
     on all ranks.
 
     Args:
-        of_rows: computes the loss from hidden states, weight, bias and labels.
+        of_rows: computes the loss from hidden states, weight, labels and the keyword `bias`.
         hidden: [N, D].
         weight: [V, D].
         bias: [V].
@@ -394,7 +351,7 @@ def shared_cross_entropy(
     hidden = laid_out(F.pad(hidden, (0, 0, 0, padding)), mesh, Replicate(), Shard(0))  # [N / ranks, D]
     labels = F.pad(labels, (0, padding), value=IGNORE_INDEX).chunk(ranks)[mesh.get_local_rank()]
     bias = None if bias is None else _scaled_gradient(bias, ranks)
-    own = of_rows(hidden, _scaled_gradient(weight, ranks), bias, labels)
+    own = of_rows(hidden, _scaled_gradient(weight, ranks), labels, bias=bias)
     loss_sum, nll_sum = (laid_out(x, mesh, Partial(), Replicate()) for x in (own.loss_sum, own.nll_sum))
     return CrossEntropy(loss_sum, nll_sum.detach(), n_tokens)
 

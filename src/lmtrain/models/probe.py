@@ -30,7 +30,7 @@ TOLERANCE = 2e-3
 class Support(NamedTuple):
     """What a model family supports: None for what works, else the reason it doesn't, as words to put after a colon."""
 
-    causal: str | None = None  # a token sees only those before it
+    causal: str | None = None  # a token sees only those before it; if not, the others are not tried
     attention: str | None = None  # lmtrain's attention gives the same results as the model's own
     documents: str | None = None  # lmtrain's attention keeps packed documents apart
 
@@ -57,8 +57,7 @@ def set_attention(choice: str, model: PreTrainedModel, seq_len: int) -> None:
         raise UserError(f"model.attention={choice} doesn't go with {name}: {found.attention}; set it to auto")
     used = "transformers" if found.attention is not None else choice
     if used != "transformers":
-        model.set_attn_implementation(attention.NAME)
-        attention.mark_sliding(model)
+        attention.use_attention(model)
     model.documents_attention = used
     model.own_attention_because = found.attention
     plain_rows = f"model.attention={used}" if used in ("sdpa", "transformers") else None
@@ -91,14 +90,11 @@ def _try(copy: PreTrainedModel) -> Support:
     rows = _states(copy, ids)
     first, second = _states(copy, ids[:1, :FIRST]), _states(copy, ids[:1, FIRST:])
     if not _close(rows[:1, :FIRST], first):
-        sees = "tokens see those that come after them"
-        return Support(causal=sees, attention=sees, documents=sees)
+        return Support(causal="tokens see those that come after them")
     reason = _own_only(copy)
-    if reason is not None:
-        return Support(attention=reason, documents=reason)
-    copy.set_attn_implementation(attention.NAME)
-    attention.mark_sliding(copy)
-    reason = _differs(copy, rows, ids)
+    if reason is None:
+        attention.use_attention(copy)
+        reason = _differs(copy, rows, ids)
     if reason is not None:
         return Support(attention=reason, documents=reason)
     alone = torch.cat([torch.cat([first, second], dim=1), rows[1:]])

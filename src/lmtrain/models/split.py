@@ -62,7 +62,7 @@ class TokenShares:
 
     def padded(self, x: Tensor) -> Tensor:
         """Pads x [B, T, D] with zeros at the end, to a multiple of the number of ranks."""
-        return nn.functional.pad(x, (0, 0, 0, -self.count % self.mesh.size()))
+        return F.pad(x, (0, 0, 0, -self.count % self.mesh.size()))
 
     def share(self, x: Tensor) -> Tensor:
         """Returns this rank's tokens of x [B, T, D], which all ranks have; all ranks get the full gradient of x."""
@@ -191,13 +191,13 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
 def _check_layer(module: nn.Module, name: str, style: str, size: int) -> None:
     if is_adapted(module) and (getattr(module, "lora_variant", None) or any(vars(module).get("use_dora", {}).values())):
         raise UserError(f"trainer.strategy=fsdp_tp can't split DoRA: set peft.use_dora=false, or {INSTEAD[4:]}")
-    layer = module.base_layer if is_adapted(module) else module
+    layer: Layer = module.base_layer if is_adapted(module) else module
     if type(layer) not in (nn.Linear, Conv1D):
         raise UserError(
             f"trainer.strategy=fsdp_tp splits linear layers, and {name} is a {type(layer).__name__}: leave it out of "
             f"peft.modules_to_save and the like. {INSTEAD}"
         )
-    inputs, outputs = _widths(layer)
+    outputs, inputs = layer.weight.T.shape if isinstance(layer, Conv1D) else layer.weight.shape
     width = inputs if style in ROWS else outputs // BLOCKS if style == PACKED else outputs
     if width % size:
         what = "inputs" if style in ROWS else "outputs"
@@ -210,12 +210,6 @@ def divisors(count: int) -> str:
     if not fits:
         return INSTEAD
     return f"Set trainer.fsdp.tensor_parallel_size to {' or '.join(map(str, fits))}, or trainer.strategy=fsdp"
-
-
-def _widths(layer: Layer) -> tuple[int, int]:
-    """Returns (inputs, outputs)."""
-    rows, columns = layer.weight.shape
-    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -46,6 +46,6 @@ class CausalLM(Objective):
         """Returns `log_probs` of the labels in nats, fp32 [B, T], 0 without one, and the `labels`, int64 [B, T]."""
         labels = batch["labels"]
         at = (labels.flatten() != IGNORE).nonzero()[:, 0]
-        out = self.model.log_probs(**inputs_of(batch), scored=at, before=at, targets=labels.flatten()[at])
+        out = self.model.log_probs(inputs_of(batch), scored=at, before=at, targets=labels.flatten()[at])
         found = torch.zeros(labels.numel(), device=labels.device).index_put((at,), out.tokens.float())
         return {"log_probs": found.view_as(labels), "labels": labels}

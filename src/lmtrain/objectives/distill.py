@@ -30,7 +30,7 @@ from lmtrain.models.build import build_model
 from lmtrain.models.folder import export_of
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import Definition, LossParts, with_routers
+from lmtrain.objectives.parts import Definition, LossParts, inputs_of, with_routers
 from lmtrain.objectives.reference import first_values_hash
 from lmtrain.rollouts.engine import Request, Sampling
 from lmtrain.rollouts.in_process import InProcess
@@ -182,14 +182,13 @@ class Distill(Objective):
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         o, labels = self.options, batch["labels"].flatten()
         at = batch["learned"] if "learned" in batch else (labels != IGNORE).nonzero()[:, 0]
-        where = {name: batch.get(name) for name in ("input_ids", "position_ids", "cu_seqlens")}
+        inputs = inputs_of(batch)
         with torch.no_grad():
-            hidden, _ = self.teacher.hidden_states(**where)  # type: ignore[arg-type]
+            hidden, _ = self.teacher.hidden_states(inputs)
             hidden, weight, bias = output_head(self.teacher.model, hidden.flatten(0, 1).index_select(0, at))
         head = OutputHead(weight, bias, self.teacher.logit_scale, self.teacher.logit_softcap)
         out = self.model.divergence(
-            **where,  # type: ignore[arg-type]
-            at=at, teacher_hidden=hidden, teacher=head, vocabulary=len(self.tokenizer), beta=o.beta,
+            inputs, at=at, teacher_hidden=hidden, teacher=head, vocabulary=len(self.tokenizer), beta=o.beta,
             temperature=o.temperature,
         )  # fmt: skip
         scale = self.scale if self.training else 1.0

@@ -26,6 +26,7 @@ from lmtrain.data.text.windows import IGNORE
 from lmtrain.distributed.devices import data_parallel
 from lmtrain.errors import UserError
 from lmtrain.models.denoising import mask_token, set_mask_token
+from lmtrain.models.documents import Inputs
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives import base
 from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, with_routers
@@ -176,7 +177,7 @@ class MDLM(base.Objective):
         """Returns the log-probability of each masked token of `ids` [B, T], given the unmasked: [C] fp32."""
         at = masked.where.flatten().nonzero()[:, 0]
         hidden = ids.masked_fill(masked.where, self.mask_id)
-        return self.model.log_probs(hidden, None, None, None, scored=at, before=at, targets=ids[masked.where])
+        return self.model.log_probs(Inputs(hidden), scored=at, before=at, targets=ids[masked.where])
 
 
 def _real(batch: dict[str, Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lmtrain.models.documents import Prefixes
+from lmtrain.models.documents import Inputs, Prefixes
 from lmtrain.models.language_model import LogProbs
 
 # The tests that compare the numbers of real runs with plain loops over the raw rows.
@@ -65,11 +65,11 @@ def with_routers(parts: LossParts, forward: LogProbs) -> LossParts:
     return LossParts(loss_sum, n, sums)
 
 
-def inputs_of(batch: dict[str, Tensor]) -> dict[str, Any]:
-    """Returns the arguments with which a LanguageModel reads the rows of a micro-batch, padded or of documents."""
+def inputs_of(batch: dict[str, Tensor]) -> Inputs:
+    """Returns the rows of a micro-batch, padded or of documents, as a LanguageModel reads them."""
     prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
-    where = {name: batch.get(name) for name in ("position_ids", "cu_seqlens")}  # absent in padded batches
-    return {"input_ids": batch["input_ids"], **where, "prefixes": prefixes}
+    # Padded batches have neither positions nor documents.
+    return Inputs(batch["input_ids"], batch.get("position_ids"), batch.get("cu_seqlens"), prefixes)
 
 
 def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> None:

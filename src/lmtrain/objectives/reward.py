@@ -88,7 +88,7 @@ class RewardModel(Objective):
     def rewards(self, batch: dict[str, Tensor]) -> tuple[Tensor, LogProbs]:
         """Returns rewards of the chosen and the rejected answers, fp64 [P, 2], and the output of the forward pass."""
         at = last_real(batch["input_ids"], batch["ends"], padding_of(self.model.model))
-        out = self.model.scores(**inputs_of(batch), at=at)
+        out = self.model.scores(inputs_of(batch), at=at)
         return out.tokens.double().view(-1, 2), out
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:

@@ -152,7 +152,7 @@ class ReferenceObjective(Objective):
     def token_log_probs(self, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, LogProbs]:
         """Returns fp64 log-probabilities [C] of the answers' tokens under this model, and the forward's output."""
         where: dict[str, Any] = {name: batch[name] for name in ("scored", "before")}
-        out = self.model.log_probs(**inputs_of(batch), **where, temperature=temperature)
+        out = self.model.log_probs(inputs_of(batch), **where, temperature=temperature)
         # In fp32, hundreds of terms added one by one lose 1e-3, and a value in the hundreds is only exact to 3e-5.
         return out.tokens.double(), out
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import cpu_multiplies_bf16
 from lmtrain.distributed.dtensor import as_part_of, held, is_part, like, rows_shared_over, whole
-from lmtrain.optim.skipping import SkippingOptimizer, can_skip, change, factor
+from lmtrain.optim.skipping import SkippingOptimizer, change, factor
 
 # Jordan's quintic: steepest at zero, so small singular values grow fastest; all end up between about 0.7 and 1.2.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -155,9 +155,7 @@ class Muon(SkippingOptimizer):
         """Adds the new gradients to the momenta; returns the directions, with Nesterov the gradient added once more."""
         weight, (momenta, gradients) = group["momentum"], self._momenta_and_gradients(parameters)
         torch._foreach_lerp_(momenta, gradients, 1 - weight)
-        if not group["nesterov"]:
-            return [self.state[p]["momentum"] for p in parameters]
-        directions = torch._foreach_lerp(gradients, momenta, weight)
+        directions = torch._foreach_lerp(gradients, momenta, weight) if group["nesterov"] else momenta
         return [as_part_of(d, p) for d, p in zip(directions, parameters, strict=True)]
 
 
@@ -205,10 +203,6 @@ class MuonWithAdamW(SkippingOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_options": self._options}
-
-    @property
-    def takes_found_inf(self) -> bool:  # type: ignore[override]
-        return all(can_skip(part) for part in self._parts)
 
     def _build_parts(self) -> None:
         self._parts: list[torch.optim.Optimizer] = []
