@@ -131,9 +131,6 @@ class MDLM(base.Objective):
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return _real(batch).sum() * batch["input_ids"].shape[1]
 
-    def validation_names(self) -> list[str]:
-        return ["loss", "loss_se", *self.model.router_losses.names()]
-
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         ids = batch["input_ids"]
         if self.training:
