@@ -236,10 +236,9 @@ class GRPO(ReferenceObjective):
         compared = batch["advantages"].view(torch.float64)
         real = (batch["sampled"] > 0).double()
         weight = batch["weight"].double() * real
-        sampled = Sampled(old, batch["answer"], batch["lengths"], compared, weight, reference=reference)
         cap = self.options.importance_cap
-        if cap is not None:
-            sampled = sampled._replace(correction=(old - sampler).exp().clamp(max=cap))
+        correction = None if cap is None else (old - sampler).exp().clamp(max=cap)
+        sampled = Sampled(old, batch["answer"], batch["lengths"], compared, weight, correction, reference)
         if reference is not None and self.variant.kl_in_reward:
             sampled = sampled._replace(advantages=self._with_kl(batch, sampled, reference))
         loss = policy_loss(policy, sampled, self.variant, self.loss_settings, self.completions_per_token)
