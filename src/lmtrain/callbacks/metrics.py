@@ -173,13 +173,11 @@ class Metrics(pl.Callback):
         grad_norm, n_tokens, tokens_seen = values[len(names) :]
         seconds, tokens = self.clock.elapsed(), int(tokens_seen) - self.tokens_logged
         self.train_seconds, self.train_tokens = self.train_seconds + seconds, self.train_tokens + tokens
-        row: Row = {"step": result.step, "tokens_seen": int(tokens_seen)}
-        row |= self.numbers(result.step)
-        row |= {"rows": result.rows, "bad_steps": module.guard.counts()[0]}
         means = module.means_of(dict(zip(names, values, strict=False)), n_tokens)
         trained = {f"train/{name}": mean for name, mean in means.items()}
         self.last_train = {**trained, "step": result.step}
-        row |= trained
+        row: Row = {"step": result.step, "tokens_seen": int(tokens_seen), **self.numbers(result.step)}
+        row |= {"rows": result.rows, "bad_steps": module.guard.counts()[0], **trained}
         row |= {"lr": result.lr, "grad_norm": grad_norm, "tokens_per_s": round(tokens / seconds, 1)}
         row |= {
             "step_ms": round(1000 * seconds / self.clock.steps, 3),
