@@ -221,9 +221,7 @@ class GRPO(ReferenceObjective):
         """Stores the completions' log-probabilities under the weights that sampled them, by the trainer's forward."""
         batch = {name: value.to(self.device) for name, value in self._tensors(groups).items()}
         with evaluating(self.model):
-            log_probs, _ = self.token_log_probs(batch, self.options.temperature)
-        if groups:
-            keep_old(groups, log_probs)
+            keep_old(groups, self.token_log_probs(batch, self.options.temperature)[0])
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         reference = None
