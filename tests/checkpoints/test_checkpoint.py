@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmtrain.checkpoints import retention, store
+from lmtrain.checkpoints import manifest, retention, store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.errors import RunError, UserError
 
@@ -37,7 +37,7 @@ def test_round_trip(tmp_path: Path) -> None:
     loaded = FolderCheckpointIO().load_checkpoint(path)
     assert torch.equal(loaded["state_dict"]["w"], torch.full((100,), 5.0))
     assert loaded["global_step"] == 5
-    assert store.read_manifest(path)["metrics"] == {"val/loss": 1.5}
+    assert manifest.read(path)["metrics"] == {"val/loss": 1.5}
 
 
 def _cut(path: Path) -> None:

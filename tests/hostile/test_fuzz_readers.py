@@ -91,7 +91,7 @@ def places(folder: Path) -> dict[str, tuple[Path, Callable[[], Any]]]:
 
     told = lambda: report_of.told(run)  # noqa: E731
     return {
-        "manifest": (checkpoint / manifest.NAME, lambda: store.read_manifest(checkpoint)),
+        "manifest": (checkpoint / manifest.NAME, lambda: manifest.read(checkpoint)),
         "scores": (checkpoint / manifest.NAME, lambda: retention.scores(run.checkpoints, "val/loss")),
         "summary": (run.summary, run.read_summary),
         "metrics": (run.metrics, lambda: list(read_jsonl(run.metrics))),

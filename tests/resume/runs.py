@@ -10,7 +10,7 @@ import torch
 
 from inprocess import Ended, run
 from lmtrain.callbacks.metrics import without_times
-from lmtrain.checkpoints import store
+from lmtrain.checkpoints import manifest, store
 from lmtrain.files import read_jsonl
 
 HERE = Path(__file__).parent
@@ -82,7 +82,7 @@ def assert_equal_runs(a: Path, b: Path) -> None:
     kept_a, kept_b = store.scan(a / "checkpoints"), store.scan(b / "checkpoints")
     assert [p.name for p in kept_a] == [p.name for p in kept_b]
     for x, y in zip(kept_a, kept_b, strict=True):
-        assert store.read_manifest(x)["metrics"] == store.read_manifest(y)["metrics"]
+        assert manifest.read(x)["metrics"] == manifest.read(y)["metrics"]
         assert_equal(*without_validation(store.load(x), store.load(y)), x.name)
     for name in ("last", "best"):
         assert os.readlink(a / "checkpoints" / name) == os.readlink(b / "checkpoints" / name)

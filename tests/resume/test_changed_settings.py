@@ -249,7 +249,7 @@ def test_two_ids_swapped_in_a_runs_tokenizer(verb: str, text_run: Path, tmp_path
 def test_a_tokenizer_of_a_run_of_an_earlier_version_is_known_by_its_ids(text_run: Path, tmp_path: Path) -> None:
     shutil.copytree(text_run, tmp_path / "run", symlinks=True)
     for path in store.scan(tmp_path / "run" / "checkpoints"):
-        content = store.read_manifest(path)
+        content = manifest.read(path)
         manifest.write(path, {k: content[k] for k in ("step", "metrics", "interim", "files")} | {"version": 1})
     assert run("export", f"run_dir={tmp_path}/run").code == 0
     swap_two_ids(tmp_path / "run" / "tokenizer" / "tokenizer.json")

@@ -130,7 +130,7 @@ def of_earlier_version(step: int, folder: Path) -> Path:
 def test_a_checkpoint_from_before_manifests_had_a_hash_still_loads(tmp_path: Path) -> None:
     path = of_earlier_version(3, tmp_path)
     assert store.damage(path) is None
-    assert not store.read_manifest(path)["verified"]
+    assert not manifest.read(path)["verified"]
     assert store.newest_complete(tmp_path, pytest.fail) == path
     assert retention.scores(tmp_path, "val/loss") == [(3, 1.5)]
     # Neither a checksum whose name was damaged nor values of other types are taken for an old manifest.

@@ -11,7 +11,7 @@ from runs import assert_equal_runs, kill_at, stable_rows, train
 from test_preemption import start
 
 import processes
-from lmtrain.checkpoints import store
+from lmtrain.checkpoints import manifest, store
 from lmtrain.files import read_jsonl
 
 SETTINGS = ["trainer.max_steps=6", "trainer.val_check_interval=3", "checkpoint.keep_last=9"]
@@ -52,7 +52,7 @@ def test_stopped_in_every_validation(ranks: str, corpus: Path, tmp_path: Path) -
     stop_in_validation(corpus, run_dir, *settings, after=3, to_rank=None if ranks == "one" else 1)
     assert summary(run_dir)["step"] == 3
     stop_in_validation(corpus, run_dir, *settings, after=6)
-    kept = store.read_manifest(run_dir / "checkpoints" / store.name_of(3))
+    kept = manifest.read(run_dir / "checkpoints" / store.name_of(3))
     assert kept["metrics"]["val/loss"] > 0, "the score belongs to the checkpoint"
     found = summary(run_dir)
     assert (found["status"], found["step"]) == ("preempted", 6)

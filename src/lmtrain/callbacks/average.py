@@ -24,7 +24,7 @@ class WeightAverage(pl.Callback):
         self.cfg = cfg
         self._mix: Any = get_ema_multi_avg_fn(cfg.decay)
         self._average: dict[str, Tensor] = {}  # by parameter name; empty until the first update
-        self._before: dict[str, Tensor] = {}  # the unaveraged weights during a validation outside of training
+        self._validation = contextlib.ExitStack()  # of one outside of training, with the average in place
 
     def state_dict(self) -> dict[str, Any]:
         return {"average": self._average}
@@ -49,30 +49,23 @@ class WeightAverage(pl.Callback):
     @contextlib.contextmanager
     def in_place(self, module: nn.Module) -> Iterator[None]:
         """Replaces the model's weights by the average within the context, if there is one already."""
-        before = self._put(module)
+        before = {name: p.detach().clone() for name, p in _trained(module).items() if name in self._average}
+        _set(module, self._average)
         try:
             yield
         finally:
             _set(module, before)
 
-    @torch.no_grad()
-    def _put(self, module: nn.Module) -> dict[str, Tensor]:
-        """Copies the average into the model; returns copies of the previous values."""
-        before = {name: p.detach().clone() for name, p in _trained(module).items() if name in self._average}
-        _set(module, self._average)
-        return before
-
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.VALIDATING:  # during training the Validation callback does this
-            self._before = self._put(pl_module)
+            self._validation.enter_context(self.in_place(pl_module))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.VALIDATING:
-            _set(pl_module, self._before)
+        self._validation.close()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Copies the average into the model for the export, now that all checkpoints are written."""
-        self._put(pl_module)
+        _set(pl_module, self._average)
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -82,6 +75,6 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
 @torch.no_grad()
 def _set(module: nn.Module, values: dict[str, Tensor]) -> None:
     """Copies each value into the parameter with its name."""
-    parameters = dict(module.named_parameters()) if values else {}
+    parameters = dict(module.named_parameters())
     for name, value in values.items():
         parameters[name].copy_(value)

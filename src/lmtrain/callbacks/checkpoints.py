@@ -109,9 +109,8 @@ class Checkpoints(Checkpoint):
         scores, cfg = retention.scores(self.folder, self.cfg.monitor, self.scored_on), self.cfg
         keep = retention.to_keep(scores, cfg.keep_last, cfg.keep_best, cfg.keep_every, self.mode) | {max(found)}
         for rows in retention.scored_on_others(self.folder, self.scored_on):  # keep the best of each
-            keep |= retention.to_keep(
-                retention.scores(self.folder, cfg.monitor, rows), 0, cfg.keep_best, None, self.mode
-            )
+            others = retention.scores(self.folder, cfg.monitor, rows)
+            keep |= retention.to_keep(others, 0, cfg.keep_best, None, self.mode)
         retention.link(self.folder, "last", found[max(found)])
         best = retention.best_of(scores, self.mode)
         if best is not None:

@@ -11,10 +11,6 @@ import lightning.pytorch.callbacks as theirs
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
-_AVERAGES = (
-    "it saves the averaged weights instead of the weights that training continues from; callbacks=ema averages "
-    "by the same formula, validates with the average, exports it and resumes exactly"
-)
 _FINDS = "it starts Lightning's training loop a second time inside the run's own loop"
 REFUSED: dict[type[Callback], str] = {
     theirs.GradientAccumulationScheduler: (
@@ -25,7 +21,10 @@ REFUSED: dict[type[Callback], str] = {
         "a step that failed halfway can't be resumed; the last checkpoint can, with run.resume=auto"
     ),
     theirs.StochasticWeightAveraging: "it sets the learning rate and counts epochs; callbacks=ema averages weights",
-    theirs.WeightAveraging: _AVERAGES,
+    theirs.WeightAveraging: (
+        "it saves the averaged weights instead of the weights that training continues from; callbacks=ema averages "
+        "by the same formula, validates with the average, exports it and resumes exactly"
+    ),
     theirs.LearningRateFinder: f"{_FINDS}; lmtrain.tune finds a rate, from the same config",
     theirs.LambdaCallback: "it takes functions, which a config can't name; write a Callback of your own",
     theirs.BatchSizeFinder: f"{_FINDS}; lmtrain.tune finds the largest data.micro_batch_size, from the same config",

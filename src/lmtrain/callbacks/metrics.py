@@ -13,20 +13,17 @@ import torch
 from transformers import PreTrainedModel
 
 from lmtrain.callbacks.records import Records, Row
-from lmtrain.callbacks.step_numbers import StepNumbers, machine_numbers
+from lmtrain.callbacks.step_numbers import MACHINE, StepNumbers, machine_numbers
 from lmtrain.config.schema import Config
 from lmtrain.distributed.devices import total
 from lmtrain.errors import RunError
 from lmtrain.models import flops
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import RECOMPUTED, Definition
+from lmtrain.objectives.parts import RECOMPUTED, Definition, StepResult
 from lmtrain.strategies import lightning_private
 
 # Fields that depend on the machine: the others are equal in the rows of a resumed and an uninterrupted run.
-TIME_FIELDS = (
-    *("tokens_per_s", "samples_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib"),
-    *("host_memory_gib", "gpu_utilization", "gpu_watts", "time"),
-)
+TIME_FIELDS = ("tokens_per_s", "samples_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib", *MACHINE, "time")
 
 _SINCE = "since the last row, without validations, saves and samples"
 _SPEED = f"all ranks, {_SINCE}"
@@ -160,17 +157,15 @@ class Metrics(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, Objective)
-        assert pl_module.last_step is not None
-        self.tokens_seen += pl_module.last_step.seen
+        result = pl_module.last_step
+        assert result is not None
+        self.tokens_seen += result.seen
         self.clock.steps += 1
-        step = pl_module.last_step.step
-        if step % self.log_every_n_steps == 0 or step in (1, pl_module.total_steps):
-            self._log_step(trainer, pl_module)
+        if result.step % self.log_every_n_steps == 0 or result.step in (1, pl_module.total_steps):
+            self._log_step(trainer, pl_module, result)
         self._trained_until = self.clock.elapsed()
 
-    def _log_step(self, trainer: pl.Trainer, module: Objective) -> None:
-        result = module.last_step
-        assert result is not None
+    def _log_step(self, trainer: pl.Trainer, module: Objective, result: StepResult) -> None:
         names = sorted(result.sums)
         sums = total(trainer, torch.stack([result.sums[n].double() for n in names]))
         # One transfer for the whole row.
@@ -178,13 +173,11 @@ class Metrics(pl.Callback):
         grad_norm, n_tokens, tokens_seen = values[len(names) :]
         seconds, tokens = self.clock.elapsed(), int(tokens_seen) - self.tokens_logged
         self.train_seconds, self.train_tokens = self.train_seconds + seconds, self.train_tokens + tokens
-        row: Row = {"step": result.step, "tokens_seen": int(tokens_seen)}
-        row |= self.numbers(result.step)
-        row |= {"rows": result.rows, "bad_steps": module.guard.counts()[0]}
         means = module.means_of(dict(zip(names, values, strict=False)), n_tokens)
         trained = {f"train/{name}": mean for name, mean in means.items()}
         self.last_train = {**trained, "step": result.step}
-        row |= trained
+        row: Row = {"step": result.step, "tokens_seen": int(tokens_seen), **self.numbers(result.step)}
+        row |= {"rows": result.rows, "bad_steps": module.guard.counts()[0], **trained}
         row |= {"lr": result.lr, "grad_norm": grad_norm, "tokens_per_s": round(tokens / seconds, 1)}
         row |= {
             "step_ms": round(1000 * seconds / self.clock.steps, 3),

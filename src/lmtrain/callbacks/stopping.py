@@ -56,7 +56,6 @@ class Preemption(pl.Callback):
         self.stop = stop
         self.stopped = False
         self.interrupted_validation = False
-        self._vote = Vote()
 
     # Not earlier: before the model is on the devices there is nothing to save, and a signal may end the process.
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -91,9 +91,8 @@ class EarlyStopping(LightningEarlyStopping):
         return {**super().state_dict(), "scored_on": self.scored_on}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state = dict(state_dict)
-        if state.pop("scored_on", self.scored_on) == self.scored_on:
-            super().load_state_dict(state)
+        if state_dict.get("scored_on", self.scored_on) == self.scored_on:
+            super().load_state_dict(state_dict)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_step > 0:

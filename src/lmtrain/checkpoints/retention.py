@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lmtrain.checkpoints.manifest import NAME
-from lmtrain.checkpoints.store import read_manifest, remove, scan, step_of
+from lmtrain.checkpoints import manifest
+from lmtrain.checkpoints.store import remove, scan, step_of
 from lmtrain.errors import RunError
 
 Scores = list[tuple[int, float | None]]  # (step, validation score if that step was validated)
@@ -18,7 +18,7 @@ def manifests(folder: Path) -> dict[Path, dict[str, Any]]:
     found = {}
     for path in scan(folder):
         with contextlib.suppress(RunError):
-            found[path] = read_manifest(path)
+            found[path] = manifest.read(path)
     return found
 
 
@@ -76,7 +76,7 @@ def link(folder: Path, name: str, target: Path) -> None:
     try:
         temporary.unlink(missing_ok=True)
         os.symlink(target.name, temporary)
-        if (folder / name / NAME).exists() and not (folder / name).is_symlink():
+        if (folder / name / manifest.NAME).exists() and not (folder / name).is_symlink():
             remove(folder / name)
         os.replace(temporary, folder / name)
     except OSError:

@@ -146,10 +146,6 @@ def set_aside(path: Path) -> Path:
     return kept
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    return manifest.read(path)
-
-
 def add_metrics(path: Path, metrics: dict[str, float], interim: bool, scored_on: str | None = None) -> bool:
     """Adds scores to the manifest of a checkpoint that has none; returns whether it did."""
     content = manifest.read(path)

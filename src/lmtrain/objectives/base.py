@@ -153,8 +153,10 @@ class Objective(pl.LightningModule):
         return batch["seen"] if "seen" in batch else self.count_tokens(batch)
 
     def validation_names(self) -> list[str]:
-        """Returns the names of the means that a validation reports."""
-        return ["loss"]
+        """Returns the names of the means that a validation reports: those of `definitions` and of the routers."""
+        if not self.definitions:
+            return ["loss"]
+        return [*self.definitions, *self.model.router_losses.names()]
 
     def plan_rows(self) -> list[tuple[str, str]]:
         """Returns (name, text) rows that describe the objective in the plan."""

@@ -33,9 +33,6 @@ class CausalLM(Objective):
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return (batch["labels"] != IGNORE).sum()
 
-    def validation_names(self) -> list[str]:
-        return ["loss", *self.model.router_losses.names()]
-
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         out = self.call_model(**{name: value for name, value in batch.items() if name != "seen"})
         routers = {name: value * out.n_tokens for name, value in out.aux.items()}

@@ -34,6 +34,7 @@ from lmtrain.objectives.parts import Definition, LossParts, inputs_of, with_rout
 from lmtrain.objectives.reference import first_values_hash
 from lmtrain.rollouts.engine import Request, Sampling
 from lmtrain.rollouts.in_process import InProcess
+from lmtrain.rollouts.rollout import after_prompt
 from lmtrain.strategies import sharding
 
 _STUDENT = 0x67_6B_64  # separates the seeds of the student's samples from others
@@ -163,10 +164,10 @@ class Distill(Objective):
         with sharding.gathered(self.model):
             written = self._written(step, [p for some in prompts for p in some])
         for batch, some in zip(micro_batches, prompts, strict=True):
-            answers = [written.pop(0) for _ in some]
             if some:
+                rows = padded([after_prompt(prompt, written.pop(0)) for prompt in some])
                 batch.clear()
-                batch.update({name: value.to(self.device) for name, value in with_answers(some, answers).items()})
+                batch.update({name: value.to(self.device) for name, value in rows.items()})
         counted = sum((self.count_tokens(batch) for batch in micro_batches), torch.zeros((), device=self.device))
         # The step's sums are divided by the number of labels in the data, and the samples have another.
         self.scale = n_tokens / total(self.trainer, counted.double()).clamp(min=1)
@@ -219,11 +220,3 @@ def prompts_of(batch: dict[str, Tensor]) -> list[list[int]]:
         if first is not None:
             found.append(ids[: first + 1])
     return found
-
-
-def with_answers(prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Tensor]:
-    """Builds padded fine-tuning rows of prompts with their answers, in which the answers are learned."""
-    return padded([
-        (np.array([*prompt, *answer]), np.arange(len(prompt) + len(answer)) >= len(prompt))
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ])  # fmt: skip

@@ -94,7 +94,7 @@ class DPO(ReferenceObjective):
 
     def validation_names(self) -> list[str]:
         absent = {"kl": self.reference == "none", "sft_loss": not self.options.sft_weight}
-        return [*(name for name in PREFERENCE if not absent.get(name)), *self.model.router_losses.names()]
+        return [name for name in super().validation_names() if not absent.get(name)]
 
     def plan_rows(self) -> list[tuple[str, str]]:
         keys = ["beta", "sft_weight", "length_normalize", *_OWN_OPTIONS.get(self.loss, [])]

@@ -221,9 +221,7 @@ class GRPO(ReferenceObjective):
         """Stores the completions' log-probabilities under the weights that sampled them, by the trainer's forward."""
         batch = {name: value.to(self.device) for name, value in self._tensors(groups).items()}
         with evaluating(self.model):
-            log_probs, _ = self.token_log_probs(batch, self.options.temperature)
-        if groups:
-            keep_old(groups, log_probs)
+            keep_old(groups, self.token_log_probs(batch, self.options.temperature)[0])
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         reference = None
@@ -236,10 +234,9 @@ class GRPO(ReferenceObjective):
         compared = batch["advantages"].view(torch.float64)
         real = (batch["sampled"] > 0).double()
         weight = batch["weight"].double() * real
-        sampled = Sampled(old, batch["answer"], batch["lengths"], compared, weight, reference=reference)
         cap = self.options.importance_cap
-        if cap is not None:
-            sampled = sampled._replace(correction=(old - sampler).exp().clamp(max=cap))
+        correction = None if cap is None else (old - sampler).exp().clamp(max=cap)
+        sampled = Sampled(old, batch["answer"], batch["lengths"], compared, weight, correction, reference)
         if reference is not None and self.variant.kl_in_reward:
             sampled = sampled._replace(advantages=self._with_kl(batch, sampled, reference))
         loss = policy_loss(policy, sampled, self.variant, self.loss_settings, self.completions_per_token)

@@ -133,9 +133,6 @@ class KTO(ReferenceObjective):
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["answers"]
 
-    def validation_names(self) -> list[str]:
-        return [*MARKED, *self.model.router_losses.names()]
-
     def plan_rows(self) -> list[tuple[str, str]]:
         return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference_words()}")]
 

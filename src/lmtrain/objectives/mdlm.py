@@ -75,12 +75,12 @@ class Masked(NamedTuple):
     times: Tensor
 
 
-def draw(rows: int, length: int, min_time: float, device: torch.device, generator: torch.Generator | None) -> Masked:
+def draw(rows: int, length: int, min_time: float, device: torch.device) -> Masked:
     """Draws masks; times are spread evenly over rows from one random start, for less variance (MDLM, section 3.4)."""
-    start = torch.rand((), device=device, generator=generator)
+    start = torch.rand((), device=device)
     spread = (start + torch.arange(rows, device=device) / rows) % 1.0
     times = (min_time + (1 - min_time) * spread)[:, None]
-    return Masked(torch.rand(rows, length, device=device, generator=generator) < times, times)
+    return Masked(torch.rand(rows, length, device=device) < times, times)
 
 
 def draw_for(places: list[int], length: int, device: torch.device) -> Masked:
@@ -132,13 +132,10 @@ class MDLM(base.Objective):
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return _real(batch).sum() * batch["input_ids"].shape[1]
 
-    def validation_names(self) -> list[str]:
-        return ["loss", "loss_se", *self.model.router_losses.names()]
-
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         ids = batch["input_ids"]
         if self.training:
-            masked = draw(ids.shape[0], ids.shape[1], self.min_time, ids.device, None)
+            masked = draw(ids.shape[0], ids.shape[1], self.min_time, ids.device)
         else:
             masked = draw_for(list(range(len(ids))), ids.shape[1], ids.device)
         losses, out = self.row_losses(batch, masked)

@@ -104,7 +104,7 @@ class FrozenCopy:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = [model]  # in a list, so that it never becomes a submodule
+        self.model = model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.values = {name: held(p).clone() for name, p in self.parameters.items()}
 
@@ -124,7 +124,7 @@ class FrozenCopy:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        reshard(self.model[0])  # parameters that are gathered now hold the values before the swap
+        reshard(self.model)  # parameters that are gathered now hold the values before the swap
         torch.clear_autocast_cache()  # and so do the casts that autocast caches by tensor object
         for name, p in self.parameters.items():
             if is_part(p):  # it is gathered from its own storage, so the contents are swapped

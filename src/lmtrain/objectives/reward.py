@@ -77,9 +77,6 @@ class RewardModel(Objective):
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["pairs"]
 
-    def validation_names(self) -> list[str]:
-        return [*REWARDS, *self.model.router_losses.names()]
-
     def plan_rows(self) -> list[tuple[str, str]]:
         margin = ", with the margins of the data" if self.has_margins else ""
         centred = f", centred by {self.centring:g}" if self.centring else ""

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lmtrain.distributed.devices import total
-from lmtrain.distributed.dtensor import held
 from lmtrain.errors import RunError
 from lmtrain.losses.preferences import LOSSES, Loss, LossOptions, Pairs, Ratios, preference_losses
 from lmtrain.models.blocks import evaluating
@@ -169,20 +168,18 @@ def weights_move(objective: Any) -> FirstSteps:
 
 @torch.no_grad()
 def _weights(objective: Any) -> tuple[list[str], Tensor, Tensor]:
-    """Returns names, which are trained (bool [N], in host memory) and checksums (int64 [N]) of this rank's parameters.
+    """Returns names, which are trained (bool [N], in host memory) and checksums (int64 [N]) of unsharded parameters.
 
     Integer parameters and tensor subclasses are left out: kernels may change the memory layout of quantised weights.
     """
     names, trained, sums = [], [], []
     for name, p in objective.model.named_parameters():
-        here = held(p)
-        if here.numel() == 0 or not here.is_floating_point() or is_traceable_wrapper_subclass(here):
+        if not p.is_floating_point() or is_traceable_wrapper_subclass(p):
             continue
         names.append(name)
         trained.append(p.requires_grad)
-        sums.append(_checksum(here).to(objective.device))
-    empty = torch.zeros(0, dtype=torch.int64, device=objective.device)
-    return names, torch.tensor(trained, dtype=torch.bool), torch.stack(sums) if sums else empty
+        sums.append(_checksum(p).to(objective.device))
+    return names, torch.tensor(trained), torch.stack(sums)
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -107,9 +107,8 @@ class CodeTests(Reward):
             # A program that exits early, by sys.exit(0) say, has not run its tests: a secret word marks the end.
             word, said = secrets.token_hex(16), b""
             try:
-                said, _ = process.communicate(f"{word}\n{program}".encode(), timeout=self.seconds + 1)
-            except subprocess.TimeoutExpired:
-                pass
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    said, _ = process.communicate(f"{word}\n{program}".encode(), timeout=self.seconds + 1)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with all processes it has started

@@ -33,8 +33,7 @@ class InProcess(Engine):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[SampledText]:
         found: list[SampledText | None] = [None] * len(requests)
         # Longest first: the last ones to wait are short, and prompts of similar lengths are processed together.
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt))
-        waiting = deque(order)
+        waiting = deque(sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt)))
         with evaluating(self.model), generation_mode(self.model):
             batch = _Batch(self.model, requests, sampling)
             while waiting or batch.rows:

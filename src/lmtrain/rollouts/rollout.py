@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import column_of
-from lmtrain.data.examples.pair_rows import lay_answers, pad_answers
+from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.prompt_rows import PROMPT, PromptRow
 from lmtrain.data.order import mix64
 from lmtrain.losses.policy import Variant, advantages, deviation, overlong_penalty
@@ -102,12 +102,8 @@ def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> 
         two tokens is in their place.
     """
     each = _laid(groups)
-    answers = []
-    for group, i in each:
-        prompt, ids = group.prompt.ids, group.completions[i].ids
-        scored = np.arange(len(prompt) + len(ids)) >= len(prompt)
-        answers.append((np.array([*prompt, *ids], dtype=np.int64), scored))
-    answers = answers or [(np.zeros(2, dtype=np.int64), np.array([False, True]))]
+    answers = [after_prompt(group.prompt.ids, group.completions[i].ids) for group, i in each]
+    answers = answers or [after_prompt([0], [0])]
     batch = lay_answers(answers, [0] * len(answers))
     if padded:
         pad_answers(batch)
@@ -126,6 +122,11 @@ def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> 
     }
 
 
+def after_prompt(prompt: Sequence[int], completion: Sequence[int]) -> Answer:
+    """Returns the ids of a prompt with its completion, int64 [T], and a mask of those of the completion, bool [T]."""
+    return np.array([*prompt, *completion], dtype=np.int64), np.arange(len(prompt) + len(completion)) >= len(prompt)
+
+
 def _laid(groups: Sequence[Group]) -> list[tuple[Group, int]]:
     """Returns the completions of some groups in the order of a micro-batch: by length, so that attention over documents
     one by one has long runs of one shape.
@@ -136,14 +137,12 @@ def _laid(groups: Sequence[Group]) -> list[tuple[Group, int]]:
 
 def keep_old(groups: Sequence[Group], log_probs: Tensor) -> None:
     """Stores the trainer's log-probabilities [C] of a micro-batch of these groups in them."""
-    values, at = log_probs.tolist(), 0
+    values = iter(log_probs.tolist())
     for group in groups:
         group.old = [[] for _ in group.completions]
     for group, i in _laid(groups):
         assert group.old is not None
-        count = len(group.completions[i].ids)
-        group.old[i] = values[at : at + count]
-        at += count
+        group.old[i] = list(itertools.islice(values, len(group.completions[i].ids)))
 
 
 def _bits(values: Sequence[float]) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain import errors, terminal
-from lmtrain.checkpoints import store
+from lmtrain.checkpoints import manifest, store
 from lmtrain.checkpoints.checksums import helped_by_ranks
 from lmtrain.config import compose as rules
 from lmtrain.config import environment
@@ -90,7 +90,7 @@ class Session:
     def _write_what_runs(self, tokenizer: Any) -> None:
         run_dir.write_config(self.folder, self.config)
         if self.checkpoint is not None:
-            said = store.read_manifest(self.checkpoint).get("tokenizer")
+            said = manifest.read(self.checkpoint).get("tokenizer")
             found = run_dir.tokenizer_files(self.folder)
             if said and found == said:
                 return  # unchanged, though maybe written by another version of the libraries
