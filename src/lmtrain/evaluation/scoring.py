@@ -169,8 +169,7 @@ def _sums(model: LanguageModel, stretches: Iterable[Window], config: Config) -> 
     """Returns the negative log-likelihood in nats and the number of scored tokens of each row, fp64 [rows] each."""
     found: dict[int, list[tuple[float, int]]] = {}
     e, part = config.evaluate, (world.rank(), world.size())
-    score = lambda: list(negative_log_likelihoods(model, stretches, e.batch_size, e.precision, part))  # noqa: E731
-    mine = world.together(score)
+    mine = world.together(lambda: list(negative_log_likelihoods(model, stretches, e.batch_size, e.precision, part)))
     for row, nll, tokens in itertools.chain.from_iterable(world.gathered(mine)):
         found.setdefault(row, []).append((nll, tokens))
     totals = np.zeros((max(found, default=-1) + 1, 2))
