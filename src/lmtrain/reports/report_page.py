@@ -45,7 +45,6 @@ class Told:
     typed: list[tuple[str, str, str]]
     heat_maps: list[HeatMap]
     how_to_use: list[str]
-    outcome: dict[str, str]
     score: float | None
     higher_is_better: bool
 
@@ -203,8 +202,8 @@ def heat_figure(heat: HeatMap) -> str:
 
 
 def _several(runs: Sequence[Told], curves: dict[str, list[dict[str, Any]]]) -> list[str]:
-    names = list(dict.fromkeys(name for run in runs for name in run.outcome))
-    outcome = [(run.name, *(run.outcome.get(name, "") for name in names)) for run in runs]
+    names = ("status", "step", "best", "tokens/s")
+    outcome = [(run.name, *(dict(run.facts).get(name, "") for name in names)) for run in runs]
     parts = ["<h2>Outcome, best first</h2>" + table(("run", *names), outcome)]
     parts += [smoothing(), charts_of(curves)]
     defaults = {key: default for run in runs for key, default, _ in run.changed}
