@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from lmtrain.config import compose as config
 from lmtrain.config import effect, environment, places, trust
 from lmtrain.config.config_files import composed_files, file_of
+from lmtrain.config.keys import flat
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.sweeps import search
@@ -84,14 +85,10 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
 
 def _refuse_hydras(tree: DictConfig, own: DictConfig) -> None:
     """Raises UserError if a file sets a key of `hydra` from which a launcher, a callback or a logger is built."""
-    found, typed = (OmegaConf.to_container(t.hydra, resolve=False) for t in (tree, own))
-    assert isinstance(found, dict)
-    assert isinstance(typed, dict)
-    for key in ("callbacks", "env", "hydra_logging", "job_logging", "launcher", "sweeper"):
+    found, typed = (dict(flat(OmegaConf.to_container(t.hydra, resolve=False))) for t in (tree, own))
+    for key in ("callbacks", "env", "hydra_logging", "job_logging", "launcher", "sweeper", "job.env_set"):
         if found.get(key) != typed.get(key):
             raise UserError(f"hydra.{key} is set by a file of --config-dir, and counts only where you type it")
-    if found["job"].get("env_set") != typed["job"].get("env_set"):
-        raise UserError("hydra.job.env_set is set by a file of --config-dir, and counts only where you type it")
 
 
 def refuse_without_effect(verb: str, words: list[str], configs: list[Config], default: Callable[[str], Any]) -> None:
