@@ -67,10 +67,10 @@ def evaluate(config: Config) -> int:
     """Scores the model and, if set, evaluate.against; rank 0 prints the table and writes the files."""
     terminal.quiet_libraries()
     e, name = config.evaluate, str(config.run_dir)
-    tasks = harness.find(config) if e.tasks else None
+    manager = harness.find(config) if e.tasks else None
     who = world.together(lambda: subject.load(name, e.checkpoint, config))
-    if tasks is not None:
-        words, score = tasks.words, lambda model: harness.evaluate(model, config, tasks)
+    if manager is not None:
+        words, score = f"tasks {', '.join(e.tasks)}", lambda model: harness.evaluate(model, config, manager)
     else:
         chosen, words = world.together(lambda: data.chosen(config, who.own))
         score = lambda model: scoring.evaluate(model, config, chosen)  # noqa: E731
