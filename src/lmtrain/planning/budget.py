@@ -39,7 +39,6 @@ from lmtrain.planning import estimation, trial
 from lmtrain.run import build
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.folder import RunDir
-from lmtrain.terminal import status
 
 _MEASURED_S = 1.2  # how long steps are measured; slow steps are measured _FEWEST times
 _VALIDATIONS = 10.5  # per run; the half keeps the last of them away from the validation at the end
@@ -156,7 +155,7 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     terminal.quiet_libraries()
     devices.resolve_auto(config)
     corpus = build_corpus(config)
-    status.say("measuring the speed of this machine for a few seconds (budget.minutes)")
+    terminal.status.say("measuring the speed of this machine for a few seconds (budget.minutes)")
     took = _expected.pop() if _expected else measure(config, corpus)
     left = began + 60 * config.budget.minutes - time.time()  # type: ignore[operator]
     if chooses:

@@ -77,8 +77,7 @@ def inspect(config: Config) -> int:
     if config.inspect.text is not None:
         return _show_chapters(config, config.inspect.text)
     found = look(config)
-    console = terminal.console()
-    show(found, console)
+    show(found, terminal.console())
     if config.inspect.html is not None:
         print(f"written: {write_page(page(found), config.inspect.html)}")
     return errors.FINISHED
