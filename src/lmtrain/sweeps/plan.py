@@ -16,8 +16,6 @@ from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.sweeps import search
 
-Compose = Callable[[list[str]], DictConfig]
-
 
 @dataclass
 class SweepPlan:
@@ -115,7 +113,7 @@ def _refuse(parsed: list[Override]) -> None:
             raise UserError(f"{override.input_line}: settings of the sweep itself have one value each")
 
 
-def _check(fixed: list[str], swept: list[Override], compose: Compose) -> list[Config]:
+def _check(fixed: list[str], swept: list[Override], compose: Callable[[list[str]], DictConfig]) -> list[Config]:
     """Composes and checks a trial for each value of each swept key; returns their configs."""
     values = [search.choices(o) for o in swept]
     first = [v[0] for v in values]
