@@ -54,8 +54,7 @@ def prompts_of(settings: SamplesConfig, corpus: Corpus, system_prompt: str | Non
     if template is None or (rows and not rows[0]["chat"]):
         found = [Prompt(text, text) for text in settings.prompts]
     else:
-        turn = lambda text: user_turn(corpus.tokenizer, template, text, system_prompt)  # noqa: E731
-        found = [Prompt(turn(text), text) for text in settings.prompts]
+        found = [Prompt(user_turn(corpus.tokenizer, template, text, system_prompt), text) for text in settings.prompts]
     return found + [Prompt(row["prompt_ids"], row["prompt"], reference_of(row, corpus.tokenizer)) for row in rows]
 
 

@@ -93,7 +93,7 @@ def device_of(config: Config) -> Device:
     name = asked.lower().replace(" ", "").replace("-", "_")
     if name in DEVICES:
         size, known = DEVICES[name]
-        return Device(asked, size * 2**30, next((peak for n, peak in flops.PEAK_FLOPS if n == known), None))
+        return Device(asked, size * 2**30, dict(flops.PEAK_FLOPS).get(known))
     try:
         return Device(f"{float(asked):g} GiB", float(asked) * 2**30, None)
     except ValueError:
@@ -300,7 +300,7 @@ def time_words(c: Config, device: Device, tokens: int | None, per_token: float, 
     return f"{span(tokens / speed)} ({by})"
 
 
-def memory_table(found: dict[str, dict[str, int]], room: float) -> Any:
+def memory_table(found: dict[str, dict[str, int]], room: float) -> Table:
     """Builds a table with a row per strategy: the memory of a device by part, and whether it fits."""
     most = max((sum(memory.values()) for memory in found.values()), default=0)
     unit, digits, name = (2**30, 1, "GiB") if most >= 2**32 else (2**20, 0, "MiB")

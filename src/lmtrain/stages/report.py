@@ -8,6 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
 from lmtrain import terminal
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
@@ -67,11 +71,7 @@ def _how_much(one: PlannedStage) -> Row:
     return [one.name, counted, f"{steps} x {one.config.data.global_batch_size}"]
 
 
-def _table(title: str, header: list[str], rows: list[Row]) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
+def _table(title: str, header: list[str], rows: list[Row]) -> Table:
     made = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in header:
         made.add_column(name, overflow="fold")

@@ -71,7 +71,7 @@ def _number(text: str) -> float | None:
     return float(text) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE) else None
 
 
-def table(trials: list[Trial], keys: list[str], monitor: str) -> Any:
+def table(trials: list[Trial], keys: list[str], monitor: str) -> Table:
     made = Table(box=None)
     for name in ("trial", *keys, monitor, "status", "seconds", "error"):
         made.add_column(name, overflow="fold")
