@@ -19,7 +19,7 @@ from lmtrain.models.scalar_head import refuse_scalar_head
 
 
 def find(config: Config) -> Any:
-    """Returns the harness's task manager that loads evaluate.tasks, from evaluate.task_folder or of the harness's own.
+    """Returns a task manager of the harness that knows evaluate.tasks, in evaluate.task_folder or among its own tasks.
 
     Raises:
         UserError: the harness is not installed, or a task is unknown.
