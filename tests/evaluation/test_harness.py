@@ -99,8 +99,8 @@ def test_answers_that_a_task_reads_in_two_ways(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(harness, "run", lambda *_: found)
     monkeypatch.setattr(harness, "refuse_scalar_head", lambda *_: None)
     monkeypatch.setattr(harness, "version", lambda _: "0.4.13")
-    config = rules.check(rules.compose(["tokenizer=bytes"]))
-    scored = harness.evaluate(SimpleNamespace(model=SimpleNamespace(model=None)), config, harness.Tasks(["gsm8k"], 0))
+    config = rules.check(rules.compose(["tokenizer=bytes", "evaluate.tasks=[gsm8k]"]))
+    scored = harness.evaluate(SimpleNamespace(model=SimpleNamespace(model=None)), config, None)
     assert scored.scores.values() == {
         "gsm8k/exact_match (strict-match)": 0.25, "gsm8k/exact_match (flexible-extract)": 0.75,
     }  # fmt: skip

@@ -181,7 +181,7 @@ def test_the_pattern_of_a_group_is_typed_as_it_is_read() -> None:
 def test_without_matplotlib_it_says_why_there_is_no_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     rates = np.logspace(-6, 0, 50).tolist()
     found = tuning.Found(suggestion=suggest(rates, np.linspace(4, 2, 50).tolist(), smoothing=0.0))
     assert tuning.write(found, tmp_path) == [tmp_path / "tune.json"]

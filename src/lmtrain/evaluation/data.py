@@ -62,10 +62,9 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
         return named, f"held-out {data.rows if data.rows != 'text' else 'modules'} of the standard library"
     if data.source != "hub":  # data.val_split is the split of a dataset of the hub
         return named, f"{data.path if data.source == 'bins' else data.source}, validation part"
-    name = data.name
     if not _has_own_split(data):
-        return named, f"{name}, held out of split {data.train_split}"
-    return named, f"{name}, split {data.val_split or data.train_split}"
+        return named, f"{data.name}, held out of split {data.train_split}"
+    return named, f"{data.name}, split {data.val_split}"
 
 
 def _has_own_split(data: DataConfig) -> bool:
@@ -75,10 +74,8 @@ def _has_own_split(data: DataConfig) -> bool:
 
 def bytes_of(token: int, tokenizer: Any) -> int:
     """Returns the number of bytes of text that a token stands for, also if it is only a part of a character."""
-    text, written = (
-        tokenizer.decode([token], clean_up_tokenization_spaces=False),
-        tokenizer.convert_ids_to_tokens(token),
-    )
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    written = tokenizer.convert_ids_to_tokens(token)
     if "\ufffd" not in text or "\ufffd" in written:
         return len(text.encode())
     # Such a token is written with one character per byte, or, where single bytes are a fallback, as <0xE2>.

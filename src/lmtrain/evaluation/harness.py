@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -19,20 +18,8 @@ from lmtrain.generation.sampling import positions
 from lmtrain.models.scalar_head import refuse_scalar_head
 
 
-@dataclass(frozen=True)
-class Tasks:
-    """Names of tasks that the harness knows, and the harness's task manager that loads them."""
-
-    names: list[str]
-    manager: Any
-
-    @property
-    def words(self) -> str:
-        return f"tasks {', '.join(self.names)}"
-
-
-def find(config: Config) -> Tasks:
-    """Finds evaluate.tasks in evaluate.task_folder or among the harness's own tasks.
+def find(config: Config) -> Any:
+    """Returns a task manager of the harness that knows evaluate.tasks, in evaluate.task_folder or among its own tasks.
 
     Raises:
         UserError: the harness is not installed, or a task is unknown.
@@ -45,7 +32,7 @@ def find(config: Config) -> Tasks:
     with _quiet():
         own = TaskManager(include_path=folder, include_defaults=False) if folder else None
         if own is not None and set(names) <= set(own.all_tasks):
-            return Tasks(names, own)
+            return own
         manager = TaskManager(include_path=folder)  # slow: reads the harness's thousands of tasks
     for name in names:
         if name not in manager.task_index:
@@ -54,17 +41,17 @@ def find(config: Config) -> Tasks:
             raise UserError(
                 f"evaluate.tasks: lm-evaluation-harness {version('lm-eval')}{where} has no task {name!r}{hint}"
             )
-    return Tasks(names, manager)
+    return manager
 
 
-def evaluate(who: Subject, config: Config, tasks: Tasks) -> Evaluated:
-    """Scores `who` on the tasks, document by document.
+def evaluate(who: Subject, config: Config, manager: Any) -> Evaluated:
+    """Scores `who` on evaluate.tasks, document by document; `manager` is the result of `find`.
 
     Raises:
         UserError: a task's data can't be loaded, or the model has a scalar head.
     """
     refuse_scalar_head(who.model.model, "a task of the harness")
-    e, found = config.evaluate, run(who, config, tasks)
+    e, found = config.evaluate, run(who, config, manager)
     columns, ratios, whole = dict[str, np.ndarray](), dict[str, tuple[str, str]](), dict[str, float]()
     samples = [(task, s) for task, of_task in found["samples"].items() for s in of_task]
     for task, numbers in found["results"].items():
@@ -88,14 +75,14 @@ def evaluate(who: Subject, config: Config, tasks: Tasks) -> Evaluated:
     texts = {"task": [task for task, _ in samples]}
     known = {f"documents of {task}": len({s["doc_id"] for s in of}) for task, of in found["samples"].items()}
     used = {"harness": version("lm-eval"), "fewshot": e.fewshot, "precision": e.precision, "chat": e.chat,
-            "tasks": {name: found["versions"].get(name) for name in tasks.names}}  # fmt: skip
+            "tasks": {name: found["versions"].get(name) for name in e.tasks}}  # fmt: skip
     return Evaluated(Scores(columns, ratios, whole, texts), known, used)
 
 
-def run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
+def run(who: Subject, config: Config, manager: Any) -> dict[str, Any]:
     """Returns results, versions and samples with log-likelihoods of the harness's `simple_evaluate`, on every rank."""
     check_limit(config.evaluate.limit)
-    return world.gathered(world.together(lambda: _run(who, config, tasks)))[0]
+    return world.gathered(world.together(lambda: _run(who, config, manager)))[0]
 
 
 def check_limit(limit: int | None) -> None:
@@ -107,7 +94,7 @@ def check_limit(limit: int | None) -> None:
         )
 
 
-def _run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
+def _run(who: Subject, config: Config, manager: Any) -> dict[str, Any]:
     """Returns the used parts of what `simple_evaluate` returns, samples in document order; {} on all but rank 0."""
     import torch
     from lm_eval import simple_evaluate
@@ -119,8 +106,8 @@ def _run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
         try:
             found = simple_evaluate(
                 model,
-                tasks=tasks.names,
-                task_manager=tasks.manager,
+                tasks=e.tasks,
+                task_manager=manager,
                 num_fewshot=e.fewshot,
                 limit=e.limit,
                 apply_chat_template=e.chat,
@@ -132,7 +119,7 @@ def _run(who: Subject, config: Config, tasks: Tasks) -> dict[str, Any]:
             )
         except (OSError, ValueError, KeyError) as error:  # datasets and the harness raise these for missing data
             said = " ".join(str(error).split())
-            raise UserError(f"evaluate.tasks={','.join(tasks.names)}: {type(error).__name__}: {said}") from error
+            raise UserError(f"evaluate.tasks={','.join(e.tasks)}: {type(error).__name__}: {said}") from error
     if found is None:
         return {}
     samples = {task: sorted(of_task, key=lambda s: s["doc_id"]) for task, of_task in found["samples"].items()}

@@ -156,23 +156,22 @@ class Results:
     def _difference_cell(self, score: str) -> str:
         if not self.comparable(score):
             return "other tokens" if score == "loss" else ""
-        found = self._interval(self.models[0][1].scores, score, self.models[1][1].scores)
-        spread = f" ({found.low:+.4f} to {found.high:+.4f})" if self.models[0][1].scores.has_interval(score) else ""
-        return f"{found.value:+.4f}{spread}"
+        found = self._compared(score)
+        spread = f" ({found['low']:+.4f} to {found['high']:+.4f})" if "low" in found else ""
+        return f"{found['value']:+.4f}{spread}"
+
+    def _compared(self, score: str) -> dict[str, float]:
+        """Returns how much more the first model scores than the second, with an interval where several rows give it."""
+        first, second = (found.scores for _, found in self.models)
+        found = self._interval(first, score, second)
+        return found._asdict() if first.has_interval(score) else {"value": found.value}
 
     def as_dict(self) -> dict[str, Any]:
         who, found = self.models[0]
         tree = {"model": who.identity(), **self._of(found), "data": {"what": self.words, **found.data}}
         if len(self.models) > 1:
             other, theirs = self.models[1]
-            differences = {
-                score: self._interval(found.scores, score, theirs.scores)._asdict()
-                for score in found.scores.ratios
-                if self.comparable(score)
-            }
-            for score, difference in differences.items():
-                if not found.scores.has_interval(score):
-                    del difference["low"], difference["high"]
+            differences = {score: self._compared(score) for score in found.scores.ratios if self.comparable(score)}
             tree |= {"against": {"model": other.identity(), **self._of(theirs)}, "difference": differences}
         return tree | {"versions": versions()}
 

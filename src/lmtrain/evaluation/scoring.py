@@ -170,8 +170,7 @@ def _sums(model: LanguageModel, stretches: Iterable[Window], config: Config) -> 
     """Returns the negative log-likelihood in nats and the number of scored tokens of each row, fp64 [rows] each."""
     found: dict[int, list[tuple[float, int]]] = {}
     e, part = config.evaluate, (world.rank(), world.size())
-    score = lambda: list(negative_log_likelihoods(model, stretches, e.batch_size, e.precision, part))  # noqa: E731
-    mine = world.together(score)
+    mine = world.together(lambda: list(negative_log_likelihoods(model, stretches, e.batch_size, e.precision, part)))
     for row, nll, tokens in itertools.chain.from_iterable(world.gathered(mine)):
         found.setdefault(row, []).append((nll, tokens))
     totals = np.zeros((max(found, default=-1) + 1, 2))
@@ -270,7 +269,7 @@ def of_pairs(loss: torch.Tensor, chosen: torch.Tensor, rejected: torch.Tensor) -
 
 def _rewarded(who: Subject, config: Config, rows: data.ScoredRows, count: int) -> Evaluated:
     """Scores pairs by the rewards that a model with a scalar head assigns to their answers."""
-    rewards = torch.from_numpy(_rewards(who, rows, 2 * count, config)).double()
+    rewards = _rewards(who, rows, 2 * count, config)
     objectives = (c.objective for c in (who.own, config) if c is not None)
     options = next((o for o in objectives if isinstance(o, RewardOptions)), None)
     margins = margins_of(rows.examples)
@@ -281,8 +280,8 @@ def _rewarded(who: Subject, config: Config, rows: data.ScoredRows, count: int) -
     return Evaluated(scores, known, {"precision": config.evaluate.precision})
 
 
-def _rewards(who: Subject, rows: data.ScoredRows, count: int, config: Config) -> np.ndarray:
-    """Returns the rewards of the first `count` answers, fp32 [count]; the batches are divided among the ranks."""
+def _rewards(who: Subject, rows: data.ScoredRows, count: int, config: Config) -> torch.Tensor:
+    """Returns the rewards of the first `count` answers, fp64 [count]; the batches are divided among the ranks."""
     e, model = config.evaluate, who.model.model
     batches = [range(start, min(start + e.batch_size, count)) for start in range(0, count, e.batch_size)]
 
@@ -292,7 +291,7 @@ def _rewards(who: Subject, rows: data.ScoredRows, count: int, config: Config) ->
     autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=e.precision == "bfloat16")
     with autocast, generation_mode(model):
         found = world.shared_out(batches, rewards_of)
-    return np.array([reward for batch in found for reward in batch], dtype=np.float32)
+    return torch.tensor([reward for batch in found for reward in batch], dtype=torch.float64)
 
 
 def reference_model(who: Subject, config: Config) -> tuple[LanguageModel, str]:

@@ -15,16 +15,12 @@ from lmtrain.config import compose as rules
 from lmtrain.config import places, trust
 from lmtrain.config.effect import names_data
 from lmtrain.config.schema import Config
+from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
-from lmtrain.distributed import ranks
 from lmtrain.errors import RunError, UserError
-from lmtrain.evaluation import data as evaluation_data
-from lmtrain.evaluation import harness, subject
-from lmtrain.evaluation import results as evaluation_file
-from lmtrain.evaluation import scoring as evaluation
+from lmtrain.evaluation import data, harness, results, scoring, subject
 from lmtrain.run import launch
 from lmtrain.run.start import place
-from lmtrain.terminal import quiet_libraries
 
 
 def start(config: Config) -> int:
@@ -33,8 +29,6 @@ def start(config: Config) -> int:
     Raises:
         UserError: the requested evaluation is not possible.
     """
-    from lmtrain.distributed import devices
-
     _refuse_addresses(config)
     layout, t = ranks.find(), config.trainer
     if t.strategy not in ("auto", "ddp"):
@@ -71,16 +65,16 @@ def _refuse_addresses(config: Config) -> None:
 
 def evaluate(config: Config) -> int:
     """Scores the model and, if set, evaluate.against; rank 0 prints the table and writes the files."""
-    quiet_libraries()
+    terminal.quiet_libraries()
     e, name = config.evaluate, str(config.run_dir)
-    tasks = harness.find(config) if e.tasks else None
+    manager = harness.find(config) if e.tasks else None
     who = world.together(lambda: subject.load(name, e.checkpoint, config))
-    if tasks is not None:
-        words, score = tasks.words, lambda model: harness.evaluate(model, config, tasks)
+    if manager is not None:
+        words, score = f"tasks {', '.join(e.tasks)}", lambda model: harness.evaluate(model, config, manager)
     else:
-        chosen, words = world.together(lambda: evaluation_data.chosen(config, who.own))
-        score = lambda model: evaluation.evaluate(model, config, chosen)  # noqa: E731
-    report = evaluation_file.Results(config, words, [(who, score(who))])
+        chosen, words = world.together(lambda: data.chosen(config, who.own))
+        score = lambda model: scoring.evaluate(model, config, chosen)  # noqa: E731
+    report = results.Results(config, words, [(who, score(who))])
     if e.against is not None:
         try:
             other = world.together(lambda: subject.load(str(e.against), e.checkpoint, config))

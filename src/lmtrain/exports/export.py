@@ -10,7 +10,6 @@ from huggingface_hub import CommitOperationAdd
 from huggingface_hub.errors import HfHubHTTPError
 
 from lmtrain import errors, terminal
-from lmtrain.adapters.trainable import adapter_of
 from lmtrain.checkpoints import store
 from lmtrain.config import compose as rules
 from lmtrain.config import trust
@@ -19,16 +18,15 @@ from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.hub import endpoint, first_line
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
-from lmtrain.exports.hf_folder import check_memory, command_for, export_model
+from lmtrain.exports.hf_folder import command_for, export_model
 from lmtrain.generation.sampling import positions
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
-from lmtrain.terminal import quiet_libraries
 
 
 def export(config: Config) -> int:
     """Writes <run_dir>/export, or export_merged, from the checkpoint export.checkpoint; returns the exit code."""
-    quiet_libraries()
+    terminal.quiet_libraries()
     check_upload(config.export)
     if config.run_dir is None:
         raise UserError("which run? set run_dir=outputs/<name>")
@@ -38,14 +36,9 @@ def export(config: Config) -> int:
     chats = rules.load(run.config, grants).data.rows != "text"
     generator = torch.Generator().manual_seed(config.seed)
     example = torch.randint(len(tokenizer), (1, min(32, positions(model))), generator=generator)
-    merge = config.export.merge
-    check_memory(model, merge)
-    if merge and adapter_of(model) is None:
-        raise UserError(f"export.merge=true has no effect here: {run.path} trained no adapter, so leave it out")
     ends, step = end_ids(tokenizer, own_template(tokenizer)) if chats else None, store.step_of(checkpoint)
-    folder = export_model(
-        run, model, tokenizer, config.export, merge=merge, example=example, eos_token_ids=ends, step=step
-    )
+    e = config.export
+    folder = export_model(run, model, tokenizer, e, merge=e.merge, example=example, eos_token_ids=ends, step=step)
     terminal.status.stop()
     print(terminal.visible(f"{folder}  (from {checkpoint.name}; {model_card.reader(folder)} reads it)"))
     if config.export.push_to is not None:

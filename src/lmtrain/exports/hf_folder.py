@@ -57,11 +57,10 @@ def export_model(
         step: the step of the weights, for the model card.
 
     Raises:
-        UserError: transformers' GenerationConfig rejects export.generation, or the model has a memory and should be
-            merged or can't be exported.
+        UserError: transformers' GenerationConfig rejects export.generation, or see `check_model`.
         RunError: the disk is full, or the reloaded model's logits differ from the live model's.
     """
-    check_memory(model, merge)
+    check_model(run, model, merge)
     settings = generation_config(model, tokenizer, eos_token_ids, cfg.generation)
     folder = run.export_merged if merge else run.export
     temporary = temporary_beside(folder)
@@ -122,9 +121,11 @@ def write_weights(model: PreTrainedModel, folder: Path, dtype: str, merge: bool)
     write_adapter(adapter, folder, getattr(torch, dtype))
 
 
-def check_memory(model: PreTrainedModel, merge: bool) -> None:
-    """Raises UserError if the model has a memory and either can't be exported or `merge` is set."""
+def check_model(run: RunDir, model: PreTrainedModel, merge: bool) -> None:
+    """Raises UserError if the model has a memory that can't be exported, or if `merge` is set and it has no adapter."""
     if memory_of(model) is None:
+        if merge and adapter_of(model) is None:
+            raise UserError(f"export.merge=true has no effect here: {run.path} trained no adapter, so leave it out")
         return
     memory_export.check_exportable(model)
     if merge:

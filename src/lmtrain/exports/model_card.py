@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from lmtrain.config.override_text import leaves_of
 from lmtrain.files import read_jsonl, read_regular
 from lmtrain.models.denoising import is_denoising
 from lmtrain.models.folder import read_config
@@ -45,7 +46,7 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
         step: the step of the exported weights.
     """
     adapter = (folder / "adapter_config.json").exists()
-    config = shown_in(yaml.safe_load(read_regular(run_config)))
+    config = dict(leaves_of(shown_in(yaml.safe_load(read_regular(run_config)))))  # by dotted key
     name, scores = run_config.parent.name, _scores(run_config.parent / "metrics.jsonl", step)
     if is_denoising(folder):
         task, use = "fill-mask", _use_denoising()
@@ -53,7 +54,7 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
         task, use = "text-classification", _use_rewards(folder, chat)
     else:
         task, use = "text-generation", _use(folder, chat)
-    base = _at(config, "model.name_or_path")
+    base = config.get("model.name_or_path")
     if adapter and _hub_name(base) is None:
         use += (
             f"\n\nThe adapter's base, `{_plain(Path(str(base)).name)}`, is not on the hub, and a copy of this folder "
@@ -67,7 +68,7 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
         "## Use",
         use,
         "## Training",
-        _table([("steps", step), *((what, _at(config, key)) for what, key in _SETTINGS)]),
+        _table([("steps", step), *((what, config.get(key)) for what, key in _SETTINGS)]),
         "`lmtrain_config.yaml` in the folder that lmtrain wrote holds every key: it is enough to train the model "
         "again. It names local paths, so it is left out of uploads.",
     ]
@@ -78,15 +79,15 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
 
 
 def _metadata(config: dict[str, Any], name: str, scores: dict[str, float], adapter: bool, task: str) -> ModelCardData:
-    base, dataset = _hub_name(_at(config, "model.name_or_path")), None
-    if _at(config, "data.source") == "hub" and not _at(config, "data.path"):
-        dataset = _hub_name(_at(config, "data.name"))
+    base, dataset = _hub_name(config.get("model.name_or_path")), None
+    if config.get("data.source") == "hub" and not config.get("data.path"):
+        dataset = _hub_name(config.get("data.name"))
     data = dataset or "own"
     results = [EvalResult(task, data, data, key.removeprefix("val/"), value) for key, value in scores.items()]
     return ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag=task,
-        tags=["lmtrain", str(_at(config, "objective.name"))],
+        tags=["lmtrain", str(config.get("objective.name"))],
         base_model=base,
         base_model_relation=base and ("adapter" if adapter else "finetune"),
         datasets=[dataset] if dataset else None,
@@ -116,10 +117,10 @@ def _scores(metrics: Path, step: int) -> dict[str, float]:
 
 
 def _words(config: dict[str, Any], parameters: int, adapter: bool) -> str:
-    base = _at(config, "model.name_or_path") if _at(config, "model.init") == "pretrained" else None
-    objective = str(_at(config, "objective.name"))
+    base = config.get("model.name_or_path") if config.get("model.init") == "pretrained" else None
+    objective = str(config.get("objective.name"))
     began = f"`{_plain(_hub_name(base) or Path(str(base)).name)}`, " if base else ""
-    kind = "An adapter of " if adapter else "" if began else f"A {_plain(_at(config, 'model.name'))} model "
+    kind = "An adapter of " if adapter else "" if began else f"A {_plain(config.get('model.name'))} model "
     done = (_FURTHER if base else _DONE).get(objective, f"trained (objective {_plain(objective)})")
     data = _data_name(config)
     return (
@@ -129,9 +130,9 @@ def _words(config: dict[str, Any], parameters: int, adapter: bool) -> str:
 
 
 def _data_name(config: dict[str, Any]) -> Any:
-    path = _at(config, "data.path")
+    path = config.get("data.path")
     if not path:
-        return _at(config, "data.name") or _at(config, "data.source")
+        return config.get("data.name") or config.get("data.source")
     data = path if isinstance(path, str) else " and ".join(map(str, path))
     # Only the path of a URL: its query may contain a signature that grants access.
     return Path(urlsplit(data).path if "://" in data else data).name
@@ -144,8 +145,6 @@ def brings_code(folder: Path) -> bool:
 
 def reader(folder: Path) -> str:
     """Returns the call that loads an exported folder."""
-    if (folder / "modeling_memory.py").exists():
-        return "AutoModelForCausalLM.from_pretrained with trust_remote_code=True"
     package, cls = loading_class(folder)
     trust = " with trust_remote_code=True" if brings_code(folder) else ""
     return f"{'peft.' * (package == 'peft')}{cls}.from_pretrained{trust}"
@@ -216,14 +215,6 @@ def _table(rows: list[tuple[str, Any]]) -> str:
     shown = [(name, value) for name, value in rows if value not in (None, "none")]
     lines = [f"| {_plain(name)} | {_plain(f'{v:.6g}' if isinstance(v, float) else v)} |" for name, v in shown]
     return "\n".join(["| | |", "| --- | --- |", *lines])
-
-
-def _at(config: dict[str, Any], key: str) -> Any:
-    """Returns the value of a dotted key, or None if it is absent."""
-    node: Any = config
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return node
 
 
 def _plain(value: Any) -> str:

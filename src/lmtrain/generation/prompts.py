@@ -13,6 +13,8 @@ from lmtrain.data.examples.prepare import MAX_QUESTIONS
 from lmtrain.data.order import Rows
 from lmtrain.errors import UserError
 
+_TOKENS = 24  # of a prompt that is taken from a text
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -52,18 +54,17 @@ def prompts_of(settings: SamplesConfig, corpus: Corpus, system_prompt: str | Non
     if template is None or (rows and not rows[0]["chat"]):
         found = [Prompt(text, text) for text in settings.prompts]
     else:
-        turn = lambda text: user_turn(corpus.tokenizer, template, text, system_prompt)  # noqa: E731
-        found = [Prompt(turn(text), text) for text in settings.prompts]
+        found = [Prompt(user_turn(corpus.tokenizer, template, text, system_prompt), text) for text in settings.prompts]
     return found + [Prompt(row["prompt_ids"], row["prompt"], reference_of(row, corpus.tokenizer)) for row in rows]
 
 
-def a_prompt(rows: Rows, tokenizer: Any, tokens: int = 24) -> str:
+def a_prompt(rows: Rows, tokenizer: Any) -> str:
     """Returns the start of the middle row: files tend to begin with a licence, which says little about a model."""
     batch = rows.read(np.array([[0, len(rows) // 2]]))
-    return tokenizer.decode(batch["input_ids"][0, :tokens].tolist(), skip_special_tokens=True)
+    return tokenizer.decode(batch["input_ids"][0, :_TOKENS].tolist(), skip_special_tokens=True)
 
 
-def continuations(rows: Rows, tokenizer: Any, count: int, new_tokens: int, tokens: int = 24) -> list[Prompt]:
+def continuations(rows: Rows, tokenizer: Any, count: int, new_tokens: int) -> list[Prompt]:
     """Returns the beginnings of `count` evenly spaced rows as prompts, with the next `new_tokens` as references."""
     if count < 1:
         raise UserError("callbacks.samples.metrics needs texts to score: set callbacks.samples.rows to 1 or more")
@@ -71,7 +72,7 @@ def continuations(rows: Rows, tokenizer: Any, count: int, new_tokens: int, token
     for place in range(min(count, len(rows))):
         index = len(rows) * (2 * place + 1) // (2 * min(count, len(rows)))
         ids = rows.read(np.array([[0, index]]))["input_ids"][0].tolist()
-        start = min(tokens, len(ids) // 2)
+        start = min(_TOKENS, len(ids) // 2)
         text, follows = (
             tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], ids[start : start + new_tokens])
         )

@@ -88,16 +88,17 @@ def continued(
             tokenizer=tokenizer,  # for stop strings in the model's own generation config
             **settings,
         )
-    return [_following(tokenizer, row, ids.tolist()) for row, ids in zip(rows, output[:, longest:], strict=True)]
+    new = zip(rows, output[:, longest:].tolist(), strict=True)
+    return [following(tokenizer, row, ids, skip_special_tokens=True) for row, ids in new]
 
 
-def _following(tokenizer: Any, given: list[int], ids: list[int]) -> str:
-    """Returns the text that `ids` add to that of the ids before them.
+def following(tokenizer: Any, given: list[int], ids: list[int], **options: bool) -> str:
+    """Returns the text that `ids` add to that of the ids before them; `options` are arguments of `tokenizer.decode`.
 
     Alone, some tokenizers (Llama 2's, Mistral's) decode them without the space that their first word begins with.
     """
-    before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (given, [*given, *ids]))
-    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids, skip_special_tokens=True)
+    before, whole = (tokenizer.decode(part, **options) for part in (given, [*given, *ids]))
+    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids, **options)
 
 
 def _denoised(
@@ -115,7 +116,7 @@ def _denoised(
         length = max(1, min(max_new_tokens, positions(model) - len(row)))
         ids = denoise(model, row, length, n_ids=len(tokenizer), **settings)
         end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-        texts.append(_following(tokenizer, row, ids[:end]))
+        texts.append(following(tokenizer, row, ids[:end], skip_special_tokens=True))
     return texts
 
 

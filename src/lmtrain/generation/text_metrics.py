@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.text import BLEUScore, CHRFScore
 from transformers import AutoModel, AutoTokenizer
 
@@ -13,30 +13,14 @@ from lmtrain.errors import UserError
 from lmtrain.objectives.parts import Definition
 
 
-class AnswersMean(Metric):
-    """Base class of metrics that are a mean over answers."""
-
-    total: torch.Tensor
-    seen: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("seen", torch.tensor(0), dist_reduce_fx="sum")
-
-    def compute(self) -> torch.Tensor:
-        return self.total / self.seen
-
-
-class ExactMatch(AnswersMean):
+class ExactMatch(MeanMetric):
     """The share of answers that equal their reference, ignoring leading and trailing white space."""
 
-    def update(self, preds: list[str], target: list[str]) -> None:
-        self.total += sum(p.strip() == t.strip() for p, t in zip(preds, target, strict=True))
-        self.seen += len(target)
+    def update(self, preds: list[str], target: list[str]) -> None:  # type: ignore[override]
+        super().update(torch.tensor([float(p.strip() == t.strip()) for p, t in zip(preds, target, strict=True)]))
 
 
-class BertScore(AnswersMean):
+class BertScore(MeanMetric):
     """BERTScore F1 (Zhang et al. 2020, arXiv:1904.09675) with the encoder's last layer, averaged over the answers.
 
     Each token is matched with the most similar token of the other text. The implementation of torchmetrics is not used,
@@ -47,17 +31,18 @@ class BertScore(AnswersMean):
     """
 
     def __init__(self, encoder: str) -> None:
-        super().__init__()
+        super().__init__(nan_strategy="disable")  # a NaN is no answer to leave out
         self.tokenizer = AutoTokenizer.from_pretrained(encoder)
         self.encoder = AutoModel.from_pretrained(encoder, dtype=torch.float32).eval()
 
-    def update(self, preds: list[str], target: list[str]) -> None:
+    def update(self, preds: list[str], target: list[str]) -> None:  # type: ignore[override]
         for answer, reference in zip(preds, target, strict=True):
             similar = self._states(answer) @ self._states(reference).T  # [answer tokens, reference tokens]
+            score = torch.tensor(0.0)
             if similar.numel():
                 precision, recall = similar.amax(1).mean(), similar.amax(0).mean()
-                self.total += 2 * precision * recall / (precision + recall)
-        self.seen += len(target)
+                score = 2 * precision * recall / (precision + recall)
+            super().update(score)
 
     @torch.no_grad()
     def _states(self, text: str) -> torch.Tensor:

@@ -74,13 +74,13 @@ def application(names: list[str], talks: list[Talk], port: int) -> Starlette:
     """
     one_at_a_time = asyncio.Lock()
 
-    def page(request: Request) -> Response:
+    async def page(request: Request) -> Response:
         nonce = secrets.token_urlsafe(16)
         text = (files("lmtrain.generation") / "chat.html").read_text(encoding="utf-8").replace("NONCE", nonce)
         headers = {"Content-Security-Policy": _POLICY.format(nonce), "Referrer-Policy": "no-referrer"}
         return HTMLResponse(text, headers=headers)
 
-    def models(request: Request) -> Response:
+    async def models(request: Request) -> Response:
         return JSONResponse([_about(name, talk) for name, talk in zip(names, talks, strict=True)])
 
     async def answer(request: Request) -> Response:
@@ -90,12 +90,11 @@ def application(names: list[str], talks: list[Talk], port: int) -> Starlette:
             return JSONResponse({"error": f"no conversation: {error!r}"}, 400)
         return StreamingResponse(_events(talk, text, one_at_a_time), media_type="text/event-stream")
 
-    def guarded(endpoint: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+    def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
             if not is_from_here(dict(request.headers), port, request.method):
                 return JSONResponse({"error": "this page is for a browser on this machine"}, 403)
-            answered = endpoint(request)
-            return await answered if asyncio.iscoroutine(answered) else answered
+            return await endpoint(request)
 
         return checked
 

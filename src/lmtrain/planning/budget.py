@@ -39,7 +39,6 @@ from lmtrain.planning import estimation, trial
 from lmtrain.run import build
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.folder import RunDir
-from lmtrain.terminal import quiet_libraries, status
 
 _MEASURED_S = 1.2  # how long steps are measured; slow steps are measured _FEWEST times
 _VALIDATIONS = 10.5  # per run; the half keeps the last of them away from the validation at the end
@@ -117,15 +116,14 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
         )
     tokens = config.budget.tokens
     if config.budget.flops is not None:
-        quiet_libraries()
+        terminal.quiet_libraries()
         devices.resolve_auto(config)
         model = estimation.build(config, len(build_corpus(config).tokenizer))
         tokens = config.budget.flops / flops_per_token(model, config.data.seq_len)
     rows = math.ceil(tokens / config.data.seq_len)  # type: ignore[operator]  # short rows are cut from full ones
     steps = step_sizes(config.data).steps_for(rows)
     config.trainer.max_steps, config.trainer.max_epochs = steps, None
-    if "trainer.val_check_interval" not in typed:
-        config.trainer.val_check_interval = math.ceil(steps / _VALIDATIONS)
+    _set_untyped(config, typed, {"trainer.val_check_interval": math.ceil(steps / _VALIDATIONS)})
 
 
 def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> list[str]:
@@ -149,16 +147,15 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         if chooses and isinstance(depth, int) and depth != config.model.num_hidden_layers:  # type: ignore[attr-defined]
             return [f"{dial.KEY}={depth}"]
         config.trainer.max_steps = before["trainer"]["max_steps"]
-        if "trainer.val_check_interval" not in typed:
-            config.trainer.val_check_interval = before["trainer"].get("val_check_interval")
+        _set_untyped(config, typed, {"trainer.val_check_interval": before["trainer"].get("val_check_interval")})
         if dial.is_measured(config):
             decay, dropout = before["optimizer"]["weight_decay"], before["model"]["dropout"]
             _set_untyped(config, typed, {"optimizer.weight_decay": decay, "model.dropout": dropout})
         return []
-    quiet_libraries()
+    terminal.quiet_libraries()
     devices.resolve_auto(config)
     corpus = build_corpus(config)
-    status.say("measuring the speed of this machine for a few seconds (budget.minutes)")
+    terminal.status.say("measuring the speed of this machine for a few seconds (budget.minutes)")
     took = _expected.pop() if _expected else measure(config, corpus)
     left = began + 60 * config.budget.minutes - time.time()  # type: ignore[operator]
     if chooses:
@@ -176,8 +173,8 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
             return [f"{dial.KEY}={depth}"]
     rows = build.rows_to_train(config, corpus)
     most = build.at_most(config, rows)
-    if "trainer.val_check_interval" not in typed:
-        config.trainer.val_check_interval = math.ceil(min(most, steps_within(left, took, config)) / _VALIDATIONS)
+    steps = min(most, steps_within(left, took, config))
+    _set_untyped(config, typed, {"trainer.val_check_interval": math.ceil(steps / _VALIDATIONS)})
     config.trainer.max_steps = min(most, steps_within(left, took, config))
     epochs = step_sizes(config.data).before(config.trainer.max_steps) / len(rows)
     if dial.is_measured(config) and corpus.stream is None:
@@ -185,7 +182,7 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     return []
 
 
-def _set_untyped(config: Config, typed: Mapping[str, Any], values: Mapping[str, float]) -> None:
+def _set_untyped(config: Config, typed: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Sets the keys that were not typed."""
     for key, value in values.items():
         if key not in typed:

@@ -27,6 +27,15 @@ from lmtrain.models import flops
 from lmtrain.run.plan_costs import gib, span
 from lmtrain.terminal import si
 
+
+@dataclass(frozen=True)
+class Change:
+    """Overrides that reduce a run's memory, and approximately how many times as long a step then takes."""
+
+    overrides: tuple[str, ...]
+    slower: float
+
+
 # Name: (GiB of memory, the name in models.flops.PEAK_FLOPS), from the vendors' data sheets.
 DEVICES = {
     "b200": (180, "B200"), "h200": (141, "H200"), "h100": (80, "H100"), "h100_nvl": (94, "H100 NVL"),
@@ -36,14 +45,14 @@ DEVICES = {
     "mi300x": (192, "MI300X"), "t4": (15, "T4"), "v100": (32, "V100"),
 }  # fmt: skip
 FSDP, ZERO = "trainer.strategy=fsdp", "trainer.strategy=deepspeed"
-# Ways to distribute a run over its devices: the overrides, and the approximate time of a step relative to ddp.
-STRATEGIES: dict[str, tuple[list[str], float]] = {
-    "ddp": (["trainer.strategy=ddp"], 1.0),
-    "fsdp": ([FSDP], 1.1),
-    "fsdp, offload": ([FSDP, "trainer.fsdp.cpu_offload=true"], 3.0),
-    "fsdp_tp": (["trainer.strategy=fsdp_tp"], 1.3),
-    "deepspeed 2": ([ZERO, "trainer.deepspeed.stage=2"], 1.05),
-    "deepspeed 3": ([ZERO, "trainer.deepspeed.stage=3"], 1.2),
+# Ways to distribute a run over its devices; a step takes so many times as long as with ddp.
+STRATEGIES = {
+    "ddp": Change(("trainer.strategy=ddp",), 1.0),
+    "fsdp": Change((FSDP,), 1.1),
+    "fsdp, offload": Change((FSDP, "trainer.fsdp.cpu_offload=true"), 3.0),
+    "fsdp_tp": Change(("trainer.strategy=fsdp_tp",), 1.3),
+    "deepspeed 2": Change((ZERO, "trainer.deepspeed.stage=2"), 1.05),
+    "deepspeed 3": Change((ZERO, "trainer.deepspeed.stage=3"), 1.2),
 }
 CHECKPOINTING, EIGHT_BIT, SMALLER_BATCH = 1.33, 1.02, 1.03  # relative too; the last per halving of the micro-batch
 
@@ -72,14 +81,6 @@ class Device:
     peak: float | None  # FLOP/s in bf16
 
 
-@dataclass(frozen=True)
-class Change:
-    """Overrides that reduce a run's memory, and approximately how many times as long a step then takes."""
-
-    overrides: tuple[str, ...]
-    slower: float
-
-
 def device_of(config: Config) -> Device:
     """Returns the device that estimate.device names, or this machine's. Raises UserError for an unknown name."""
     asked = config.estimate.device
@@ -92,7 +93,7 @@ def device_of(config: Config) -> Device:
     name = asked.lower().replace(" ", "").replace("-", "_")
     if name in DEVICES:
         size, known = DEVICES[name]
-        return Device(asked, size * 2**30, next((peak for n, peak in flops.PEAK_FLOPS if n == known), None))
+        return Device(asked, size * 2**30, dict(flops.PEAK_FLOPS).get(known))
     try:
         return Device(f"{float(asked):g} GiB", float(asked) * 2**30, None)
     except ValueError:
@@ -168,7 +169,7 @@ def checkpoint_bytes(model: PreTrainedModel, config: Config) -> int:
     return parts["gradients"] + parts["optimizer"] + parts.get("average", 0)
 
 
-def changed(config: Config, overrides: tuple[str, ...] | list[str]) -> Config | None:
+def changed(config: Config, overrides: tuple[str, ...]) -> Config | None:
     """Returns a copy of the config with these overrides, or None if the combination is refused."""
     found = copy.deepcopy(config)
     for override in overrides:
@@ -185,7 +186,7 @@ def changed(config: Config, overrides: tuple[str, ...] | list[str]) -> Config | 
 
 def by_strategy(model: PreTrainedModel, config: Config) -> dict[str, dict[str, int]]:
     """Returns the memory by part under each strategy that is compatible with the config."""
-    found = {name: changed(config, overrides) for name, (overrides, _) in STRATEGIES.items()}
+    found = {name: changed(config, way.overrides) for name, way in STRATEGIES.items()}
     return {name: memory(model, other) for name, other in found.items() if other is not None}
 
 
@@ -223,8 +224,7 @@ def _choices(config: Config) -> list[list[Change]]:
     strategies: list[Change] = []
     if t.strategy == "ddp":
         several = int(t.devices) * t.num_nodes > 1
-        ways = [w for name, w in STRATEGIES.items() if name != "ddp" and (several or "offload" in name)]
-        strategies = [Change(tuple(overrides), slower) for overrides, slower in ways]
+        strategies = [w for name, w in STRATEGIES.items() if name != "ddp" and (several or "offload" in name)]
     saved = [] if t.activation_checkpointing else [Change(("trainer.activation_checkpointing=true",), CHECKPOINTING)]
     optimizers = [Change(("optimizer=adamw_8bit",), EIGHT_BIT)] if config.optimizer.name == "adamw" else []
     return [[Change((), 1.0), *choices] for choices in (sizes, strategies, saved, optimizers)]
@@ -300,7 +300,7 @@ def time_words(c: Config, device: Device, tokens: int | None, per_token: float, 
     return f"{span(tokens / speed)} ({by})"
 
 
-def memory_table(found: dict[str, dict[str, int]], room: float) -> Any:
+def memory_table(found: dict[str, dict[str, int]], room: float) -> Table:
     """Builds a table with a row per strategy: the memory of a device by part, and whether it fits."""
     most = max((sum(memory.values()) for memory in found.values()), default=0)
     unit, digits, name = (2**30, 1, "GiB") if most >= 2**32 else (2**20, 0, "MiB")

@@ -17,7 +17,7 @@ from lmtrain.config import compose as rules
 from lmtrain.config import trust
 from lmtrain.config.batch import split_over
 from lmtrain.config.schema import Config
-from lmtrain.data.order import MicroBatch, Rows
+from lmtrain.data.loaders import ChosenRows
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import read_jsonl, write_atomic
 from lmtrain.run.start import start
@@ -28,24 +28,6 @@ _NEVER = 2**31 - 1
 
 class OutOfMemory(Exception):
     """Raised when a trial needs more memory than is available."""
-
-
-class LongestRows:
-    """The `count` longest of some rows, longest first and the same in every epoch: they need the most memory."""
-
-    def __init__(self, rows: Rows, count: int) -> None:
-        self.rows = rows
-        self.chosen = np.argsort(-rows.lengths, kind="stable")[:count]  # type: ignore[attr-defined]
-        self.lengths = rows.lengths[self.chosen]  # type: ignore[attr-defined]
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def read(self, rows: np.ndarray) -> MicroBatch:
-        return self.rows.read(np.stack([np.zeros_like(rows[:, 1]), self.chosen[rows[:, 1]]], axis=1))
-
-    def empty(self) -> MicroBatch:
-        return self.rows.empty()
 
 
 def config_of(config: Config, folder: Path, steps: int, **ends: Any) -> Config:
@@ -106,7 +88,7 @@ def _in_process(words: list[str], log: IO[str]) -> int:
 
 
 def _with_longest_rows(config: Config) -> int:
-    """Trains as `start` does on one device; if rows are padded, on the longest ones."""
+    """Trains as `start` does on one device; if rows are padded, on the longest ones, which need the most memory."""
     from lmtrain.distributed import devices
     from lmtrain.run.session import Session
 
@@ -118,7 +100,8 @@ def _with_longest_rows(config: Config) -> int:
         built = session.build(stack)
         rows = built.datamodule.train_rows
         if hasattr(rows, "lengths"):
-            built.datamodule.train_rows = LongestRows(rows, config.data.global_batch_size)
+            longest = np.argsort(-rows.lengths, kind="stable")[: config.data.global_batch_size]
+            built.datamodule.train_rows = ChosenRows(rows, longest)
         return session.train(built)
 
 

@@ -177,16 +177,14 @@ def write(found: Found, folder: Path) -> list[Path]:
 def _draw(found: Found, path: Path) -> list[Path]:
     """Plots the loss over the learning rate, with the suggested rate; without matplotlib, writes nothing."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         print('no picture: it needs matplotlib: pip install "lmtrain[plots]"')
         return []
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
     assert found.suggestion is not None
     rates = [row["lr"] for row in found.curve]
-    figure, axis = plt.subplots(figsize=(6.4, 4))
+    figure = Figure(figsize=(6.4, 4))
+    axis = figure.subplots()
     axis.plot(rates, [row["loss"] for row in found.curve], color="0.8", label="loss")
     axis.plot(rates[: len(found.suggestion.smoothed)], found.suggestion.smoothed, color="tab:blue", label="smoothed")
     axis.axvline(found.suggestion.lr, color="tab:red", label=f"suggested: {found.suggestion.lr:.2g}")
@@ -197,7 +195,6 @@ def _draw(found: Found, path: Path) -> list[Path]:
     axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
     return [path]
 
 

@@ -20,7 +20,6 @@ from lmtrain.errors import UserError
 from lmtrain.reports.report_page import as_text, asset, document, write_page
 from lmtrain.reports.token_view import TokenPiece, has_colour, legend, marked, pieces, show_chapters
 from lmtrain.run_folder import trained
-from lmtrain.terminal import visible
 
 _PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 _BINS, _BAR = 16, 48  # of the histogram: number of bars, and length of the longest in characters
@@ -78,8 +77,7 @@ def inspect(config: Config) -> int:
     if config.inspect.text is not None:
         return _show_chapters(config, config.inspect.text)
     found = look(config)
-    console = terminal.console()
-    show(found, console)
+    show(found, terminal.console())
     if config.inspect.html is not None:
         print(f"written: {write_page(page(found), config.inspect.html)}")
     return errors.FINISHED
@@ -224,7 +222,7 @@ def _sample(tokenizer: Any, title: str, row: tuple[np.ndarray, np.ndarray], conf
 
 def show(found: Inspection, console: Console) -> None:
     """Prints the inspection, in colour if the console supports it."""
-    facts = terminal.facts((name, Text(visible(value))) for name, value in found.rows)
+    facts = terminal.facts((name, Text(terminal.visible(value))) for name, value in found.rows)
     console.print(Panel(facts, title=f"{found.split} split", title_align="left"))
     if found.lengths is not None:
         _show_lengths(found, console)

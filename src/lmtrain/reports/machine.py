@@ -122,7 +122,6 @@ def _devices() -> Iterator[Finding]:
 
     from lmtrain.distributed.devices import best_precision
 
-    precision = best_precision("cuda" if torch.cuda.is_available() else "cpu")
     yield Finding("CPU", True, f"{os.cpu_count()} cores, trainer.precision=auto is {best_precision('cpu')}")
     if not torch.cuda.is_available():
         yield Finding("CUDA", False, f"torch {torch.__version__} sees no GPU")
@@ -130,9 +129,8 @@ def _devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
         words = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}"
-        yield Finding(f"GPU {index}", True, f"{words}, trainer.precision=auto is {precision}")
-    advice = "trainer.compile=auto stays off without it: pip install triton"
-    yield _installed("triton", " (trainer.compile)", advice)
+        yield Finding(f"GPU {index}", True, f"{words}, trainer.precision=auto is {best_precision('cuda')}")
+    yield _installed("triton", " (trainer.compile)", "trainer.compile=auto stays off without it: pip install triton")
 
 
 def _matmul() -> Finding:

@@ -42,10 +42,9 @@ def report(folders: list[Path], out: Path | None) -> int:
     return errors.FINISHED
 
 
-def write_own(run: RunDir) -> Path:
+def write_own(run: RunDir) -> None:
     """Writes <run>/report.html at the end of a run, when summary.json is complete but the run's lock is still held."""
     write_atomic(run.report, report_page.page([told(run, ended=True)]))
-    return run.report
 
 
 def write(runs: list[RunDir], file: Path) -> Path:
@@ -86,7 +85,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         monitor = config.get("checkpoint", {}).get("monitor", "val/loss")
         higher = config.get("checkpoint", {}).get("mode") == "max"
     with _reading(run.summary):
-        facts, speed = _facts(config, listed, summary, rows), _number(summary.get("tokens_per_s"))
+        facts = _facts(config, listed, summary, rows)
         headline = _headline(listed, summary, rows, monitor)
     scores = [row[monitor] for row in rows if isinstance(row.get(monitor), int | float) and row.get("step") != 0]
     score = (max if higher else min)(scores, default=None)
@@ -104,11 +103,9 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         checkpoints=_checkpoints(run),
         history=history,
         how_to_use=_how_to_use(run),
-        outcome={"status": listed.status, "step": listed.steps(), "best": listed.best or "",
-                 "tokens/s": speed},
         score=score,
         higher_is_better=higher,
-    )  # fmt: skip
+    )
 
 
 def _summary(run: RunDir) -> dict[str, Any]:

@@ -45,7 +45,6 @@ class Told:
     typed: list[tuple[str, str, str]]
     heat_maps: list[HeatMap]
     how_to_use: list[str]
-    outcome: dict[str, str]
     score: float | None
     higher_is_better: bool
 
@@ -145,7 +144,8 @@ def _one(run: Told, curves: dict[str, list[dict[str, Any]]]) -> list[str]:
     if run.samples:
         parts.append(folded("Samples along the training", _samples(run)))
     parts.append(folded("What was set", _settings(run)))
-    parts.append(folded("About this run", [table(("", ""), run.facts), _list(run.history)]))
+    history = "".join(f"<li>{as_text(line)}</li>" for line in run.history)
+    parts.append(folded("About this run", [table(("", ""), run.facts), f"<ul>{history}</ul>" if history else ""]))
     if run.checkpoints:
         parts.append(folded("Checkpoints", [table(("checkpoint", "size"), run.checkpoints)]))
     if run.how_to_use:
@@ -203,8 +203,8 @@ def heat_figure(heat: HeatMap) -> str:
 
 
 def _several(runs: Sequence[Told], curves: dict[str, list[dict[str, Any]]]) -> list[str]:
-    names = list(dict.fromkeys(name for run in runs for name in run.outcome))
-    outcome = [(run.name, *(run.outcome.get(name, "") for name in names)) for run in runs]
+    names = ("status", "step", "best", "tokens/s")
+    outcome = [(run.name, *(dict(run.facts).get(name, "") for name in names)) for run in runs]
     parts = ["<h2>Outcome, best first</h2>" + table(("run", *names), outcome)]
     parts += [smoothing(), charts_of(curves)]
     defaults = {key: default for run in runs for key, default, _ in run.changed}
@@ -297,12 +297,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     body = "".join("<tr>" + "".join(f"<td>{broken(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     top = f"<tr>{head}</tr>" if any(header) else ""
     return f'<div class="scroll"><table>{top}{body}</table></div>'
-
-
-def _list(lines: Sequence[str]) -> str:
-    if not lines:
-        return ""
-    return "<ul>" + "".join(f"<li>{as_text(line)}</li>" for line in lines) + "</ul>"
 
 
 def _cut(text: str) -> str:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lmtrain.adapters.memory import memory_blocks
 from lmtrain.errors import UserError
+from lmtrain.generation.sampling import following
 from lmtrain.models.attention import generation_mode
 from lmtrain.reports.report_page import as_text, asset, document, write_page
 from lmtrain.terminal import counted, visible
@@ -36,27 +37,20 @@ class TokenPiece:
 
 def pieces(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> list[TokenPiece]:
     """Decodes tokens into pieces whose concatenation is the whole text."""
-    special = set(tokenizer.all_special_ids)
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    as_stored = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     found: list[TokenPiece] = []
     waiting: list[int] = []
     for at, token in enumerate(ids):
         waiting.append(token)
-        text = _decode_after(tokenizer, found[-1].ids if found else (), waiting)
-        is_special = token in special or tokenizer.added_tokens_decoder.get(token) is not None
+        text = following(tokenizer, list(found[-1].ids) if found else [], waiting, **as_stored)
+        is_special = token in special
         more = at + 1 < len(ids) and learned[at + 1] == learned[at] and len(waiting) < _LONGEST_CHARACTER
         if text.endswith("\ufffd") and more and not is_special:
             continue
         found.append(TokenPiece(text, tuple(waiting), bool(learned[at]), is_special))
         waiting = []
     return found
-
-
-def _decode_after(tokenizer: Any, before: tuple[int, ...], ids: list[int]) -> str:
-    """Decodes `ids` as they follow `before`, since some tokenizers drop the space at the start of a text."""
-    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    context = tokenizer.decode(list(before), **options) if before else ""
-    whole = tokenizer.decode([*before, *ids], **options)
-    return whole[len(context) :] if whole.startswith(context) else tokenizer.decode(ids, **options)
 
 
 def has_colour(console: Console) -> bool:

@@ -6,6 +6,9 @@ from typing import Any
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
+from lmtrain.data.chat.conversations import UnfitColumns, detect_format, to_sample
+from lmtrain.data.chat.pairs import detect_pair_format, to_pairs
+from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, naming
 from lmtrain.stages.definition import REFERENCE, key_of
 from lmtrain.stages.plan import PipelinePlan, PlannedEvaluation, PlannedStage
@@ -61,12 +64,10 @@ def _digests(data: DataConfig) -> list[str]:
         from lmtrain.data.stream.source import open_stream
 
         return [str(open_stream(data).identity)]
+    from lmtrain.data.sources.choose import open_parts, open_source
+
     if data.rows == "text":
-        from lmtrain.data.sources.choose import open_source
-
         return [str(open_source(data).resolved)]
-    from lmtrain.data.sources.choose import open_parts
-
     return [str(part.source.resolved) for part in open_parts(data) if part.cfg.source != "hub"]
 
 
@@ -76,13 +77,11 @@ def _read_all(data: DataConfig, split: str) -> int | None:
     Raises:
         UserError: a row can't be parsed, and data.on_bad_row=raise.
     """
-    from lmtrain.data.chat.turns import BadRow
     from lmtrain.data.sources.choose import open_parts, split_records
 
     count: int | None = None
     for part in open_parts(data):
-        found = split_records(part, split)
-        for where, row in found or ():
+        for where, row in split_records(part, split) or ():
             count = (count or 0) + 1
             try:
                 _read_row(row, where, part.cfg)
@@ -93,10 +92,6 @@ def _read_all(data: DataConfig, split: str) -> int | None:
 
 
 def _read_row(row: dict[str, Any] | str, where: str, data: DataConfig) -> None:
-    from lmtrain.data.chat.conversations import UnfitColumns, detect_format, to_sample
-    from lmtrain.data.chat.pairs import detect_pair_format, to_pairs
-    from lmtrain.data.chat.turns import BadRow
-
     if isinstance(row, str):
         raise BadRow(where, row)
     try:

@@ -24,7 +24,7 @@ from typing import Any
 
 from lmtrain.config import safe_yaml
 from lmtrain.config.constraints import name_of_folder
-from lmtrain.config.defaults import conf_dir
+from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, did_you_mean
@@ -72,7 +72,7 @@ def find(name: str, config_dir: str | None) -> Path:
         places = [Path(name).expanduser()]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        known = sorted({path.stem for folder in folders for path in (folder / "pipeline").glob("*.yaml")})
+        known = options_of("pipeline", folders)
         hint = did_you_mean(name, known)
         raise UserError(f"pipeline={name}: there is no such pipeline{hint} (there are {', '.join(known)}, or a file)")
     return found

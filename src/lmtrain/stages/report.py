@@ -8,23 +8,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
 from lmtrain import terminal
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
+from lmtrain.reports import report_page
 from lmtrain.reports.curves import charts, with_names_of_today
 from lmtrain.reports.report import time_in_words
-from lmtrain.reports.report_page import (
-    as_text,
-    asset,
-    broken,
-    charts_of,
-    document,
-    line_of,
-    numbers,
-    script,
-    smoothing,
-    table,
-)
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import shown
 from lmtrain.stages.plan import PipelinePlan, PlannedStage
@@ -78,11 +71,7 @@ def _how_much(one: PlannedStage) -> Row:
     return [one.name, counted, f"{steps} x {one.config.data.global_batch_size}"]
 
 
-def _table(title: str, header: list[str], rows: list[Row]) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
+def _table(title: str, header: list[str], rows: list[Row]) -> Table:
     made = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in header:
         made.add_column(name, overflow="fold")
@@ -91,8 +80,8 @@ def _table(title: str, header: list[str], rows: list[Row]) -> Any:
     return made
 
 
-def write(plan: PipelinePlan, state: State) -> Path:
-    """Prints the tables, writes report.html and report.json, and returns the path of report.html."""
+def write(plan: PipelinePlan, state: State) -> None:
+    """Prints the tables and writes report.html and report.json."""
     stages, scores = _stages(plan, state), _scores(plan)
     names = [one.name for one in plan.stages]
     console = terminal.console()
@@ -110,7 +99,6 @@ def write(plan: PipelinePlan, state: State) -> Path:
     written = {"stages": names, "scores": tree, "standard_errors": errors, "seconds": _seconds(state)}
     write_atomic(plan.folder / "report.json", json.dumps(written, indent=2) + "\n")
     console.print(f"written: {page}", markup=False, highlight=False, soft_wrap=True)
-    return page
 
 
 def _stages(plan: PipelinePlan, state: State) -> list[Row]:
@@ -170,21 +158,21 @@ def _page(plan: PipelinePlan, state: State, stages: list[Row], scores: list[Row]
         f'<li><a href="{escape(name)}/report.html">{escape(name)}</a>: curves, samples, settings</li>' for name in names
     ]
     body = [
-        f"<h1>{broken(title)}</h1>",
-        f'<p class="soft">{broken(", then ".join(names))}</p>',
-        numbers(facts),
+        f"<h1>{report_page.broken(title)}</h1>",
+        f'<p class="soft">{report_page.broken(", then ".join(names))}</p>',
+        report_page.numbers(facts),
         *_answers(plan),
         "<h2>Scores of what each stage exported</h2>",
         '<p class="soft">± is a standard error, from the bootstrap over rows; scores without one are of all rows '
         "at once, or of one row.</p>",
-        table(["evaluation", "score", *names], scores),
+        report_page.table(["evaluation", "score", *names], scores),
         "<h2>Curves</h2>",
-        *([smoothing(), charts_of(charts), script(charts)] if charts else []),
+        *([report_page.smoothing(), report_page.charts_of(charts), report_page.script(charts)] if charts else []),
         "<h2>Stages</h2>",
-        table(_STAGES, stages),
+        report_page.table(_STAGES, stages),
         f"<ul>{''.join(links)}</ul>",
     ]
-    return document(title, asset("report.css"), body)
+    return report_page.document(title, report_page.asset("report.css"), body)
 
 
 def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
@@ -194,7 +182,7 @@ def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
         drawn = charts(with_names_of_today(row) for row in read_jsonl(RunDir(one.run).metrics))
         for chart in ("loss", "rewards/accuracy"):
             if chart in drawn:
-                found[f"{one.name}: {chart}"] = [line_of(c, c.name, i) for i, c in enumerate(drawn[chart])]
+                found[f"{one.name}: {chart}"] = [report_page.line_of(c, c.name, i) for i, c in enumerate(drawn[chart])]
     return found
 
 
@@ -212,12 +200,12 @@ def _answers(plan: PipelinePlan) -> list[str]:
     for names, asked in ((rows, asked) for rows in found.values() for asked in zip(*rows.values(), strict=False)):
         texts = [(name, row["answer"]) for name, row in zip(names, asked, strict=True)]
         texts += [("reference", str(asked[0].get("reference")))] if asked[0].get("reference") else []
-        beside = "".join(f"<div><h4>{broken(name)}</h4>{_answer(text)}</div>" for name, text in texts)
-        parts.append(f'<h3>{as_text(str(asked[0].get("prompt")))}</h3><div class="beside">{beside}</div>')
+        beside = "".join(f"<div><h4>{report_page.broken(name)}</h4>{_answer(text)}</div>" for name, text in texts)
+        parts.append(f'<h3>{report_page.as_text(str(asked[0].get("prompt")))}</h3><div class="beside">{beside}</div>')
     return parts
 
 
 def _answer(text: str) -> str:
     """Formats a text as HTML with at most one empty line in a row: models that have learned little write many."""
     shown = re.sub(r"\n\s*\n", "\n\n", text.strip())
-    return f"<pre>{as_text(shown)}</pre>" if shown else '<pre class="soft">(nothing but blanks)</pre>'
+    return f"<pre>{report_page.as_text(shown)}</pre>" if shown else '<pre class="soft">(nothing but blanks)</pre>'

@@ -62,14 +62,15 @@ class _Pipeline:
     def __init__(self, plan: PipelinePlan) -> None:
         self.plan, self.state = plan, State(plan.folder)
         self.exports: dict[str, str] = {}  # export digests of the finished stages, by name
+        self.work = Work()
         self.state.write()
 
     def run(self, typed: list[str]) -> int:
         statuses = self.statuses()
         report.show_plan(self.plan, statuses)
-        with Work() as work_:
+        with self.work:
             for one in self.plan.stages:
-                code = self._stage(one, work_) or self._evaluations(work_)
+                code = self._stage(one) or self._evaluations()
                 if code != errors.FINISHED:
                     return self._stopped(code, typed)
         report.write(self.plan, self.state)
@@ -94,7 +95,7 @@ class _Pipeline:
                 found[one.name] = "continues"
         return found
 
-    def _stage(self, one: PlannedStage, work_: Work) -> int:
+    def _stage(self, one: PlannedStage) -> int:
         """Trains a stage unless it has finished; returns the exit code."""
         identity = self.plan.identity(one, self.exports)
         row = self.state.rows.get(one.name)
@@ -108,7 +109,7 @@ class _Pipeline:
         words = placed(one.words, one.run)
         print(f"stage {one.name}: {command('train', words)}", flush=True)
         log = self.plan.folder / f"{one.name}.log"
-        code = self._ended(f"stage {one.name}", row, work_, "train", [*words, *self.plan.flags], log)
+        code = self._ended(f"stage {one.name}", row, "train", [*words, *self.plan.flags], log)
         if code != errors.FINISHED:
             return code
         digest = state.export_digest(one)
@@ -125,15 +126,15 @@ class _Pipeline:
         self.exports[one.name] = row.export = digest
         self.state.write()
 
-    def _evaluations(self, work_: Work) -> int:
+    def _evaluations(self) -> int:
         """Runs the evaluations whose stages have finished and that have not been run; returns the exit code."""
         for one in self.plan.evaluations:
-            code = self._evaluation(one, work_) if one.needs <= set(self.exports) else errors.FINISHED
+            code = self._evaluation(one) if one.needs <= set(self.exports) else errors.FINISHED
             if code != errors.FINISHED:
                 return code
         return errors.FINISHED
 
-    def _evaluation(self, one: PlannedEvaluation, work_: Work) -> int:
+    def _evaluation(self, one: PlannedEvaluation) -> int:
         identity = self.plan.identity_of_scores(one, self.exports)
         row = self.state.rows.get(one.name)
         if row is not None and row.identity == identity and row.export is not None and one.file.exists():
@@ -141,16 +142,16 @@ class _Pipeline:
         row = self.state.begin(one.name, identity)
         print(f"evaluation {one.evaluation.name} of {one.of}", flush=True)
         words, log = [*one.words, *self.plan.flags_of(one)], self.plan.folder / "evaluations.log"
-        code = self._ended(f"evaluation {one.name}", row, work_, "evaluate", words, log)
+        code = self._ended(f"evaluation {one.name}", row, "evaluate", words, log)
         if code == errors.FINISHED:
             row.export = "written"
             self.state.write()
         return code
 
-    def _ended(self, what: str, row: state.Row, work_: Work, verb: str, words: list[str], log: Path) -> int:
+    def _ended(self, what: str, row: state.Row, verb: str, words: list[str], log: Path) -> int:
         """Runs a verb, records its duration and prints its error, if any; returns the exit code of the pipeline."""
         started = time.monotonic()
-        code = work_.run(verb, words, log)
+        code = self.work.run(verb, words, log)
         row.seconds = round(row.seconds + time.monotonic() - started, 1)
         self.state.write()
         if code in (errors.FINISHED, errors.PREEMPTED):

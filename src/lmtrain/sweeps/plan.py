@@ -11,11 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from lmtrain.config import compose as config
 from lmtrain.config import effect, environment, places, trust
 from lmtrain.config.config_files import composed_files, file_of
+from lmtrain.config.keys import flat
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 from lmtrain.sweeps import search
-
-Compose = Callable[[list[str]], DictConfig]
 
 
 @dataclass
@@ -84,14 +83,10 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
 
 def _refuse_hydras(tree: DictConfig, own: DictConfig) -> None:
     """Raises UserError if a file sets a key of `hydra` from which a launcher, a callback or a logger is built."""
-    found, typed = (OmegaConf.to_container(t.hydra, resolve=False) for t in (tree, own))
-    assert isinstance(found, dict)
-    assert isinstance(typed, dict)
-    for key in ("callbacks", "env", "hydra_logging", "job_logging", "launcher", "sweeper"):
+    found, typed = (dict(flat(OmegaConf.to_container(t.hydra, resolve=False))) for t in (tree, own))
+    for key in ("callbacks", "env", "hydra_logging", "job_logging", "launcher", "sweeper", "job.env_set"):
         if found.get(key) != typed.get(key):
             raise UserError(f"hydra.{key} is set by a file of --config-dir, and counts only where you type it")
-    if found["job"].get("env_set") != typed["job"].get("env_set"):
-        raise UserError("hydra.job.env_set is set by a file of --config-dir, and counts only where you type it")
 
 
 def refuse_without_effect(verb: str, words: list[str], configs: list[Config], default: Callable[[str], Any]) -> None:
@@ -118,7 +113,7 @@ def _refuse(parsed: list[Override]) -> None:
             raise UserError(f"{override.input_line}: settings of the sweep itself have one value each")
 
 
-def _check(fixed: list[str], swept: list[Override], compose: Compose) -> list[Config]:
+def _check(fixed: list[str], swept: list[Override], compose: Callable[[list[str]], DictConfig]) -> list[Config]:
     """Composes and checks a trial for each value of each swept key; returns their configs."""
     values = [search.choices(o) for o in swept]
     first = [v[0] for v in values]

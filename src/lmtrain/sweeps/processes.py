@@ -56,8 +56,7 @@ def locked(folder: Path, what: str, root: str) -> Iterator[None]:
         refuse_links(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / f"{what}.lock", timeout=0)
-        lock.acquire()
+        lock = FileLock(folder / f"{what}.lock").acquire(timeout=0)
     except Timeout:
         raise UserError(f"{folder}: this {what} is running already, in another process") from None
     except OSError as error:

@@ -71,7 +71,7 @@ def _number(text: str) -> float | None:
     return float(text) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE) else None
 
 
-def table(trials: list[Trial], keys: list[str], monitor: str) -> Any:
+def table(trials: list[Trial], keys: list[str], monitor: str) -> Table:
     made = Table(box=None)
     for name in ("trial", *keys, monitor, "status", "seconds", "error"):
         made.add_column(name, overflow="fold")
@@ -86,13 +86,11 @@ def table(trials: list[Trial], keys: list[str], monitor: str) -> Any:
 
 def draw(folder: Path, trials: list[Trial], keys: list[str], monitor: str) -> Path:
     """Plots the score against each key, and over the steps of every trial, with the best trial in colour."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     scored = [t for t in trials if t.score is not None]
-    figure, axes = plt.subplots(1, len(keys) + 1, figsize=(4.2 * (len(keys) + 1), 3.6), squeeze=False)
+    figure = Figure(figsize=(4.2 * (len(keys) + 1), 3.6))
+    axes = figure.subplots(1, len(keys) + 1, squeeze=False)
     for axis, key in zip(axes[0], keys, strict=False):
         _against(axis, key, scored)
         axis.set(xlabel=key, ylabel=monitor)
@@ -107,7 +105,6 @@ def draw(folder: Path, trials: list[Trial], keys: list[str], monitor: str) -> Pa
     figure.tight_layout()
     path = folder / "sweep.png"
     figure.savefig(path, dpi=120)
-    plt.close(figure)
     return path
 
 
