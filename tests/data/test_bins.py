@@ -1,5 +1,6 @@
 """The bin format: written data is read back, at every boundary, and corrupt files are refused."""
 
+import json
 import os
 import pickle
 
@@ -143,6 +144,9 @@ def test_a_sidecar_that_cannot_be_read(tmp_path):
     (tmp_path / "meta.json").write_text(text[:-9])
     with pytest.raises(UserError, match=r"meta\.json can't be read"):
         bins.open_bins(tmp_path, "train")
+    (tmp_path / "meta.json").write_text(json.dumps({**json.loads(text), "splits": 5}))
+    with pytest.raises(UserError, match="splits is 5, not a mapping"):
+        bins.has_split(tmp_path, "train")
     (tmp_path / "meta.json").write_text(text.replace('"format_version": 1', '"format_version": 99'))
     with pytest.raises(UserError, match="format version 99"):
         bins.open_bins(tmp_path, "train")

@@ -17,9 +17,9 @@ import torch
 from lmtrain import train
 from lmtrain.models import attention
 
-ask, find, seen = torch.is_autocast_enabled, attention._autocast_dtype, set()
+ask, find, seen = torch.is_autocast_enabled, attention.autocast_dtype, set()
 torch.is_autocast_enabled = lambda device="cpu": ask(device)
-attention._autocast_dtype = lambda x: seen.add(str(find(x))) or find(x)
+attention.autocast_dtype = lambda x: seen.add(str(find(x))) or find(x)
 code = train.main(sys.argv[1:])
 print(json.dumps({"code": code, "dtypes": sorted(seen)}))
 """

@@ -211,9 +211,9 @@ def test_groups_without_signal_are_replaced(prompts: Path, llama: Path, tmp_path
 def test_of_messages_the_question_is_shown_and_not_the_answer_of_the_data(role: str, content: str) -> None:
     said = [("user", "a?"), ("assistant", "b"), ("user", "and c?"), ("assistant", "d")]
     messages = [{role: who, content: text} for who, text in said]
-    prompt = PromptRow(0, 0, [1], {"messages": messages})
-    group = Group(prompt, [], [], {}, torch.zeros(0), [], torch.zeros(0))
-    assert shown_prompt(group, SimpleNamespace(columns=None)) == "and c?"
+    for column in ({"messages": messages}, {"prompt": ["a?", "b", "and c?"]}):
+        group = Group(PromptRow(0, 0, [1], column), [], [], {}, torch.zeros(0), [], torch.zeros(0))
+        assert shown_prompt(group, SimpleNamespace(columns=None)) == "and c?"
 
 
 def test_a_run_made_longer_in_the_middle_of_its_last_rollout_goes_on(

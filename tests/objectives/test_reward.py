@@ -15,6 +15,7 @@ from inprocess import Ended, message, run, stops_at
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config.compose import check, compose
 from lmtrain.data.corpus import build_corpus
+from lmtrain.errors import UserError
 from lmtrain.objectives.reward import RewardModel
 from lmtrain.rewards.model import ModelReward
 from lmtrain.rewards.scoring import Part, Scorer
@@ -315,6 +316,14 @@ def test_a_conversation_too_long_for_the_reward_model_is_a_failed_reward(llama: 
     assert found.failed == [False, True, False]
     (reason,) = found.reasons
     assert re.search(r"ValueError: prompt and completion have 30\d tokens, and the reward model 256 positions", reason)
+
+
+def test_a_reward_model_with_a_million_layers_is_refused(llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    config |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1, "num_hidden_layers": 1_000_000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="1,000,000 layers are more than any model has"):
+        ModelReward(str(tmp_path))
 
 
 @pytest.mark.slow

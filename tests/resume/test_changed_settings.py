@@ -228,6 +228,17 @@ def test_early_stopping_on_other_rows_begins_again() -> None:
     assert float(other.best_score) == float("inf")
 
 
+def test_a_stopped_run_goes_on_with_more_patience(corpus: Path, tmp_path: Path) -> None:
+    settings = ["callbacks.early_stopping.threshold=100", "trainer.max_steps=6", "export.enabled=false"]
+    again = [*settings, "run.resume=auto", f"run.dir={tmp_path / 'run'}"]
+    ended = train_tiny(corpus, *again, "callbacks.early_stopping.patience=1")
+    assert ended.code == 0, ended.err
+    assert (json.loads((tmp_path / "run" / "summary.json").read_text())["step"]) == 2
+    ended = train_tiny(corpus, *again, "callbacks.early_stopping.patience=3", "trainer.max_steps=7")
+    assert ended.code == 0, ended.err
+    assert (json.loads((tmp_path / "run" / "summary.json").read_text())["step"]) == 4
+
+
 def swap_two_ids(file: Path) -> None:
     tokenizer = json.loads(file.read_text())
     vocab = tokenizer["model"]["vocab"]

@@ -15,6 +15,7 @@ from lmtrain.callbacks.samples import on_a_line
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import column_of
+from lmtrain.data.chat.pairs import prompt_turns
 from lmtrain.data.examples.prompt_rows import PROMPT
 from lmtrain.data.order import mix64
 from lmtrain.objectives.grpo import GRPO
@@ -115,9 +116,8 @@ def shown_prompt(group: Group, data: DataConfig) -> str:
     prompt = columns.get(column_of(PROMPT, columns, data) or "", "")
     if isinstance(prompt, str):
         return prompt
-    users = ("user", "human")  # messages after the last of theirs are the data's answer
-    turns = [turn for turn in prompt if isinstance(turn, dict) and turn.get("role", turn.get("from")) in users]
-    return str(turns[-1].get("content") or turns[-1].get("value") or "") if turns else ""
+    turns = prompt_turns({"prompt": prompt}, "the prompt")  # those after the last by the user are the data's answer
+    return next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), "")
 
 
 def keep(groups: list[Group], data: DataConfig, path: Path) -> None:

@@ -77,7 +77,10 @@ class Validation(pl.Callback):
 
 
 class EarlyStopping(LightningEarlyStopping):
-    """Lightning's EarlyStopping, but it ignores the validation before the first step and restarts on other rows."""
+    """Lightning's EarlyStopping, but it ignores the validation before the first step and restarts on other rows.
+
+    A resumed run has the patience of its config, which may have changed, not that of its checkpoint.
+    """
 
     def __init__(self, *args: Any, scored_on: str | None = None, **kwargs: Any) -> None:
         """
@@ -92,7 +95,7 @@ class EarlyStopping(LightningEarlyStopping):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict.get("scored_on", self.scored_on) == self.scored_on:
-            super().load_state_dict(state_dict)
+            super().load_state_dict({**state_dict, "patience": self.patience})
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_step > 0:

@@ -12,9 +12,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from lmtrain.config.override_text import leaves_of
 from lmtrain.files import read_jsonl, read_regular
-from lmtrain.models.denoising import is_denoising
 from lmtrain.models.folder import read_config
-from lmtrain.run_folder.folder import gives_rewards, loading_class
+from lmtrain.run_folder.folder import gives_rewards, loading_class, predicts_masked_tokens
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import visible
 
@@ -48,7 +47,7 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
     adapter = (folder / "adapter_config.json").exists()
     config = dict(leaves_of(shown_in(yaml.safe_load(read_regular(run_config)))))  # by dotted key
     name, scores = run_config.parent.name, _scores(run_config.parent / "metrics.jsonl", step)
-    if is_denoising(folder):
+    if predicts_masked_tokens(folder):
         task, use = "fill-mask", _use_denoising()
     elif gives_rewards(folder):
         task, use = "text-classification", _use_rewards(folder, chat)
@@ -150,15 +149,16 @@ def reader(folder: Path) -> str:
     return f"{'peft.' * (package == 'peft')}{cls}.from_pretrained{trust}"
 
 
-def _python(folder: Path, lines: str, *, model_options: str = "", tokenizer_options: str = "") -> str:
+def _python(folder: Path, lines: str, model_options: str = "") -> str:
     """Returns a block of Python code that loads the model and the tokenizer of the folder and then runs `lines`."""
     package, cls = loading_class(folder)
     between = "\nfrom transformers import " if package == "peft" else ", "
+    trust = ", trust_remote_code=True" if brings_code(folder) else ""  # lets transformers run the code in this folder
     return (
         f"```python\nfrom {package} import {cls}{between}AutoTokenizer\n\n"
         f'folder = "."  # this folder, or its name on the hub\n'
-        f"model = {cls}.from_pretrained(folder{model_options})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained(folder{tokenizer_options})\n{lines}\n```"
+        f"model = {cls}.from_pretrained(folder{model_options}{trust})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})\n{lines}\n```"
     )
 
 
@@ -175,8 +175,7 @@ def _use(folder: Path, chat: bool) -> str:
         f"{asked}\noutput = model.generate({given}, max_new_tokens=100)\n"
         "print(tokenizer.decode(output[0], skip_special_tokens=True))"
     )
-    trust = ", trust_remote_code=True" if brings_code(folder) else ""  # lets transformers run the code in this folder
-    return _python(folder, lines, model_options=trust, tokenizer_options=trust)
+    return _python(folder, lines)
 
 
 def _use_rewards(folder: Path, chat: bool) -> str:
@@ -190,7 +189,7 @@ def _use_rewards(folder: Path, chat: bool) -> str:
     labels = ", num_labels=1" if loading_class(folder)[0] == "peft" else ""
     return (
         "This model gives an answer a reward: one number, the higher the better; only differences between answers to "
-        f"the same prompt mean something.\n\n{_python(folder, lines, model_options=labels)}"
+        f"the same prompt mean something.\n\n{_python(folder, lines, labels)}"
     )
 
 
@@ -201,7 +200,7 @@ def _use_denoising() -> str:
         "noise. Its config says `is_causal: false`, and `mask_token_id` is what stands for a hidden token. lmtrain "
         'writes texts with it:\n\n```\npython -m lmtrain.generate THIS_FOLDER generate.prompt="Once upon a time"\n'
         "```\n\nFrom Python, what it predicts for masked tokens:\n\n```python\n"
-        "import torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'folder = "."  # this folder, or its name on the hub\n'
         "model = AutoModelForCausalLM.from_pretrained(folder)\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n"

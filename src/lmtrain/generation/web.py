@@ -18,6 +18,7 @@ from lmtrain import errors, terminal
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, reason
 from lmtrain.generation.conversation import Talk
+from lmtrain.models.flops import parameter_counts
 from lmtrain.run_folder import trained
 
 try:
@@ -119,7 +120,7 @@ def is_from_here(headers: dict[str, str], port: int, method: str) -> bool:
 
 def _about(name: str, talk: Talk) -> dict[str, Any]:
     """Returns the description of a model that the page displays."""
-    parameters = sum(p.numel() for p in talk.model.parameters())
+    parameters, _, _ = parameter_counts(talk.model)
     return {
         "name": name,
         "about": f"{parameters / 1e6:,.1f} M parameters, {talk.model.config.model_type}",

@@ -39,9 +39,3 @@ def mark_folder(folder: Path) -> None:
     """Renames the architectures in config.json to `...ForDenoising`, so that left-to-right generators reject them."""
     names = [name.removesuffix("ForCausalLM") for name in read_config(folder)["architectures"]]
     change_config(folder, architectures=[f"{name.removesuffix('LMHeadModel')}ForDenoising" for name in names])
-
-
-def is_denoising(folder: Path) -> bool:
-    """Returns whether a model folder holds a model that predicts masked tokens."""
-    config = read_config(folder)
-    return config.get("is_causal") is False and config.get("mask_token_id") is not None

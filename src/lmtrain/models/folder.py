@@ -92,7 +92,8 @@ def from_pretrained(name: str, *, scalar_head: bool | None = None, **options: An
     config = options.get("config")
     if config is None:
         kept = {k: v for k, v in options.items() if k in ("revision", "trust_remote_code", "local_files_only")}
-        config = checked(AutoConfig.from_pretrained(name, **kept), f"{name}/config.json")
+        config = AutoConfig.from_pretrained(name, **kept)
+    checked(config, f"{name}/config.json")
     cls = auto_class(says_scalar_head(config) if scalar_head is None else scalar_head)
     model, info = cls.from_pretrained(name, output_loading_info=True, **options)
     missing = sorted(set(info["missing_keys"]) - ({f"{HEAD}.weight"} if scalar_head else set()))

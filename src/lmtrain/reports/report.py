@@ -79,19 +79,19 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     with _reading(run.metrics):
         drawn, maps = charts(rows), heat_maps(rows)
     with _reading(run.config):
-        changed, typed = _changed(config), _typed(config, summary)
+        trained, changed, typed = _trained(config), _changed(config), _typed(config, summary)
         for heat in maps:
             heat.about = _about_routing(config, heat.one)
         monitor = config.get("checkpoint", {}).get("monitor", "val/loss")
         higher = config.get("checkpoint", {}).get("mode") == "max"
     with _reading(run.summary):
-        facts = _facts(config, listed, summary, rows)
+        facts = _facts(trained, listed, summary, rows)
         headline = _headline(listed, summary, rows, monitor)
     scores = [row[monitor] for row in rows if isinstance(row.get(monitor), int | float) and row.get("step") != 0]
     score = (max if higher else min)(scores, default=None)
     return Told(
         name=name or run.path.name,
-        subtitle=_subtitle(config, listed),
+        subtitle=_subtitle(trained, listed),
         headline=headline,
         typed=typed,
         facts=facts,
@@ -116,9 +116,9 @@ def _summary(run: RunDir) -> dict[str, Any]:
 
 
 def _facts(
-    config: dict[str, Any], listed: listing.Listed, summary: dict[str, Any], rows: list[dict[str, Any]]
+    trained: tuple[Any, Any, Any], listed: listing.Listed, summary: dict[str, Any], rows: list[dict[str, Any]]
 ) -> list[tuple[str, str]]:
-    objective, model, data = _trained(config)
+    objective, model, data = trained
     tokens = rows[-1].get("tokens_seen") if rows else None
     found = [
         ("status", listed.status),
@@ -145,8 +145,8 @@ def _trained(config: dict[str, Any]) -> tuple[Any, Any, Any]:
     return objective.get("name"), named, data.get("path") or data.get("name") or data.get("source")
 
 
-def _subtitle(config: dict[str, Any], listed: listing.Listed) -> str:
-    objective, model, data = _trained(config)
+def _subtitle(trained: tuple[Any, Any, Any], listed: listing.Listed) -> str:
+    objective, model, data = trained
     return f"{listed.status.replace('_', ' ')} at step {listed.steps()}: {objective}, {model} on {data}"
 
 

@@ -333,7 +333,8 @@ def gives_rewards(export: Path) -> bool:
 
 def predicts_masked_tokens(export: Path) -> bool:
     """Returns whether an exported folder holds a model of masked tokens, which predicts no next token."""
-    return _config(export).get("is_causal") is False
+    config = _config(export)
+    return config.get("is_causal") is False and config.get("mask_token_id") is not None
 
 
 def _config(export: Path) -> dict[str, Any]:

@@ -82,6 +82,8 @@ def load_meta(folder: Path) -> Meta:
         meta = json.loads(read_regular(path))
         version = meta["format_version"]
         missing = set(Meta.__required_keys__) - set(meta)
+        if not isinstance(meta.get("splits", {}), dict):
+            raise TypeError(f"splits is {meta['splits']!r}, not a mapping")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} can't be read as the sidecar of token bins: {error!r}") from None
     if version != FORMAT_VERSION or missing:
