@@ -21,8 +21,7 @@ from lmtrain.data.sources.pieces import (
     enough,
     first,
     is_held_out,
-    plan_cut,
-    share_to_hold_out,
+    plan_split,
     split,
 )
 from lmtrain.data.sources.stdlib import StdlibSource
@@ -98,8 +97,7 @@ def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None
     assert train is not None
     if cfg.val_fraction == 0:
         return train if name == "train" else None
-    share = share_to_hold_out(filtered(source, cfg, "train") or iter(()), cfg.val_fraction, cfg.min_val_rows)
-    cut = plan_cut(filtered(source, cfg, "train") or iter(()), share)
+    share, cut = plan_split(filtered(source, cfg, "train") or iter(()), cfg.val_fraction, cfg.min_val_rows)
     return at_least(split(train, share, cut, held_out=name == "val"), 1)
 
 
