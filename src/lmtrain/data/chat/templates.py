@@ -20,8 +20,6 @@ from lmtrain.data.chat.special_text import PlainText, special_pattern
 from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.errors import UserError
 
-POLICIES = ("truncate_right", "truncate_left", "drop", "split", "raise")
-
 
 @dataclass(frozen=True)
 class Example:
@@ -56,8 +54,6 @@ def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: DataConfig
             f"it has {len(ids)} tokens and data.max_length is {most}: raise it, shorten the row, or let long rows "
             f"be cut with data.on_too_long=truncate_right",
         )
-    if policy != "split":
-        raise UserError(f"data.on_too_long={policy} is unknown; there are {', '.join(POLICIES)}")
     return _split(ids, trained, borders, most)
 
 

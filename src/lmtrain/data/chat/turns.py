@@ -248,18 +248,14 @@ def _is_text(content: Any) -> bool:
 
 def _is_learned(found: Mapping[str, Any], name: str, where: str) -> bool:
     """Returns whether a turn's `train` and `weight` let it be trained on; raises BadRow if invalid or contradictory."""
-    said = set()
-    for key in ("train", "weight"):
-        value = found.get(key, True)
-        truth = truth_of(value)
+    said = {key: truth_of(found[key]) for key in ("train", "weight") if key in found}
+    for key, truth in said.items():
         if truth is None:
-            shown = f'"{key}": {_shown(value)}'
+            shown = f'"{key}": {_shown(found[key])}'
             raise BadRow(where, f"{name} has {shown}; a turn is learned (true or 1) or not (false or 0)")
-        if key in found:
-            said.add(truth)
-    if len(said) > 1:
+    if len(set(said.values())) > 1:
         raise BadRow(where, f"{name} has train and weight, and they differ")
-    return said != {False}
+    return False not in said.values()
 
 
 def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:
