@@ -153,9 +153,9 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
     named = Path("outputs") / word
     if named.is_dir():
         raise UserError(f"there is no folder {word}; the run is {named}: {command} {quote(str(named))}{after}")
-    if verb == "export" and _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
-        raise UserError(f"{word} is not a folder of a run: lmtrain.export takes a run, {command} outputs/NAME")
     if _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
+        if verb == "export":
+            raise UserError(f"{word} is not a folder of a run: lmtrain.export takes a run, {command} outputs/NAME")
         return word
     if word in SHORT_NAMES and verb != "export":
         raise UserError(f"there is no folder {word}; the model of the hub is {command} {SHORT_NAMES[word]}{after}")
