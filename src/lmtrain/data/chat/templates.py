@@ -236,9 +236,8 @@ class ChatEncoder:
         if self.cfg.train_on == "all":
             return [(0, len(rendered.text))]
         if self.cfg.train_on == "completion":
-            return [(rendered.spans[0][0], len(rendered.text))]
-        pairs = zip(rendered.turns, rendered.spans, strict=True)
-        return [span for turn, span in pairs if sample.messages[turn].get("train", True)]
+            return [(next(iter(rendered.answers.values()))[0], len(rendered.text))]
+        return [span for turn, span in rendered.answers.items() if sample.messages[turn].get("train", True)]
 
     def _note(self, sample: Conversation, texts: list[Rendered], learned: list[int]) -> None:
         """Adds the notes about a conversation to `remarks`."""
