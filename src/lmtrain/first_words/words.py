@@ -74,9 +74,7 @@ def read(
         UserError: the verb doesn't accept a word; the message has the command that was probably meant.
     """
     bare, typed = [w for w in words if is_bare(w)], [w for w in words if not is_bare(w)]
-    if not bare:
-        return Read(list(words), list(words))
-    if verb in OF_MODELS:
+    if bare and verb in OF_MODELS:
         instead = _of_model(verb, bare, typed)
         return Read(overrides := [*typed, *(o for new in instead.values() for o in new)], overrides, instead)
     configs = [Path(w).expanduser() for w in bare if w.endswith(CONFIGS) and Path(w).expanduser().is_file()]

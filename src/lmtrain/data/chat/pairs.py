@@ -152,6 +152,17 @@ def prompt_turns(values: dict[str, Any], where: str) -> Turns:
     return [instruction(text, extra)]
 
 
+def opening(prompt: Any, cfg: DataConfig, where: str) -> tuple[Turns, int]:
+    """Returns the turns of a prompt that is a row's own, with data.system_prompt as a system turn if they have none.
+
+    Also returns how many turns before the first user turn were dropped (data.on_assistant_first).
+    """
+    turns, dropped = drop_first_answers(prompt_turns({"prompt": prompt}, where), cfg.on_assistant_first, where)
+    if cfg.system_prompt and turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": cfg.system_prompt}, *turns]
+    return turns, dropped
+
+
 def answer_turns(value: Any, name: str, where: str) -> Turns:
     """Returns an answer or a whole conversation as turns, from a list of turns, a single turn or a string."""
     if not isinstance(value, str):

@@ -193,8 +193,7 @@ def open_parts(cfg: DataConfig) -> list[MixturePart]:
         if not cfg.mixture:
             raise UserError("data.mixture is empty: list sources, data.mixture=[{path: a.jsonl, weight: 2}, {name: b}]")
         return [_part(cfg, entry, number) for number, entry in enumerate(cfg.mixture)]
-    questions = cfg.source == "python_stdlib" and cfg.rows != "text"
-    if cfg.source not in ("hub", "files") and "." not in cfg.source and not questions:
+    if cfg.source not in ("hub", "files", "python_stdlib") and "." not in cfg.source:
         raise UserError(f"data.source={cfg.source} holds text, not rows: choose data=chat_jsonl data.path=..., say")
     return [MixturePart(cfg, open_source(cfg), Fraction(1))]
 
