@@ -34,11 +34,6 @@ _BUFFER = 1 << 20  # bytes per read: a document is often longer than Python's de
 BOM = "\ufeff"  # some Windows programs begin UTF-8 files with it
 
 
-def inner_suffix(path: File) -> str:
-    """Returns the file's suffix in lower case, ignoring .gz, .bz2, .xz or .zst after it."""
-    return Path(path.stem if path.suffix.lower() in COMPRESSED else path.name).suffix.lower()
-
-
 def open_binary(path: File) -> IO[bytes]:
     """Opens the file, decompressing it if its suffix names a compression.
 
