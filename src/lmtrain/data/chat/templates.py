@@ -183,12 +183,6 @@ class ChatEncoder:
         messages = asked.messages[: answers_of(asked.messages)[-1]]
         return self._tokens(self._chat.prompt(messages, asked.tools, asked.where, ask))[0]
 
-    def reference(self, sample: Conversation | Completion) -> str:
-        """Returns the data's answer to the prompt of `prompt_ids`."""
-        if isinstance(sample, Completion):
-            return sample.completion
-        return self.as_decoded(str(sample.messages[answers_of(sample.messages)[-1]]["content"]))
-
     def as_decoded(self, content: str) -> str:
         """Returns a message's content as a model's answer would be decoded: without the tokens that aren't text."""
         return content if self._plain else self._special.sub("", content)
