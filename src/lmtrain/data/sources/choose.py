@@ -93,12 +93,10 @@ def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None
     held_out = filtered(source, cfg, "val")
     if held_out is not None:
         return held_out if name == "val" else filtered(source, cfg, "train")
-    train = filtered(source, cfg, "train")
-    assert train is not None
     if cfg.val_fraction == 0:
-        return train if name == "train" else None
-    share, cut = plan_split(filtered(source, cfg, "train") or iter(()), cfg.val_fraction, cfg.min_val_rows)
-    return at_least(split(train, share, cut, held_out=name == "val"), 1)
+        return filtered(source, cfg, "train") if name == "train" else None
+    share, cut = plan_split(filtered(source, cfg, "train") or (), cfg.val_fraction, cfg.min_val_rows)
+    return at_least(split(filtered(source, cfg, "train") or (), share, cut, held_out=name == "val"), 1)
 
 
 def filtered(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
@@ -226,9 +224,9 @@ def split_records(part: MixturePart, name: str) -> Iterator[Record] | None:
     own = rows("val")
     if own is not None:
         return own if name == "val" else rows("train")
-    train = rows("train")
-    if cfg.val_fraction == 0 or train is None:
-        return train if name == "train" else None
+    if cfg.val_fraction == 0:
+        return rows("train") if name == "train" else None
     there = sum(1 for _ in itertools.islice(rows("train") or (), math.ceil(cfg.min_val_rows / cfg.val_fraction)))
     share = enough(cfg.val_fraction, there, cfg.min_val_rows)
-    return (row for index, row in enumerate(train) if is_held_out(index, share) == (name == "val"))
+    train = enumerate(rows("train") or ())
+    return (row for index, row in train if is_held_out(index, share) == (name == "val"))
