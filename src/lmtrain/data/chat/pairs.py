@@ -153,7 +153,7 @@ def prompt_turns(values: dict[str, Any], where: str) -> Turns:
 
 
 def opening(prompt: Any, cfg: DataConfig, where: str) -> tuple[Turns, int]:
-    """Returns the turns of a prompt that is a row's own, with data.system_prompt as a system turn if they have none.
+    """Returns the turns of a prompt, after a system turn of data.system_prompt if they have none of their own.
 
     Also returns how many turns before the first user turn were dropped (data.on_assistant_first).
     """

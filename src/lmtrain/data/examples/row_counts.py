@@ -46,7 +46,7 @@ class Counts:
     lost: dict[str, int] = field(default_factory=Counter)  # the same for remarks about a field the model never sees
 
     def seen(self, group: int) -> int:
-        """Returns the number of rows that were encoded, with or without a token to train on.
+        """Returns the number of rows that were encoded, those without a token to train on included.
 
         group: the number of examples of a row, which are left out together: 2 for pairs.
         """

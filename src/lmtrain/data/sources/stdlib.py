@@ -80,7 +80,7 @@ _LONGEST = 400  # maximum characters of a docstring's first paragraph used as an
 _NAMES = 6  # maximum number of names that an answer lists
 
 question_files = stdlib_files  # the files to ask about: the whole library
-Homes = dict[str, dict[str, None]]  # the modules that have a name, as an ordered set
+Homes = dict[str, dict[str, None]]  # by name: the modules that export it, as an ordered set
 
 
 @dataclass(frozen=True)
