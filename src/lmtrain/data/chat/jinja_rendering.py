@@ -167,10 +167,8 @@ class Template:
 
     def render_marked(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[Span]]:
         """Renders the messages; also returns the spans marked with {% generation %}, if the template has markers."""
-        if not self.has_markers:
-            return self.render_texts([messages], tools, where)[0], []
-        (text,), (marked,) = self._rendered([messages], tools, where, return_assistant_tokens_mask=True)
-        return text, [(start, end) for start, end in marked]
+        (text,), marked = self._rendered([messages], tools, where, return_assistant_tokens_mask=self.has_markers)
+        return text, [(start, end) for spans in marked for start, end in spans]  # no list of spans without markers
 
     def _rendered(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **options: Any) -> tuple[Any, Any]:
         """Returns the result of render_jinja_template.
