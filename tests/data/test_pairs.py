@@ -63,7 +63,7 @@ def test_ranked_answers(data_config) -> None:
         assert detect_pair_format(row, cfg) == "ranked"
         (pair,) = to_pairs(row, "ranked", cfg, "here")
         assert (pair.chosen[0]["content"], pair.rejected[0]["content"]) == ("best", "worst")
-        assert pair.margin > 0
+        assert pair.margin is None
         pairs = to_pairs(row, "ranked", data_config("preference", ranking="all"), "here")
         found = {(p.chosen[0]["content"], p.rejected[0]["content"]) for p in pairs}
         # Every two answers, except the two that are tied.
@@ -81,7 +81,7 @@ def test_several_turns_and_tools_and_scores(data_config) -> None:
     (pair,) = to_pairs(row, "implicit_prompt", cfg, "here")
     assert pair.prompt == [{"role": "system", "content": "Be brief."}, *shared]
     assert (pair.chosen, pair.rejected) == (long[3:], short[3:])
-    assert pair.margin == 2.5
+    assert pair.margin is None  # only a column margin is one
     assert pair.tools == [{"type": "function", "function": {"name": "add"}}]
 
 

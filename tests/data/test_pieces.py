@@ -14,8 +14,7 @@ from lmtrain.data.sources.pieces import (
     first,
     is_held_out,
     join_rows,
-    plan_cut,
-    share_to_hold_out,
+    plan_split,
     split,
 )
 
@@ -58,8 +57,8 @@ def test_rows_become_documents():
 def test_held_out_documents(fraction, extra):
     count = -(-1 // fraction)
     documents = [f"document {i}" for i in range(int(count) + 1 + extra)]
-    cut = plan_cut(cut_up(documents), fraction)
-    assert cut is None
+    share, cut = plan_split(cut_up(documents), fraction, 0)
+    assert (share, cut) == (fraction, None)
     parts = [list(whole(split(cut_up(documents), fraction, cut, held_out=h))) for h in (False, True)]
     assert sorted(parts[0] + parts[1]) == sorted(documents)
     assert len(parts[1]) == int(len(documents) * fraction + 1e-6) >= 1
@@ -67,7 +66,7 @@ def test_held_out_documents(fraction, extra):
 
 @pytest.mark.parametrize("documents", [["abcdefghij" * 10], ["a" * 55, "b" * 7, "c" * 200], ["x"] * 90 + ["yz"] * 5])
 def test_the_end_of_a_few_documents_is_held_out(documents):
-    cut = plan_cut(cut_up(documents), 0.01)
+    _, cut = plan_split(cut_up(documents), 0.01, 0)
     train, val = (
         list(whole(at_least(split(cut_up(documents, seed=1), 0.01, cut, held_out=h), 1))) for h in (False, True)
     )
@@ -81,7 +80,8 @@ def test_planning_reads_no_more_than_it_needs():
         while True:
             yield Piece("text", True)
 
-    assert plan_cut(endless(), 0.01) is None
+    assert plan_split(endless(), 0.01, 0) == (0.01, None)
+    assert plan_split(endless(), 0.01, 20) == (0.01, None)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ def test_a_few_rows_are_no_validation_split(fraction, there, held_out):
      (["a" * 50] * 5000, 0.01), (["a" * 50_000] * 100, 0.01), (["a"] * 7, 0.01)],
 )  # fmt: skip
 def test_more_of_a_small_text_is_held_out(documents, share):
-    assert share_to_hold_out(cut_up(documents), 0.01, 20) == pytest.approx(share)
+    assert plan_split(cut_up(documents), 0.01, 20)[0] == pytest.approx(share)
 
 
 def test_a_share_that_was_typed_is_held_out_as_it_stands():
-    assert share_to_hold_out(cut_up(["a" * 50] * 100), 0.01, 0) == 0.01
+    assert plan_split(cut_up(["a" * 50] * 100), 0.01, 0)[0] == 0.01
     assert compose(["data=text"]).data.min_val_rows == 20
     assert compose(["data=text", "data.val_fraction=0.01"]).data.min_val_rows == 0
     assert compose(["data=text", "data.val_fraction=0.01", "data.min_val_rows=7"]).data.min_val_rows == 7

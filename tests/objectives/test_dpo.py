@@ -521,6 +521,7 @@ def test_wrong_settings_are_refused() -> None:
         ("objective.length_normalize=maybe", "length_normalize"),
         ("data.ranking=some", "data.ranking=some"),
         ("data.on_too_long=split", "data.on_too_long=split"),
+        ("data.on_too_long=cut", "data.on_too_long=cut is not known"),
         ("data.packing=greedy", "data.packing=greedy"),
         ("data.train_on=all", "data.train_on=all"),
     ]:

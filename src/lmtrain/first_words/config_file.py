@@ -6,7 +6,7 @@ do what an experiment may (config/trust.py). All keys of other programs are repo
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def as_words(tree: Mapping[str, Any], path: Path, groups: Sequence[str], typed: 
             "set: type them on the command line"
         )
     keys = {key: value for key, value in tree.items() if key != "defaults"}
-    known = {key.name: str(key.type) for key in all_keys()}
+    known = {key.name for key in all_keys()}
     _refuse_foreign(keys, known, groups, path)
     words = [*_of_defaults(tree.get("defaults"), groups, path), *_of_keys(keys, known, groups, path)]
     if not environment.is_trusted(path):
@@ -86,7 +86,7 @@ def _choice(group: str, option: str, path: Path) -> str:
     return f"{group}={option if is_name else quoted(option)}"
 
 
-def _of_keys(tree: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence[str], path: Path) -> Iterator[str]:
+def _of_keys(tree: Mapping[Any, Any], known: Collection[str], groups: Sequence[str], path: Path) -> Iterator[str]:
     for dotted, value in leaves_of(tree, known):
         if dotted in groups and isinstance(value, str):
             yield _choice(dotted, value, path)
@@ -105,7 +105,7 @@ def _text(value: Any, where: str) -> str:
     return f"'{value}'" if single else quoted(value)
 
 
-def _refuse_foreign(keys: Mapping[Any, Any], known: Mapping[str, str], groups: Sequence[str], path: Path) -> None:
+def _refuse_foreign(keys: Mapping[Any, Any], known: Collection[str], groups: Sequence[str], path: Path) -> None:
     """Raises UserError if there are keys of another program, with the equivalent here of each."""
     answers: dict[str, str] = {}
     for dotted, value in leaves_of(keys, known):

@@ -74,9 +74,7 @@ def read(
         UserError: the verb doesn't accept a word; the message has the command that was probably meant.
     """
     bare, typed = [w for w in words if is_bare(w)], [w for w in words if not is_bare(w)]
-    if not bare:
-        return Read(list(words), list(words))
-    if verb in OF_MODELS:
+    if bare and verb in OF_MODELS:
         instead = _of_model(verb, bare, typed)
         return Read(overrides := [*typed, *(o for new in instead.values() for o in new)], overrides, instead)
     configs = [Path(w).expanduser() for w in bare if w.endswith(CONFIGS) and Path(w).expanduser().is_file()]
@@ -153,9 +151,9 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
     named = Path("outputs") / word
     if named.is_dir():
         raise UserError(f"there is no folder {word}; the run is {named}: {command} {quote(str(named))}{after}")
-    if verb == "export" and _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
-        raise UserError(f"{word} is not a folder of a run: lmtrain.export takes a run, {command} outputs/NAME")
     if _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
+        if verb == "export":
+            raise UserError(f"{word} is not a folder of a run: lmtrain.export takes a run, {command} outputs/NAME")
         return word
     if word in SHORT_NAMES and verb != "export":
         raise UserError(f"there is no folder {word}; the model of the hub is {command} {SHORT_NAMES[word]}{after}")

@@ -8,6 +8,7 @@ Python and the library may classify a character differently (they have tables of
 character is checked in both, next to other characters, before the first text that contains it is encoded here.
 """
 
+import functools
 import json
 import unicodedata
 from typing import Any
@@ -53,7 +54,7 @@ class ByteBPE:
         self._merges = Merges(model["vocab"], model["merges"])
         self._whole = model["vocab"] if model["ignore_merges"] else {}  # these words are tokens whatever merging gives
         self._table = self._new_table()
-        self._long: dict[bytes, list[int]] = {}  # cached ids of words that the table can't hold
+        self._cached = functools.lru_cache(_MANY)(self._tokenize)  # for words that the table can't hold
         self._learn("".join(map(chr, range(128))))
 
     @staticmethod
@@ -118,7 +119,8 @@ class ByteBPE:
             places[short], counts[short] = table.find(keys[:, short])
             missing = missing[counts[missing] == 0]
         begin, end = begins[missing], begins[missing] + lengths[missing]
-        theirs = self._look_up([raw[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)])
+        rest = [raw[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
+        theirs = [self._cached(word) if len(word) <= _LONG else self._tokenize(word) for word in rest]
         counts[missing] = [len(ids) for ids in theirs]
         ids = table.ids(_ranges(places, counts))
         at = np.cumsum(counts) - counts
@@ -145,20 +147,9 @@ class ByteBPE:
         table.add(keys, np.array(list(tokens.values()), dtype=np.uint32), np.ones_like(lengths))
         return table
 
-    def _look_up(self, missing: list[bytes]) -> list[list[int]]:
-        """Returns the ids of words that are not in the table, from the cache or the library."""
-        known, tokenize = self._long, self._backend.model.tokenize
-        found: list[list[int]] = []
-        for word in missing:
-            ids = known.get(word)
-            if ids is None:
-                ids = [token.id for token in tokenize(word.decode("latin-1").translate(LETTERS))]
-                if len(word) <= _LONG:
-                    known[word] = ids
-            found.append(ids)
-        if len(known) >= _MANY:
-            self._long = {}
-        return found
+    def _tokenize(self, word: bytes) -> list[int]:
+        """Returns the ids of a word from the library."""
+        return [token.id for token in self._backend.model.tokenize(word.decode("latin-1").translate(LETTERS))]
 
     def _learn(self, text: str) -> None:
         """Checks the text's new characters: whether words next to other characters begin where the library's do."""

@@ -109,11 +109,11 @@ def to_sample(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) 
     if format == "prompt_completion" and isinstance(values["prompt"], str):
         completion = text_of(values["completion"], "completion", where)
         return Completion(text_of(values["prompt"], "prompt", where, may_be_empty=True), completion, where)
-    messages = _messages(format, values, where)
-    given = len(turns_of(values["prompt"], where, "prompt")) if format == "prompt_completion" else 0
+    given = turns_of(values["prompt"], where, "prompt") if format == "prompt_completion" else []
+    messages = [*given, *_messages(format, values, where)]
     if str(values.get("system") or "").strip():
         messages = [{"role": "system", "content": text_of(values["system"], "system", where)}, *messages]
-    return _conversation(messages, tools_of(values.get("tools"), where), cfg, where, given)
+    return _conversation(messages, tools_of(values.get("tools"), where), cfg, where, len(given))
 
 
 def values_of(row: Mapping[str, Any], format: Format, cfg: DataConfig, where: str, **given: Any) -> dict[str, Any]:
@@ -174,11 +174,9 @@ def _needed(format: str, cfg: DataConfig) -> list[str]:
 
 def column_of(column: str, there: Iterable[str], cfg: DataConfig) -> str | None:
     """Returns the data's name for a format's column: from data.columns, else its first usual name present, or None."""
-    renamed = cfg.columns or {}
-    for name in column.split("|"):
-        if name in renamed:
-            return renamed[name] if renamed[name] in there else None
-    return next((name for name in column.split("|") if name in there), None)
+    names, columns = column.split("|"), cfg.columns or {}
+    renamed = [columns[name] for name in names if name in columns]
+    return next((name for name in renamed[:1] or names if name in there), None)
 
 
 def _template(row: Mapping[str, Any], cfg: DataConfig, where: str) -> list[dict[str, Any]]:
@@ -205,7 +203,7 @@ def _messages(format: str, values: dict[str, Any], where: str) -> list[dict[str,
     if format == "prompt_response":
         return _asked(text_of(values["prompt"], "prompt", where), text_of(values["response"], "response", where))
     if format == "prompt_completion":
-        return turns_of(values["prompt"], where, "prompt") + turns_of(values["completion"], where, "completion")
+        return turns_of(values["completion"], where, "completion")
     return turns_of(values[format], where, format)
 
 

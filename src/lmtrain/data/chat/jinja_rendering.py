@@ -167,34 +167,30 @@ class Template:
 
     def render_marked(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[Span]]:
         """Renders the messages; also returns the spans marked with {% generation %}, if the template has markers."""
-        if not self.has_markers:
-            return self.render_texts([messages], tools, where)[0], []
-        (text,), (marked,) = self._rendered([messages], tools, where, return_assistant_tokens_mask=True)
-        return text, [(start, end) for start, end in marked]
+        (text,), marked = self._rendered([messages], tools, where, return_assistant_tokens_mask=self.has_markers)
+        return text, [(start, end) for spans in marked for start, end in spans]  # no list of spans without markers
 
     def _rendered(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **options: Any) -> tuple[Any, Any]:
-        """Returns the result of render_jinja_template; raises BadRow if the template refuses the turns."""
+        """Returns the result of render_jinja_template.
+
+        Raises:
+            BadRow: the template refuses the turns.
+            Endless: rendering takes more than PATIENCE seconds, where there is a `time_limit`.
+        """
         try:
-            with self._in_time(where):
+            with time_limit(PATIENCE):
                 spelt = [self._spelt(messages) for messages in chats]
                 return render_jinja_template(
                     conversations=spelt, tools=tools, chat_template=self.text, **self._special, **options
                 )
-        except _REFUSALS as error:
-            reason = "it takes more memory than there is" if isinstance(error, MemoryError) else str(error)
-            raise BadRow(where, f"the chat template ({self.label}) refuses it: {reason}") from None
-
-    @contextlib.contextmanager
-    def _in_time(self, where: str) -> Iterator[None]:
-        """Raises Endless after PATIENCE seconds of rendering, where there is a `time_limit`."""
-        try:
-            with time_limit(PATIENCE):
-                yield
         except TookTooLong:
             raise Endless(
                 f"{where + ': ' if where else ''}the chat template ({self.label}) has not rendered a conversation "
                 f"after {PATIENCE:g} seconds; it loops too often: choose another with data.chat_template"
             ) from None
+        except _REFUSALS as error:
+            reason = "it takes more memory than there is" if isinstance(error, MemoryError) else str(error)
+            raise BadRow(where, f"the chat template ({self.label}) refuses it: {reason}") from None
 
     def _spelt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns messages in the template's form: reasoning under its key, and contents as parts if it needs them."""

@@ -7,7 +7,7 @@ conversations, the prompt is their common beginning.
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -36,7 +36,7 @@ class Pair:
     rejected: Turns | str
     tools: list[dict[str, Any]] | None
     where: str
-    margin: float | None = None  # how much better the chosen answer was rated, if the row says so
+    margin: float | None = None  # the row's column margin, how much better the chosen answer was rated
     dropped_turns: int = 0  # before the first user turn (data.on_assistant_first)
 
 
@@ -113,7 +113,7 @@ def to_pairs(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -
         raise BadRow(
             where, "chosen and rejected are answers without a prompt: name its column with data.columns.prompt"
         )
-    return [_pair(given, chosen_turns, rejected_turns, values, cfg, where, margin)]
+    return [replace(_pair(given, chosen_turns, rejected_turns, values, cfg, where), margin=margin)]
 
 
 def _filled(template: str, row: Mapping[str, Any], where: str) -> str:
@@ -152,6 +152,17 @@ def prompt_turns(values: dict[str, Any], where: str) -> Turns:
     return [instruction(text, extra)]
 
 
+def opening(prompt: Any, cfg: DataConfig, where: str) -> tuple[Turns, int]:
+    """Returns the turns of a prompt, after a system turn of data.system_prompt if they have none of their own.
+
+    Also returns how many turns before the first user turn were dropped (data.on_assistant_first).
+    """
+    turns, dropped = drop_first_answers(prompt_turns({"prompt": prompt}, where), cfg.on_assistant_first, where)
+    if cfg.system_prompt and turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": cfg.system_prompt}, *turns]
+    return turns, dropped
+
+
 def answer_turns(value: Any, name: str, where: str) -> Turns:
     """Returns an answer or a whole conversation as turns, from a list of turns, a single turn or a string."""
     if not isinstance(value, str):
@@ -184,15 +195,7 @@ def _split(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Tu
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def _pair(
-    given: Turns,
-    chosen: Turns,
-    rejected: Turns,
-    values: dict[str, Any],
-    cfg: DataConfig,
-    where: str,
-    margin: float | None,
-) -> Pair:
+def _pair(given: Turns, chosen: Turns, rejected: Turns, values: dict[str, Any], cfg: DataConfig, where: str) -> Pair:
     answers = {"chosen": chosen, "rejected": rejected}
     for name, turns in answers.items():
         if not turns:
@@ -208,7 +211,8 @@ def _pair(
         given = [{"role": "system", "content": text_of(system, "system", where)}, *given]
     check([*given, *chosen], where)
     check([*given, *rejected], where)
-    return _different(Pair(given, chosen, rejected, tools_of(values.get("tools"), where), where, margin, dropped))
+    tools = tools_of(values.get("tools"), where)
+    return _different(Pair(given, chosen, rejected, tools, where, dropped_turns=dropped))
 
 
 def _different(pair: Pair) -> Pair:
@@ -218,7 +222,7 @@ def _different(pair: Pair) -> Pair:
 
 
 def _margin(values: dict[str, Any], where: str) -> float | None:
-    """Returns the row's margin, or score_chosen - score_rejected if the row has both, or None.
+    """Returns the row's margin, or None; its scores only say which answer is the better one.
 
     Raises:
         BadRow: a value is not a finite number, or implies that the rejected answer is the better one.
@@ -239,7 +243,7 @@ def _margin(values: dict[str, Any], where: str) -> float | None:
             f"Swap the columns chosen and rejected, or, where lower scores are better, the scores with data.columns="
             f"{{score_chosen: score_rejected, score_rejected: score_chosen}}",
         )
-    return chosen - rejected
+    return None
 
 
 def _number(value: Any, name: str, where: str) -> float:
@@ -269,7 +273,7 @@ def _ranked(values: dict[str, Any], cfg: DataConfig, where: str) -> list[Pair]:
     if not couples:
         raise BadRow(where, "all answers have the same score: none is better")
     given = prompt_turns(values, where)
-    return [_pair(given, turns[a], turns[b], values, cfg, where, scores[a] - scores[b]) for a, b in couples]
+    return [_pair(given, turns[a], turns[b], values, cfg, where) for a, b in couples]
 
 
 def _scores(answers: list[Any], values: dict[str, Any], where: str) -> list[float]:

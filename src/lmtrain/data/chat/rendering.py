@@ -13,7 +13,7 @@ that token (a newline, in ChatML) doesn't, because no model ever has to generate
 template never shows of a conversation (`unshown`, `check_tools`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmtrain.data.chat.conversations import Conversation
@@ -27,32 +27,22 @@ _REWRITTEN = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Rendered:
-    """A text with the `spans` of the assistant turns at positions `turns` of the conversation's messages.
+    """The text of a conversation's first `shown` messages, with the spans of the answers located in it.
 
-    borders: for each span, the end of what the template writes after its end-of-turn token.
-    shown: the number of the conversation's messages that the text contains.
+    marked: the spans that the template marks with {% generation %}.
+    answers: the span of the assistant turn at each of these positions of the messages, in ascending order.
+    borders: for each answer, the end of what the template writes after its end-of-turn token.
     remarks: notes about the text for the plan.
     """
 
     text: str
-    spans: list[Span]
-    borders: list[int]
-    turns: list[int]
     shown: int
-    remarks: tuple[str, ...] = ()
-
-
-@dataclass(eq=False)
-class _Text:
-    """The text of the first `shown` messages, with the answers located in it so far as {turn: span}."""
-
-    text: str
-    shown: int
-    answers: dict[int, Span]
-    marked: list[Span]
-    remarks: list[str]
+    marked: list[Span] = field(default_factory=list)
+    answers: dict[int, Span] = field(default_factory=dict)
+    borders: list[int] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
 
 class ChatTemplate(Template):
@@ -74,8 +64,10 @@ class ChatTemplate(Template):
             self._by_markers(texts, conversation, turns)
         elif turns:
             self._by_prefixes(texts, conversation, turns)
-        found = sorted((text for text in texts if text.answers), key=lambda text: text.shown)
-        return [self._finished(text, messages) for text in found or [whole]]
+        found = sorted((text for text in texts if text.answers), key=lambda text: text.shown) or [whole]
+        for text in found:
+            self._finish(text, messages)
+        return found
 
     def render_one(self, conversation: Conversation, turns: list[int]) -> Rendered:
         """Works like `render` for callers that need a single text, that of the whole conversation.
@@ -88,26 +80,28 @@ class ChatTemplate(Template):
             raise UserError(self._rewrites(conversation, turns))
         return texts[0]
 
-    def _finished(self, made: _Text, messages: list[dict[str, Any]]) -> Rendered:
-        text, spans, turns = made.text, [made.answers[turn] for turn in sorted(made.answers)], sorted(made.answers)
-        if self.added_end and messages[made.shown - 1]["role"] == "assistant":
-            end = len(text) - len(self.after_turn) if text.endswith(self.after_turn) else len(text)
-            text = text[:end] + self.added_end
-            if turns and turns[-1] == made.shown - 1:
-                spans[-1] = (spans[-1][0], len(text))
-        if any(not text[:end].rstrip().endswith(self.special_tokens) for _, end in spans):
+    def _finish(self, made: Rendered, messages: list[dict[str, Any]]) -> None:
+        """Ends the last answer if the template doesn't, sorts the answers, and finds their borders."""
+        made.answers = dict(sorted(made.answers.items()))
+        last = made.shown - 1
+        if self.added_end and messages[last]["role"] == "assistant":
+            made.text = made.text.removesuffix(self.after_turn) + self.added_end
+            if last in made.answers:
+                made.answers[last] = (made.answers[last][0], len(made.text))
+        ends = [end for _, end in made.answers.values()]
+        if any(not made.text[:end].rstrip().endswith(self.special_tokens) for end in ends):
             made.remarks.append(
                 f"answers that the chat template ({self.label}) ends without a special token: the model doesn't learn "
                 f"to stop there"
             )
-        borders = [end + len(self.after_turn) if text.startswith(self.after_turn, end) else end for _, end in spans]
-        return Rendered(text, spans, borders, turns, made.shown, tuple(made.remarks))
+        after = self.after_turn
+        made.borders = [end + len(after) if made.text.startswith(after, end) else end for end in ends]
 
-    def _text(self, conversation: Conversation, shown: int) -> _Text:
+    def _text(self, conversation: Conversation, shown: int) -> Rendered:
         text, marked = self.render_marked(conversation.messages[:shown], conversation.tools, conversation.where)
-        return _Text(text, shown, {}, marked, [])
+        return Rendered(text, shown, marked)
 
-    def _by_markers(self, texts: list[_Text], conversation: Conversation, turns: list[int]) -> None:
+    def _by_markers(self, texts: list[Rendered], conversation: Conversation, turns: list[int]) -> None:
         """Finds each of `turns` in the first of `texts` that continues its text; if none does, adds its text.
 
         A marked span that ends before the end-of-turn token is extended over it.
@@ -126,7 +120,7 @@ class ChatTemplate(Template):
             missing = self.end_of_turn and text.text.startswith(self.end_of_turn, end)
             text.answers[turn] = (start, end + len(self.end_of_turn) if missing else end)
 
-    def _by_prefixes(self, texts: list[_Text], conversation: Conversation, turns: list[int]) -> None:
+    def _by_prefixes(self, texts: list[Rendered], conversation: Conversation, turns: list[int]) -> None:
         """Works like `_by_markers` without markers: an answer is what its text adds to the generation prompt."""
         messages, tools, where = conversation.messages, conversation.tools, conversation.where
         given = self.render_texts([messages[:i] for i in turns], tools, where, add_generation_prompt=True)
@@ -138,7 +132,7 @@ class ChatTemplate(Template):
                 remarks.append(remark)
             # After the end-of-turn token a template may write text that only ends a conversation.
             after = own.removesuffix(self.after_turn)
-            text = _that_continues(after, texts, _Text(own, turn + 1, {}, [], []))
+            text = _that_continues(after, texts, Rendered(own, turn + 1))
             text.answers[turn] = (len(before), len(after))
             text.remarks += remarks
 
@@ -205,7 +199,7 @@ class ChatTemplate(Template):
         )
 
 
-def _that_continues(beginning: str, texts: list[_Text], own: _Text) -> _Text:
+def _that_continues(beginning: str, texts: list[Rendered], own: Rendered) -> Rendered:
     """Returns the first of `texts` that continues `beginning`; if none does, `own`, which is added to them."""
     found = next((text for text in texts if text.text.startswith(beginning)), own)
     if found not in texts:

@@ -20,8 +20,6 @@ from lmtrain.data.chat.special_text import PlainText, special_pattern
 from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.errors import UserError
 
-POLICIES = ("truncate_right", "truncate_left", "drop", "split", "raise")
-
 
 @dataclass(frozen=True)
 class Example:
@@ -56,8 +54,6 @@ def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: DataConfig
             f"it has {len(ids)} tokens and data.max_length is {most}: raise it, shorten the row, or let long rows "
             f"be cut with data.on_too_long=truncate_right",
         )
-    if policy != "split":
-        raise UserError(f"data.on_too_long={policy} is unknown; there are {', '.join(POLICIES)}")
     return _split(ids, trained, borders, most)
 
 
@@ -187,12 +183,6 @@ class ChatEncoder:
         messages = asked.messages[: answers_of(asked.messages)[-1]]
         return self._tokens(self._chat.prompt(messages, asked.tools, asked.where, ask))[0]
 
-    def reference(self, sample: Conversation | Completion) -> str:
-        """Returns the data's answer to the prompt of `prompt_ids`."""
-        if isinstance(sample, Completion):
-            return sample.completion
-        return self.as_decoded(str(sample.messages[answers_of(sample.messages)[-1]]["content"]))
-
     def as_decoded(self, content: str) -> str:
         """Returns a message's content as a model's answer would be decoded: without the tokens that aren't text."""
         return content if self._plain else self._special.sub("", content)
@@ -240,9 +230,8 @@ class ChatEncoder:
         if self.cfg.train_on == "all":
             return [(0, len(rendered.text))]
         if self.cfg.train_on == "completion":
-            return [(rendered.spans[0][0], len(rendered.text))]
-        pairs = zip(rendered.turns, rendered.spans, strict=True)
-        return [span for turn, span in pairs if sample.messages[turn].get("train", True)]
+            return [(next(iter(rendered.answers.values()))[0], len(rendered.text))]
+        return [span for turn, span in rendered.answers.items() if sample.messages[turn].get("train", True)]
 
     def _note(self, sample: Conversation, texts: list[Rendered], learned: list[int]) -> None:
         """Adds the notes about a conversation to `remarks`."""

@@ -58,8 +58,7 @@ def turns_of(value: Any, where: str, column: str = "messages") -> list[dict[str,
     Raises:
         BadRow: the value is not a list of turns, or a turn has no role, an unknown role or no text.
     """
-    if isinstance(value, str):  # a list stored as a JSON string
-        value = _from_json(value)
+    value = _from_json(value)
     if not isinstance(value, list | tuple) or not value:
         raise BadRow(where, f"{column} must be a list of turns and is {_shown(value)}")
     if all(isinstance(turn, str) for turn in value):
@@ -248,32 +247,26 @@ def _is_text(content: Any) -> bool:
 
 def _is_learned(found: Mapping[str, Any], name: str, where: str) -> bool:
     """Returns whether a turn's `train` and `weight` let it be trained on; raises BadRow if invalid or contradictory."""
-    said = set()
-    for key in ("train", "weight"):
-        value = found.get(key, True)
-        truth = truth_of(value)
+    said = {key: truth_of(found[key]) for key in ("train", "weight") if key in found}
+    for key, truth in said.items():
         if truth is None:
-            shown = f'"{key}": {_shown(value)}'
+            shown = f'"{key}": {_shown(found[key])}'
             raise BadRow(where, f"{name} has {shown}; a turn is learned (true or 1) or not (false or 0)")
-        if key in found:
-            said.add(truth)
-    if len(said) > 1:
+    if len(set(said.values())) > 1:
         raise BadRow(where, f"{name} has train and weight, and they differ")
-    return said != {False}
+    return False not in said.values()
 
 
 def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:
     """Returns calls as {"type": "function", "function": {"name", "arguments": a mapping}}, and "id" if there is one."""
-    if isinstance(value, str):
-        value = _from_json(value)
+    value = _from_json(value)
     calls = []
     for call in value if isinstance(value, list | tuple) else [value]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
-        arguments = function.get("arguments") if isinstance(function, Mapping) else None
-        if isinstance(arguments, str):  # as OpenAI's API returns them; templates serialize arguments themselves
-            arguments = _from_json(arguments)
+        function = function if isinstance(function, Mapping) else {}
+        # OpenAI's API returns the arguments as a string; templates serialize them themselves.
+        arguments, called = _from_json(function.get("arguments")), function.get("name")
         arguments = {} if arguments in (None, "") else arguments
-        called = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(arguments, Mapping) or not isinstance(called, str) or not called:
             raise BadRow(where, f"{name} has a tool call that isn't {{name, arguments}}: {_shown(call)}")
         made = {"type": "function", "function": {"name": called, "arguments": _without_none(arguments)}}
@@ -289,12 +282,14 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def _from_json(text: str) -> Any:
-    """Parses a JSON string; returns the string itself if it is not JSON."""
+def _from_json(value: Any) -> Any:
+    """Parses a value that is stored as a JSON string; returns the value itself if it is no string, or not JSON."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(text)
+        return json.loads(value)
     except (ValueError, RecursionError):
-        return text
+        return value
 
 
 def _shown(value: Any) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Completion, Conversation, column_of
+from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pairs
 from lmtrain.data.chat.turns import BadRow, Remark, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
@@ -47,8 +47,7 @@ class PairRowEncoder(TemplateRows):
             cut += tokens_cut
         asked = self.question(self._preferred(pairs[0])) if question and examples else None
         optional = PAIR_FORMATS[format].optional
-        has_margin = "margin" in optional and row.get(column_of("margin", row, cfg) or "") is not None
-        margin = repr(pairs[0].margin) if has_margin else None
+        margin = None if pairs[0].margin is None else repr(pairs[0].margin)
         remarks = [*self.chat.remarks, *unread(row)]
         for column, name in (cfg.columns or {}).items():
             if column in optional and name not in row:

@@ -11,8 +11,8 @@ from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, Format, check_renamed, values_of
-from lmtrain.data.chat.pairs import prompt_turns
-from lmtrain.data.chat.turns import BadRow, Remark, check, drop_first_answers, tools_of, whole_text
+from lmtrain.data.chat.pairs import opening
+from lmtrain.data.chat.turns import BadRow, Remark, check, tools_of, whole_text
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
 from lmtrain.errors import UserError
@@ -76,9 +76,7 @@ class PromptRowEncoder(TemplateRows):
         """Returns the prompt's token ids, and how many turns before the first user turn were dropped."""
         if self._is_text(prompt):
             return self.chat.prompt_ids(Completion(prompt, "", where)), 0
-        turns, dropped = drop_first_answers(prompt_turns({"prompt": prompt}, where), cfg.on_assistant_first, where)
-        if cfg.system_prompt and turns[0]["role"] != "system":
-            turns = [{"role": "system", "content": cfg.system_prompt}, *turns]
+        turns, dropped = opening(prompt, cfg, where)
         while turns and turns[-1]["role"] == "assistant":  # the data's answer is left out
             turns = turns[:-1]
         answer = {"role": "assistant", "content": "..."}

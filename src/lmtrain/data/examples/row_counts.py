@@ -45,6 +45,13 @@ class Counts:
     remarks_at: dict[str, str] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=Counter)  # the same for remarks about a field the model never sees
 
+    def seen(self, group: int) -> int:
+        """Returns the number of rows that were encoded, those without a token to train on included.
+
+        group: the number of examples of a row, which are left out together: 2 for pairs.
+        """
+        return self.examples // group + self.untrained
+
     def note(self, remarks: list[Remark], texts: int, where: str) -> None:
         """Counts the remarks about one row, and the row itself if it became several texts."""
         if texts > 1:
@@ -74,23 +81,18 @@ def short(text: str) -> str:
 
 
 def too_many_untrained(counts: Counts, cfg: DataConfig, group: int) -> bool:
-    """Returns whether the share of rows without a token to train on exceeds data.max_untrained.
-
-    group: the number of examples of a row, which are left out together: 2 for pairs.
-    """
-    seen = counts.examples // group + counts.untrained
-    return cfg.max_untrained is not None and counts.untrained > cfg.max_untrained * max(1, seen)
+    """Returns whether the share of rows without a token to train on exceeds data.max_untrained; see `Counts.seen`."""
+    return cfg.max_untrained is not None and counts.untrained > cfg.max_untrained * max(1, counts.seen(group))
 
 
 def check_untrained(counts: Counts, cfg: DataConfig, name: str, group: int) -> None:
     """Raises UserError if the share of rows without a token to train on exceeds data.max_untrained."""
     if too_many_untrained(counts, cfg, group):
-        seen = counts.examples // group + counts.untrained
         raise UserError(
-            f"{counts.untrained:,} of {seen:,} {name} rows have no learned token, the first is {counts.untrained_at}: "
-            f"{counts.untrained_text}. Is data.max_length={cfg.max_length} too short (data.on_too_long="
-            f"{cfg.on_too_long}), or data.train_on={cfg.train_on} wrong for this data? python -m lmtrain.inspect shows "
-            f"the rows that are left; data.max_untrained={cfg.max_untrained} is the share allowed"
+            f"{counts.untrained:,} of {counts.seen(group):,} {name} rows have no learned token, the first is "
+            f"{counts.untrained_at}: {counts.untrained_text}. Is data.max_length={cfg.max_length} too short "
+            f"(data.on_too_long={cfg.on_too_long}), or data.train_on={cfg.train_on} wrong for this data? python -m "
+            f"lmtrain.inspect shows the rows that are left; data.max_untrained={cfg.max_untrained} is the share allowed"
         )
 
 

@@ -121,14 +121,15 @@ class TemplateRows:
     def question(self, sample: Conversation | Completion) -> dict[str, Any]:
         """Returns the prompt for a sample answer from the model, and the reference answer from the data."""
         if isinstance(sample, Conversation):
-            before = sample.messages[: answers_of(sample.messages)[-1]]
+            *before, answer = sample.messages[: answers_of(sample.messages)[-1] + 1]
             asked = [m for m in before if m["role"] == "user"][-1]["content"]
+            reference = self.chat.as_decoded(str(answer["content"]))
         else:
-            asked = sample.prompt
+            asked, reference = sample.prompt, sample.completion
         return {
             "prompt_ids": self.chat.prompt_ids(sample),
             "prompt": asked,
-            "reference": self.chat.reference(sample),
+            "reference": reference,
             "chat": isinstance(sample, Conversation),
         }
 

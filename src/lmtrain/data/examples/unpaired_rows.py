@@ -9,9 +9,9 @@ from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import ANSWERS, DataConfig
 from lmtrain.data.chat.conversations import Format, check_renamed, values_of
-from lmtrain.data.chat.pairs import answer_turns, prompt_turns
+from lmtrain.data.chat.pairs import answer_turns, opening
 from lmtrain.data.chat.templates import fit
-from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, truth_of, unread
+from lmtrain.data.chat.turns import BadRow, check, truth_of, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
@@ -48,10 +48,7 @@ class UnpairedRowEncoder(TemplateRows):
         label = truth_of(values["label"])
         if label is None:
             raise BadRow(where, f"label must be true (desirable) or false, and is {values['label']!r}")
-        turns = prompt_turns({"prompt": values["prompt"]}, where)
-        turns, dropped = drop_first_answers(turns, cfg.on_assistant_first, where)
-        if cfg.system_prompt and turns[0]["role"] != "system":
-            turns = [{"role": "system", "content": cfg.system_prompt}, *turns]
+        turns, dropped = opening(values["prompt"], cfg, where)
         answer = answer_turns(values["completion"], "completion", where)
         check([*turns, *answer], where)
         ids, trained = self.chat.pair(turns, answer, where=where)

@@ -44,10 +44,6 @@ class Address:
     def suffix(self) -> str:
         return PurePosixPath(self.name).suffix
 
-    @property
-    def stem(self) -> str:
-        return PurePosixPath(self.name).stem
-
     def identity(self) -> list[Any]:
         """Returns values that identify the file's bytes; they are read and hashed only if no version is known."""
         return [self.whole, self.size, self.version or self._sha256()]

@@ -21,8 +21,7 @@ from lmtrain.data.sources.pieces import (
     enough,
     first,
     is_held_out,
-    plan_cut,
-    share_to_hold_out,
+    plan_split,
     split,
 )
 from lmtrain.data.sources.stdlib import StdlibSource
@@ -94,13 +93,10 @@ def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None
     held_out = filtered(source, cfg, "val")
     if held_out is not None:
         return held_out if name == "val" else filtered(source, cfg, "train")
-    train = filtered(source, cfg, "train")
-    assert train is not None
     if cfg.val_fraction == 0:
-        return train if name == "train" else None
-    share = share_to_hold_out(filtered(source, cfg, "train") or iter(()), cfg.val_fraction, cfg.min_val_rows)
-    cut = plan_cut(filtered(source, cfg, "train") or iter(()), share)
-    return at_least(split(train, share, cut, held_out=name == "val"), 1)
+        return filtered(source, cfg, "train") if name == "train" else None
+    share, cut = plan_split(filtered(source, cfg, "train") or (), cfg.val_fraction, cfg.min_val_rows)
+    return at_least(split(filtered(source, cfg, "train") or (), share, cut, held_out=name == "val"), 1)
 
 
 def filtered(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
@@ -195,8 +191,7 @@ def open_parts(cfg: DataConfig) -> list[MixturePart]:
         if not cfg.mixture:
             raise UserError("data.mixture is empty: list sources, data.mixture=[{path: a.jsonl, weight: 2}, {name: b}]")
         return [_part(cfg, entry, number) for number, entry in enumerate(cfg.mixture)]
-    questions = cfg.source == "python_stdlib" and cfg.rows != "text"
-    if cfg.source not in ("hub", "files") and "." not in cfg.source and not questions:
+    if cfg.source not in ("hub", "files", "python_stdlib") and "." not in cfg.source:
         raise UserError(f"data.source={cfg.source} holds text, not rows: choose data=chat_jsonl data.path=..., say")
     return [MixturePart(cfg, open_source(cfg), Fraction(1))]
 
@@ -229,9 +224,9 @@ def split_records(part: MixturePart, name: str) -> Iterator[Record] | None:
     own = rows("val")
     if own is not None:
         return own if name == "val" else rows("train")
-    train = rows("train")
-    if cfg.val_fraction == 0 or train is None:
-        return train if name == "train" else None
+    if cfg.val_fraction == 0:
+        return rows("train") if name == "train" else None
     there = sum(1 for _ in itertools.islice(rows("train") or (), math.ceil(cfg.min_val_rows / cfg.val_fraction)))
     share = enough(cfg.val_fraction, there, cfg.min_val_rows)
-    return (row for index, row in enumerate(train) if is_held_out(index, share) == (name == "val"))
+    train = enumerate(rows("train") or ())
+    return (row for index, row in train if is_held_out(index, share) == (name == "val"))

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lmtrain.config.effect import suffix_of
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources import addresses
 from lmtrain.data.sources.addresses import File, Found, size_of
-from lmtrain.data.sources.lines import COMPRESSED, decoded_blocks, encoding_notes, raw_lines, uncompressed_name
+from lmtrain.data.sources.lines import COMPRESSED, decoded_blocks, encoding_notes, raw_lines
 from lmtrain.data.sources.pieces import Piece, join_rows
 from lmtrain.data.sources.tables import Record, columns_of, read_table, text_of
 from lmtrain.data.store.contents import Facts
@@ -115,7 +116,7 @@ def _expand(part: str, wanted: str, key: str) -> tuple[list[tuple[File, str]], l
         return [(p, _format_of(p, wanted)) for p in full], [p for p in found if size_of(p) == 0]
     files = [(p, _suffix_format(p)) for p in found if p.name not in _NOT_DATA and not p.name.startswith("cache-")]
     known = [(p, f) for p, f in files if f is not None and wanted in ("auto", f) and size_of(p) != 0]
-    known = [(p, f) for p, f in known if Path(uncompressed_name(p)).suffix.lower() not in _MARKUP] or known
+    known = [(p, f) for p, f in known if suffix_of(p.name) not in _MARKUP] or known
     if not known:
         raise UserError(
             f"{key}={part} holds no {'file with a known suffix' if wanted == 'auto' else f'{wanted} file'} "
@@ -178,8 +179,7 @@ def _unread(folder: str, files: list[File]) -> str:
 
 
 def _suffix_format(path: File) -> str | None:
-    suffix = Path(uncompressed_name(path)).suffix.lower()
-    format = FORMATS.get(suffix)
+    format = FORMATS.get(suffix_of(path.name))
     compressed = path.suffix.lower() in COMPRESSED
     return None if compressed and format in ("parquet", "arrow") else format
 

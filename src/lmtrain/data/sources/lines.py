@@ -34,11 +34,6 @@ _BUFFER = 1 << 20  # bytes per read: a document is often longer than Python's de
 BOM = "\ufeff"  # some Windows programs begin UTF-8 files with it
 
 
-def uncompressed_name(path: File) -> str:
-    """Returns the file's name without .gz, .bz2, .xz or .zst."""
-    return path.stem if path.suffix.lower() in COMPRESSED else path.name
-
-
 def open_binary(path: File) -> IO[bytes]:
     """Opens the file, decompressing it if its suffix names a compression.
 
@@ -120,15 +115,6 @@ def raw_lines(path: File) -> Iterator[str]:
         yield "".join(held)
 
 
-def located_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
-    """Yields the lines of a UTF-8 file from byte `start` (uncompressed) on, each with the byte at which it begins."""
-    with open_binary(path) as file, explained(path):
-        _skip(file, start)
-        for line in file:
-            yield start, line.decode("utf-8")
-            start += len(line)
-
-
 @contextlib.contextmanager
 def explained(path: File) -> Iterator[None]:
     """Turns decoding and read errors into one UserError or ReadError that names the file."""
@@ -154,8 +140,16 @@ def data_lines(path: File) -> Iterator[str]:
 
 
 def located_data_lines(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
-    """Returns the lines of `located_lines` without a byte order mark at the beginning."""
-    return ((at, line if at else line.removeprefix(BOM)) for at, line in located_lines(path, start))
+    """Yields the lines of a UTF-8 file from byte `start` (uncompressed) on, each with the byte at which it begins.
+
+    A byte order mark at the beginning of the file is left out.
+    """
+    with open_binary(path) as file, explained(path):
+        _skip(file, start)
+        for raw in file:
+            line = raw.decode("utf-8")
+            yield start, line if start else line.removeprefix(BOM)
+            start += len(raw)
 
 
 def _explain_encoding(path: File) -> str:

@@ -73,37 +73,29 @@ def enough(fraction: float, there: int, few: int) -> float:
     return max(fraction, min(MOST, few / there))
 
 
-def share_to_hold_out(pieces: Iterable[Piece], fraction: float, few: int) -> float:
-    """Returns `fraction`, or a larger share for a small corpus (see `enough`). Reads no more than it needs to."""
-    if few == 0:
-        return fraction
-    documents = length = 0
-    for piece in pieces:
-        length += len(piece.text)
-        documents += piece.ends
-        if length * fraction >= few * CHARACTERS:
-            return fraction
-    in_documents = documents >= math.ceil(1 / fraction)
-    return enough(fraction, documents, few) if in_documents else enough(fraction, length, few * CHARACTERS)
+def plan_split(pieces: Iterable[Piece], fraction: float, few: int) -> tuple[float, int | None]:
+    """Returns the share of a corpus to hold out, and at which character to cut its text, None to keep documents whole.
 
-
-def plan_cut(pieces: Iterable[Piece], fraction: float) -> int | None:
-    """Returns None to hold out `fraction` of a corpus as whole documents, else the character at which to cut its text.
-
-    Every (1 / fraction)-th document is held out if there are that many. With fewer documents (one book, for example),
-    the last part of their text is held out, as nanoGPT does with tiny shakespeare. Reads no more than it needs to.
+    The share is `fraction`, or larger for a small corpus (see `enough`). Every (1 / share)-th document is held out if
+    there are that many. With fewer documents (one book, for example), the last part of their text is held out, as
+    nanoGPT does with tiny shakespeare. Reads no more than it needs to.
     """
     documents = length = 0
     for piece in pieces:
         length += len(piece.text)
         documents += piece.ends
-        if documents >= math.ceil(1 / fraction):
-            return None
-    return int(length * (1 - fraction))
+        if documents >= math.ceil(1 / fraction) and length * fraction >= few * CHARACTERS:
+            return fraction, None
+    if length * fraction < few * CHARACTERS:
+        in_documents = documents >= math.ceil(1 / fraction)
+        fraction = enough(fraction, documents, few) if in_documents else enough(fraction, length, few * CHARACTERS)
+    if documents >= math.ceil(1 / fraction):
+        return fraction, None
+    return fraction, int(length * (1 - fraction))
 
 
 def split(pieces: Iterable[Piece], fraction: float, cut: int | None, held_out: bool) -> Iterator[Piece]:
-    """Yields the part of a corpus that `plan_cut` holds out, or the rest of it; documents in it may be empty."""
+    """Yields the part of a corpus that `plan_split` holds out, or the rest of it; documents in it may be empty."""
     index = position = 0
     for piece in pieces:
         if cut is not None:

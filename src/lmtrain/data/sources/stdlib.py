@@ -80,7 +80,7 @@ _LONGEST = 400  # maximum characters of a docstring's first paragraph used as an
 _NAMES = 6  # maximum number of names that an answer lists
 
 question_files = stdlib_files  # the files to ask about: the whole library
-Homes = dict[str, tuple[str, ...]]
+Homes = dict[str, dict[str, None]]  # by name: the modules that export it, as an ordered set
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,11 @@ def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = Fa
 
 def _homes(all_items: tuple[tuple[int, Item], ...]) -> Homes:
     """Returns the modules that export each name."""
-    found: dict[str, dict[str, None]] = {}
+    found: Homes = {}
     for _, item in all_items:
         for name in item.exported:
             found.setdefault(name, {})[item.module] = None
-    return {name: tuple(modules) for name, modules in found.items()}
+    return found
 
 
 def _draw(*key: object) -> random.Random:

@@ -108,11 +108,9 @@ def _has_lines(path: File) -> bool:
 
 def _refuse_one_object(path: File) -> None:
     """Raises UserError if the file is one object written over several lines."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         json.loads(next((line for line in data_lines(path) if line.strip()), ""))
         return
-    except (ValueError, RecursionError):
-        pass
     try:
         whole = json.loads("".join(data_lines(path)))
     except (ValueError, RecursionError):
@@ -262,10 +260,9 @@ def _arrow(path: File, columns: list[str] | None) -> Iterator[Record]:
         source.seek(0)
         if is_file:
             reader = pa.ipc.open_file(source)
-            batches: Iterator[pa.RecordBatch] = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            batches: Iterator[pa.RecordBatch] = map(reader.get_batch, range(reader.num_record_batches))
         else:
-            reader = pa.ipc.open_stream(source)
-            batches = iter(reader)
+            reader = batches = pa.ipc.open_stream(source)
         _check_names(columns, reader.schema.names, str(path))
         rows = (row for batch in batches for row in batch.select(columns or reader.schema.names).to_pylist())
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
