@@ -49,11 +49,11 @@ class Address:
         return [self.whole, self.size, self.version or self._sha256()]
 
     def _sha256(self) -> str:
-        with opened(self) as file:
-            try:
+        try:
+            with opened(self) as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-            except OSError as error:
-                raise ReadError(f"{self} can't be read: {error}") from None
+        except OSError as error:
+            raise ReadError(f"{self} can't be read: {error}") from None
 
 
 File = Path | Address

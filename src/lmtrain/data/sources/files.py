@@ -69,7 +69,7 @@ class FileSource:
 
     def text_bytes(self, name: str) -> int | None:
         part = self.splits.get(name, [])
-        plain = all(format == "text" and path.suffix not in COMPRESSED for path, format in part)
+        plain = all(format == "text" and path.suffix.lower() not in COMPRESSED for path, format in part)
         sizes = [size_of(path) for path, _ in part]
         return sum(size or 0 for size in sizes) if plain and None not in sizes else None
 
@@ -207,7 +207,7 @@ def read_pieces(files: list[tuple[File, str]], cfg: DataConfig) -> Iterator[Piec
             yield from (Piece(block, False) for block in decoded_blocks(path, _BLOCK))
             yield Piece("", True)
         else:
-            yield from (Piece(_of_characters(row, path), True) for row in read_rows(path, format, cfg))
+            yield from (Piece(row, True) for row in read_rows(path, format, cfg))
 
 
 def read_rows(path: File, format: str, cfg: DataConfig) -> Iterator[str]:
@@ -236,16 +236,3 @@ def read_records(files: list[tuple[File, str]]) -> Iterator[Record]:
         if format == "text":
             raise UserError(f"{path}: rows with columns are needed (.jsonl, .json, .csv, .parquet), not plain text")
         yield from read_table(path, format)
-
-
-def _of_characters(text: str, path: File) -> str:
-    """Returns the text; raises UserError if it holds half a surrogate pair from JSON, which no tokenizer accepts."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UserError(
-                f"{path}: a text holds half a surrogate pair (\\ud800 to \\udfff), which is not a character: fix or "
-                f"remove that row"
-            ) from None
-    return text

@@ -114,6 +114,7 @@ def load_splits(cfg: DataConfig, commit: str | None, unreachable: str) -> Any:
     import datasets
 
     name = str(cfg.name)
+    name = os.path.expanduser(name) if os.path.isdir(os.path.expanduser(name)) else name
     options = {"streaming": cfg.streaming, "num_proc": None if cfg.streaming else cfg.num_proc}
     try:
         if commit is None:

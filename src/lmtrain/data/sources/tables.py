@@ -328,4 +328,13 @@ def text_of(row: Mapping[str, Any] | str, columns: list[str], separator: str, wh
                 f"set data.text_column to a column of text (this row has: {', '.join(row)})"
             )
         parts.append(value)
-    return separator.join(parts)
+    text = separator.join(parts)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{where}: the text holds half a surrogate pair (\\ud800 to \\udfff), which is not a character: fix or "
+                f"remove that row"
+            ) from None
+    return text
