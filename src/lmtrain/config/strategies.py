@@ -6,10 +6,11 @@ DeepSpeed's config is built from the options in trainer.deepspeed or read from a
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lmtrain.config.override_text import leaves_of
 from lmtrain.config.schema import FP8, Config, DeepSpeedConfig, TrainerConfig
 from lmtrain.errors import UserError
 
@@ -280,9 +281,8 @@ def adopt_file(t: TrainerConfig) -> None:
         d.config = str(Path(d.config).expanduser().absolute())
         zero = engine_config(t)["zero_optimization"]
         d.stage = zero["stage"]
-        d.offload_optimizer, d.offload_parameters = (
-            _device(zero, key) for key in ("offload_optimizer", "offload_param")
-        )
+        d.offload_optimizer = _device(zero, "offload_optimizer")
+        d.offload_parameters = _device(zero, "offload_param")
         paths = [
             zero[key].get("nvme_path") for key in zero if key.startswith("offload_") and _device(zero, key) == "nvme"
         ]
@@ -333,19 +333,11 @@ def _read(path: str) -> dict[str, Any]:
         raise UserError(f"{key} can't be read: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{key} holds no JSON object")
-    auto = next(_autos({name: value for name, value in config.items() if name not in OVERRULED}), None)
+    read = {name: value for name, value in config.items() if name not in OVERRULED}
+    auto = next((name for name, value in leaves_of(read) if value == "auto"), None)  # transformers' Trainer fills it in
     if auto is not None:
         raise UserError(f'{key}: {auto} is "auto", which DeepSpeed does not know: give a value or take it out')
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
         raise UserError(f"{key}: zero_optimization.stage has to be 1, 2 or 3; without ZeRO set trainer.strategy=ddp")
     return config
-
-
-def _autos(value: Any, name: str = "") -> Iterator[str]:
-    """Yields the dotted names of "auto" values, which only transformers' Trainer fills in."""
-    if value == "auto":
-        yield name
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _autos(inner, f"{name}.{key}".lstrip("."))
