@@ -1,7 +1,6 @@
 """Composes, checks, saves and loads the config. Imports neither torch nor lightning."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values
-from lmtrain.config.config_files import composed_files, folders_of, hydra_over
+from lmtrain.config.config_files import folders_of, hydra_over
 from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.override_text import to_hydra, typed_keys
@@ -62,11 +61,7 @@ def settled(
     if refused is not None:
         raise refused
     if config_dir is not None:
-        files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
-        try:
-            places.refuse(composed, overrides, files, config_dir)
-        except OmegaConfBaseException as error:
-            raise UserError(f"{_one_line(error)} (in the config)") from None
+        places.refuse(composed, overrides, config_dir, config_name)
     _leave_to_replaced(composed, typed_words)
     _refuse_gone(composed, overrides)
     _complete_own_optimizer(composed)

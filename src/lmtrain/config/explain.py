@@ -209,9 +209,8 @@ def refuse_sweep_keys(overrides: list[str]) -> None:
     """Raises UserError for hydra.* and sweep.* in a single run, which would silently ignore them."""
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
-        if key.startswith(("hydra.", "hydra/", "sweep.")) or (key == "sweep" and "=" in override):
-            if key == "hydra.searchpath":
-                continue
+        of_sweeps = key.startswith(("hydra.", "hydra/", "sweep.")) or (key == "sweep" and "=" in override)
+        if of_sweeps and key != "hydra.searchpath":
             here = f"; here it is {NEIGHBOURS[key]}" if key in NEIGHBOURS else " (a sweep, -m, reads it)"
             raise UserError(f"{key} has no effect on a single run{here}")
 

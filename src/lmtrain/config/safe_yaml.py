@@ -57,7 +57,7 @@ def check_words(overrides: list[str]) -> None:
 
 def check_search_path(found: Any, where: str) -> None:
     """Raises UserError for an entry of a search path that is a URL other than file://."""
-    for entry in found if OmegaConf.is_list(found) or isinstance(found, list) else [found] if found else []:
+    for entry in found if OmegaConf.is_list(found) or isinstance(found, list) else [found]:
         if "://" in str(entry) and not str(entry).startswith("file://"):
             raise UserError(f"{where} has {entry}, which Hydra would import: name a folder, file:///path/to/configs")
 
