@@ -229,7 +229,7 @@ def epochs_at_most(overrides: Sequence[str], option: str) -> list[str]:
     typed = typed_keys(overrides)
     if _LENGTHS & typed.keys() or (option == "prompts_jsonl" and "budget.minutes" in typed):
         return []
-    return [f"trainer.max_epochs={EPOCHS['text' if option in set(_READ_AS.values()) else 'rows']}"]
+    return [f"trainer.max_epochs={EPOCHS['text' if option in _READ_AS.values() else 'rows']}"]
 
 
 def option_holding(rows: str, folders: Sequence[Path]) -> str | None:

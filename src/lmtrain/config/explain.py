@@ -49,19 +49,19 @@ def unknown_key(key: str, valid: Iterable[str], value: Any = None) -> str:
     word = misspelt(key, valid)
     if word is not None:
         return f"there is no key {key!r}; if {word} was meant: here it is {NEIGHBOURS[word]}"
+    if key.startswith(OPEN):
+        return f"there is no key {key!r} yet: write +{key}=... to add it"
     candidates = _nearest(key, valid)
     if candidates:
         return f"there is no key {key!r}; did you mean {' or '.join(candidates)}?"
     section = key.split(".")[0]
-    if any(key.startswith(f"{node}.") for node in OPEN):
-        return f"there is no key {key!r} yet: write +{key}=... to add it"
     siblings = [v for v in valid if v.startswith(f"{section}.") and v.count(".") == 1]
     if siblings:
         return f"there is no key {key!r}; keys under {section}: {', '.join(siblings)}"
     return f"there is no key {key!r}; --cfg prints every key with its default"
 
 
-OPEN = ("model.extra",)  # nodes to which a user may add any key
+OPEN = "model.extra."  # where a user may add any key
 
 
 def _nearest(key: str, valid: list[str]) -> list[str]:
@@ -71,8 +71,6 @@ def _nearest(key: str, valid: list[str]) -> list[str]:
     part; the most similar key; keys with the same last part; other similar keys.
     """
     parents = [key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1)]
-    if any(parent in OPEN for parent in parents):
-        return []
     choices = [v for v in valid if v not in parents]
     near = difflib.get_close_matches(key, choices, n=3, cutoff=0.7)
     last = {v: v.rsplit(".", 1)[-1] for v in choices}

@@ -1,7 +1,7 @@
 """Interpolations `${...}` in configs: resolved exactly once, with few allowed resolvers. Imports no torch."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
@@ -9,6 +9,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse
 
 from lmtrain.errors import UserError
+from lmtrain.secrets import shown_in
 
 # Resolvers that parse text into config (oc.create, oc.decode) are not allowed: a config must be readable as written.
 RESOLVERS = ("oc.env", "oc.select", "oc.dict.keys", "oc.dict.values", "now", "power_law")
@@ -56,11 +57,7 @@ def resolved(tree: DictConfig) -> dict[str, Any]:
 
 def escaped(value: Any) -> Any:
     """Returns a copy of plain values in which each `${` is escaped, so that resolving it gives the values back."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
-    if isinstance(value, Mapping):
-        return {key: escaped(inner) for key, inner in value.items()}
-    return [escaped(inner) for inner in value] if isinstance(value, list | tuple) else value
+    return shown_in(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def interpolated(node: Any, key: str = "") -> Iterator[tuple[str, Node]]:

@@ -246,12 +246,12 @@ def overruled(c: Config) -> list[str]:
     if t.strategy != "deepspeed" or t.deepspeed.config is None:
         return []
     kinds = {"fp16": ("16-mixed", "16-true"), "bf16": ("bf16-mixed", "bf16-true")}
-    agreed = {"train_batch_size": c.data.global_batch_size, "gradient_clipping": t.gradient_clip_val or 0.0,
-              "train_micro_batch_size_per_gpu": c.data.micro_batch_size}  # fmt: skip
+    sizes = {"train_batch_size": c.data.global_batch_size, "train_micro_batch_size_per_gpu": c.data.micro_batch_size}
+    agreed = _ours(t) | sizes
     found = []
     for name, value in _read(t.deepspeed.config).items():
         off = isinstance(value, dict) and value.get("enabled") is False
-        same = value in ("auto", agreed.get(name, _ours(t).get(name))) or t.precision in kinds.get(name, ())
+        same = value in ("auto", agreed.get(name)) or t.precision in kinds.get(name, ())
         if name in OVERRULED and not same and not off:
             found.append(f"{name} ({OVERRULED[name]} holds)")
     return found
