@@ -40,9 +40,10 @@ def settled(
     folders, search = folders_of(config_dir, config_name)
     typed_words, overrides = overrides, effect.with_model_named(overrides, folders)
     is_named = overrides != typed_words
-    _check_model_name(
-        overrides, folders, lambda kept: compose(kept, config_dir, config_name, for_sweep=for_sweep).model
-    )
+    others = [o for o in overrides if not o.lstrip("+").startswith("model.name=")]
+    if others != overrides:
+        model = compose(others, config_dir, config_name, for_sweep=for_sweep).model
+        _check_model_name(typed_keys(overrides)["model.name"].strip("'\""), model, folders)
     if not for_sweep:
         explain.refuse_sweep_keys(overrides)
     effect.check_suffix(overrides)
@@ -114,22 +115,15 @@ def _without_keys_of_reader(overrides: list[str], again: Callable[[list[str]], D
         return None
 
 
-def _check_model_name(
-    overrides: list[str], folders: list[Path], compose_model: Callable[[list[str]], DictConfig]
-) -> None:
-    """Raises UserError if model.name differs from the name of the chosen model, unless the model is a custom class.
+def _check_model_name(name: str, model: DictConfig, folders: list[Path]) -> None:
+    """Raises UserError if a typed model.name is not that of the chosen model, unless the model is a custom class.
 
     The name is only displayed, so setting it usually means that an option of `model` or a hub model was intended.
 
     Args:
+        model: the section `model` without the typed name.
         folders: the folders with config groups and their options.
-        compose_model: composes the section `model` for a list of overrides.
     """
-    typed = [o.partition("=")[2].strip("'\"") for o in overrides if o.lstrip("+").startswith("model.name=")]
-    if not typed:
-        return
-    name = typed[-1]
-    model = compose_model([o for o in overrides if not o.lstrip("+").startswith("model.name=")])
     if "_target_" in model or name == model.get("name"):
         return
     known = options_of("model", folders)

@@ -84,15 +84,13 @@ def _nearest(key: str, valid: list[str]) -> list[str]:
 
 def other_variant(key: str, folders: Iterable[Path]) -> str | None:
     """Returns the message for a key of other options of its group (optimizer.momentum with adamw), or None."""
-    group, *path = key.split(".")
+    group, _, own = key.partition(".")
     options = []
     for file in sorted(f for d in folders for f in (d / group).glob("*.yaml") if f.stem not in PARTS):
-        node: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-        for name in path:
-            node = node.get(name, _ABSENT) if isinstance(node, Mapping) else _ABSENT
-        if node is not _ABSENT:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if isinstance(tree, Mapping) and own in flatten(tree):
             options.append(f"{group}={file.stem}")
-    if not path or not options:
+    if not options:
         return None
     return f"{key} has no meaning with the {group} chosen here; it belongs to {', '.join(options)}"
 
