@@ -79,11 +79,9 @@ def _size(node: yaml.Node, known: dict[int, float]) -> float:
     if id(node) in known:
         return known[id(node)]
     known[id(node)] = float("inf")  # found again below if the node contains itself
-    parts: list[yaml.Node] = []
+    parts = node.value if isinstance(node, yaml.CollectionNode) else []
     if isinstance(node, yaml.MappingNode):
-        parts = [part for pair in node.value for part in pair]
-    elif isinstance(node, yaml.SequenceNode):
-        parts = node.value
+        parts = [part for pair in parts for part in pair]
     known[id(node)] = 1 + sum(_size(part, known) for part in parts)
     return known[id(node)]
 

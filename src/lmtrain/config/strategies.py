@@ -309,15 +309,10 @@ def _check_options(d: DeepSpeedConfig) -> None:
 def check_frozen_copy(t: TrainerConfig) -> None:
     """Raises UserError if the initial parameters can't be swapped in for the trained ones (reference=frozen_copy)."""
     zero = engine_config(t)["zero_optimization"] if t.strategy == "deepspeed" else {}
-    obstacles = []
-    if _device(zero, "offload_param") == "nvme":
-        obstacles.append("parameters that lie on NVMe")
-    if zero.get("zero_hpz_partition_size", 1) > 1:
-        obstacles.append("zero_hpz_partition_size, which keeps parameters twice")
-    if obstacles:
-        raise UserError(
-            f"objective.reference=frozen_copy does not go with {obstacles[0]}: set objective.reference=precomputed"
-        )
+    on_nvme = _device(zero, "offload_param") == "nvme"
+    if on_nvme or zero.get("zero_hpz_partition_size", 1) > 1:
+        what = "parameters that lie on NVMe" if on_nvme else "zero_hpz_partition_size, which keeps parameters twice"
+        raise UserError(f"objective.reference=frozen_copy does not go with {what}: set objective.reference=precomputed")
 
 
 def _device(zero: dict[str, Any], key: str) -> str | None:
