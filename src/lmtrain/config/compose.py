@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from hydra import compose as hydra_compose
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lmtrain import secrets
@@ -156,12 +156,10 @@ def _leave_to_replaced(composed: DictConfig, typed_words: list[str]) -> None:
         name = composed[group].get(which)
         if group not in typed or name not in own or (group != "objective" and "_target_" in composed[group]):
             continue
-        kept = {field.name for field in dataclasses.fields(own[name])}
-        of_others = {field.name for other in own.values() for field in dataclasses.fields(other)} - kept
-        gone = [str(key) for key in composed[group] if str(key) in of_others and f"{group}.{key}" not in typed]
-        with open_dict(composed):
-            for key in gone:
-                del composed[group][key]
+        takes = {field.name for field in dataclasses.fields(own[name])}
+        of_others = {field.name for other in own.values() for field in dataclasses.fields(other)} - takes
+        kept = [str(key) for key in composed[group] if str(key) not in of_others or f"{group}.{key}" in typed]
+        composed[group] = OmegaConf.masked_copy(composed[group], kept)
 
 
 def _complete_own_optimizer(composed: DictConfig) -> None:
