@@ -21,6 +21,12 @@ _SECTIONS = (
 _AMBIGUOUS = ("name", "num_samples", "rank", "start", "tokens", "adapter", "project")  # ambiguous within sections
 
 
+def _last_part(key: str) -> str:
+    """Returns a key's last part, in lower case and without dashes; '' if its sections are not among _SECTIONS."""
+    *sections, last = key.lower().replace("-", "_").split(".")
+    return last if all(part in _SECTIONS for part in sections) else ""
+
+
 def used_here(key: str, valid: Collection[str]) -> str | None:
     """Returns lmtrain's key, group or option for another project's name, ignoring case and dashes; None if unknown.
 
@@ -30,21 +36,18 @@ def used_here(key: str, valid: Collection[str]) -> str | None:
     key = key.lower().replace("-", "_")
     head, _, rest = key.partition(".")
     renamed = f"{NEIGHBOURS[head]}.{rest}" if rest and head in NEIGHBOURS else None
-    last = key.rpartition(".")[2]
     for word in (key, renamed):
         if word in NEIGHBOURS:
             return NEIGHBOURS[word]
     if renamed in valid:
         return renamed
-    inside = rest and all(part in _SECTIONS for part in key.split(".")[:-1]) and last not in _AMBIGUOUS
-    return NEIGHBOURS.get(last) if inside else None
+    last = _last_part(key)
+    return NEIGHBOURS.get(last) if rest and last not in _AMBIGUOUS else None
 
 
 def misspelt(key: str, valid: Collection[str]) -> str | None:
     """Returns another project's name that `key` nearly matches; None if one of lmtrain's keys is at least as close."""
-    *sections, last = key.lower().replace("-", "_").split(".")
-    if not all(part in _SECTIONS for part in sections):
-        return None
+    last = _last_part(key)
     ours = {v.rpartition(".")[2] for v in valid}
     theirs = [word for word in NEIGHBOURS if "." not in word and word not in (*ours, *_AMBIGUOUS)]
     near = difflib.get_close_matches(last, [*ours, *theirs], n=1, cutoff=0.8)
@@ -53,9 +56,7 @@ def misspelt(key: str, valid: Collection[str]) -> str | None:
 
 def absent(key: str) -> str | None:
     """Returns why lmtrain has no equivalent of another project's setting, or what replaces it; None if unknown."""
-    *sections, last = key.lower().replace("-", "_").split(".")
-    if not all(part in _SECTIONS for part in sections):
-        return None
+    last = _last_part(key)
     return WITHOUT.get(last, f"here it is {LIGHTNING[last]}" if last in LIGHTNING and last not in NEIGHBOURS else None)
 
 

@@ -1,7 +1,6 @@
 """Composes, checks, saves and loads the config. Imports neither torch nor lightning."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,14 @@ from typing import Any
 import yaml
 from hydra import compose as hydra_compose
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values
-from lmtrain.config.config_files import composed_files, folders_of, hydra_over
+from lmtrain.config.config_files import folders_of, hydra_over
 from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.override_text import to_hydra, typed_keys
@@ -41,9 +40,10 @@ def settled(
     folders, search = folders_of(config_dir, config_name)
     typed_words, overrides = overrides, effect.with_model_named(overrides, folders)
     is_named = overrides != typed_words
-    _check_model_name(
-        overrides, folders, lambda kept: compose(kept, config_dir, config_name, for_sweep=for_sweep).model
-    )
+    others = [o for o in overrides if not o.lstrip("+").startswith("model.name=")]
+    if others != overrides:
+        model = compose(others, config_dir, config_name, for_sweep=for_sweep).model
+        _check_model_name(typed_keys(overrides)["model.name"].strip("'\""), model, folders)
     if not for_sweep:
         explain.refuse_sweep_keys(overrides)
     effect.check_suffix(overrides)
@@ -62,11 +62,7 @@ def settled(
     if refused is not None:
         raise refused
     if config_dir is not None:
-        files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
-        try:
-            places.refuse(composed, overrides, files, config_dir)
-        except OmegaConfBaseException as error:
-            raise UserError(f"{_one_line(error)} (in the config)") from None
+        places.refuse(composed, overrides, config_dir, config_name)
     _leave_to_replaced(composed, typed_words)
     _refuse_gone(composed, overrides)
     _complete_own_optimizer(composed)
@@ -119,22 +115,15 @@ def _without_keys_of_reader(overrides: list[str], again: Callable[[list[str]], D
         return None
 
 
-def _check_model_name(
-    overrides: list[str], folders: list[Path], compose_model: Callable[[list[str]], DictConfig]
-) -> None:
-    """Raises UserError if model.name differs from the name of the chosen model, unless the model is a custom class.
+def _check_model_name(name: str, model: DictConfig, folders: list[Path]) -> None:
+    """Raises UserError if a typed model.name is not that of the chosen model, unless the model is a custom class.
 
     The name is only displayed, so setting it usually means that an option of `model` or a hub model was intended.
 
     Args:
+        model: the section `model` without the typed name.
         folders: the folders with config groups and their options.
-        compose_model: composes the section `model` for a list of overrides.
     """
-    typed = [o.partition("=")[2].strip("'\"") for o in overrides if o.lstrip("+").startswith("model.name=")]
-    if not typed:
-        return
-    name = typed[-1]
-    model = compose_model([o for o in overrides if not o.lstrip("+").startswith("model.name=")])
     if "_target_" in model or name == model.get("name"):
         return
     known = options_of("model", folders)
@@ -167,12 +156,10 @@ def _leave_to_replaced(composed: DictConfig, typed_words: list[str]) -> None:
         name = composed[group].get(which)
         if group not in typed or name not in own or (group != "objective" and "_target_" in composed[group]):
             continue
-        kept = {field.name for field in dataclasses.fields(own[name])}
-        of_others = {field.name for other in own.values() for field in dataclasses.fields(other)} - kept
-        gone = [str(key) for key in composed[group] if str(key) in of_others and f"{group}.{key}" not in typed]
-        with open_dict(composed):
-            for key in gone:
-                del composed[group][key]
+        takes = {field.name for field in dataclasses.fields(own[name])}
+        of_others = {field.name for other in own.values() for field in dataclasses.fields(other)} - takes
+        kept = [str(key) for key in composed[group] if str(key) not in of_others or f"{group}.{key}" in typed]
+        composed[group] = OmegaConf.masked_copy(composed[group], kept)
 
 
 def _complete_own_optimizer(composed: DictConfig) -> None:

@@ -15,6 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from lmtrain.config.defaults import conf_dir
+from lmtrain.config.keys import at
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.safe_yaml import check_folder
 from lmtrain.errors import UserError
@@ -83,15 +84,10 @@ def _value_in(file: ConfigFile, key: str) -> Any:
     if not way:
         return None
     try:
-        node = yaml.safe_load(file.path.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(file.path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    for name in way:
-        if isinstance(node, list) and name.isdigit() and int(name) < len(node):
-            node = node[int(name)]
-        else:
-            node = node.get(name) if isinstance(node, dict) else None
-    return node
+    return at(tree, way)
 
 
 @dataclass(frozen=True)

@@ -132,9 +132,6 @@ up_to_one = _number(lambda value: 0 <= value <= 1, "a share from 0 to 1")
 
 def representable(key: str, value: Any) -> None:
     """Raises UserError for values no key may have: infinite or NaN, integers beyond 64 bits, text with a NUL."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for one in inside:
-        representable(key, one)
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{key}={value}: a finite number is needed")
     if type(value) is int and not -(2**63) <= value < 2**63:

@@ -213,8 +213,9 @@ def inferred_source(overrides: Sequence[str], tree: DictConfig, folders: Sequenc
 
 
 EPOCHS = {"text": 15, "rows": 3}  # maximum over a user's file if no run length is typed; more epochs rarely help
-_LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.overfit_batches", "trainer.fast_dev_run", "experiment",
-            "debug", "data.streaming", "data.ring_bytes")  # fmt: skip
+# Keys that say, or may say, how long a run is.
+_LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.overfit_batches", "trainer.fast_dev_run", "experiment",
+            "debug", "data.streaming", "data.ring_bytes", "budget.tokens", "budget.flops"}  # fmt: skip
 
 
 def epochs_at_most(overrides: Sequence[str], option: str) -> list[str]:
@@ -226,14 +227,9 @@ def epochs_at_most(overrides: Sequence[str], option: str) -> list[str]:
         option: the option of `data` that reads the file.
     """
     typed = typed_keys(overrides)
-    if not _no_length_in(typed) or (option == "prompts_jsonl" and "budget.minutes" in typed):
+    if _LENGTHS & typed.keys() or (option == "prompts_jsonl" and "budget.minutes" in typed):
         return []
-    return [f"trainer.max_epochs={EPOCHS['text' if option in set(_READ_AS.values()) else 'rows']}"]
-
-
-def _no_length_in(typed: Mapping[str, str]) -> bool:
-    """Returns whether no typed key says, or may say, how long the run is."""
-    return not {*_LENGTHS, "budget.tokens", "budget.flops"} & typed.keys()
+    return [f"trainer.max_epochs={EPOCHS['text' if option in _READ_AS.values() else 'rows']}"]
 
 
 def option_holding(rows: str, folders: Sequence[Path]) -> str | None:
@@ -277,7 +273,8 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
         )
     t = config.trainer
     inferred = "data.path" in typed and not {"data", "data.source"} & typed.keys()
-    if inferred and _no_length_in(typed) and config.budget.chosen is None and t.max_epochs in EPOCHS.values():
+    no_length = not _LENGTHS & typed.keys() and config.budget.chosen is None
+    if inferred and no_length and t.max_epochs in EPOCHS.values():
         notes.append(
             f"no length was given: the run ends after {t.max_epochs} epochs, or trainer.max_steps={t.max_steps} where "
             f"that is earlier; trainer.max_epochs=... or trainer.max_steps=... changes it"
@@ -299,7 +296,7 @@ def check_suffix(overrides: Sequence[str]) -> None:
         return
     wrong = held == "text" if option in _RECORDS.values() else held != option
     if wrong:
-        kind = "plain text" if held == "text" else f"{suffix_of(path)[1:]}"
+        kind = "plain text" if held == "text" else suffix_of(path)[1:]
         instead = f"data={held}, or " if option not in _RECORDS.values() else ""
         raise UserError(
             f"data={option} data.path={path}: the file's name says {kind}; write {instead}data.format=... if it holds "

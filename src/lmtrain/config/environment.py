@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import Container, DictConfig, ListConfig, Node, OmegaConf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from lmtrain import secrets
 from lmtrain.config.defaults import conf_dir
-from lmtrain.config.interpolations import escaped
+from lmtrain.config.interpolations import escaped, interpolated
 from lmtrain.config.keys import flat
 from lmtrain.config.override_text import quoted
 from lmtrain.terminal import visible
@@ -67,7 +67,7 @@ def readings(tree: DictConfig) -> dict[str, Reading]:
     """
     found: dict[str, Reading] = {}
     with _recording() as names:
-        for key, node in _interpolations(tree):
+        for key, node in interpolated(tree):
             names.clear()
             value = None
             with contextlib.suppress(OmegaConfBaseException, ValueError):
@@ -91,16 +91,6 @@ def _recording() -> Iterator[list[str]]:
         yield names
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-
-
-def _interpolations(node: Any, key: str = "") -> Iterator[tuple[str, Node]]:
-    """Yields the dotted key and node of every interpolation `${...}` below `node`."""
-    if isinstance(node, Node) and node._is_interpolation():
-        yield key, node
-    elif isinstance(node, Container) and not node._is_missing() and not node._is_none():
-        names: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))  # type: ignore[arg-type]
-        for name in names:
-            yield from _interpolations(node._get_node(name), f"{key}.{name}" if key else str(name))
 
 
 def resolved(node: Node) -> Any:

@@ -49,19 +49,19 @@ def unknown_key(key: str, valid: Iterable[str], value: Any = None) -> str:
     word = misspelt(key, valid)
     if word is not None:
         return f"there is no key {key!r}; if {word} was meant: here it is {NEIGHBOURS[word]}"
+    if key.startswith(OPEN):
+        return f"there is no key {key!r} yet: write +{key}=... to add it"
     candidates = _nearest(key, valid)
     if candidates:
         return f"there is no key {key!r}; did you mean {' or '.join(candidates)}?"
     section = key.split(".")[0]
-    if any(key.startswith(f"{node}.") for node in OPEN):
-        return f"there is no key {key!r} yet: write +{key}=... to add it"
     siblings = [v for v in valid if v.startswith(f"{section}.") and v.count(".") == 1]
     if siblings:
         return f"there is no key {key!r}; keys under {section}: {', '.join(siblings)}"
     return f"there is no key {key!r}; --cfg prints every key with its default"
 
 
-OPEN = ("model.extra",)  # nodes to which a user may add any key
+OPEN = "model.extra."  # where a user may add any key
 
 
 def _nearest(key: str, valid: list[str]) -> list[str]:
@@ -71,8 +71,6 @@ def _nearest(key: str, valid: list[str]) -> list[str]:
     part; the most similar key; keys with the same last part; other similar keys.
     """
     parents = [key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1)]
-    if any(parent in OPEN for parent in parents):
-        return []
     choices = [v for v in valid if v not in parents]
     near = difflib.get_close_matches(key, choices, n=3, cutoff=0.7)
     last = {v: v.rsplit(".", 1)[-1] for v in choices}
@@ -86,15 +84,13 @@ def _nearest(key: str, valid: list[str]) -> list[str]:
 
 def other_variant(key: str, folders: Iterable[Path]) -> str | None:
     """Returns the message for a key of other options of its group (optimizer.momentum with adamw), or None."""
-    group, *path = key.split(".")
+    group, _, own = key.partition(".")
     options = []
     for file in sorted(f for d in folders for f in (d / group).glob("*.yaml") if f.stem not in PARTS):
-        node: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-        for name in path:
-            node = node.get(name, _ABSENT) if isinstance(node, Mapping) else _ABSENT
-        if node is not _ABSENT:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if isinstance(tree, Mapping) and own in flatten(tree):
             options.append(f"{group}={file.stem}")
-    if not path or not options:
+    if not options:
         return None
     return f"{key} has no meaning with the {group} chosen here; it belongs to {', '.join(options)}"
 
@@ -209,9 +205,8 @@ def refuse_sweep_keys(overrides: list[str]) -> None:
     """Raises UserError for hydra.* and sweep.* in a single run, which would silently ignore them."""
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
-        if key.startswith(("hydra.", "hydra/", "sweep.")) or (key == "sweep" and "=" in override):
-            if key == "hydra.searchpath":
-                continue
+        of_sweeps = key.startswith(("hydra.", "hydra/", "sweep.")) or (key == "sweep" and "=" in override)
+        if of_sweeps and key != "hydra.searchpath":
             here = f"; here it is {NEIGHBOURS[key]}" if key in NEIGHBOURS else " (a sweep, -m, reads it)"
             raise UserError(f"{key} has no effect on a single run{here}")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from lmtrain.config import environment
 from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION
-from lmtrain.config.keys import flat, keys_in, keys_of, unread, value_of, values
+from lmtrain.config.keys import annotations_of, flat, keys_in, keys_of, unread, value_of, values
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, did_you_mean
 from lmtrain.secrets import same
@@ -86,7 +86,7 @@ def _content(
 ) -> list[Difference]:
     """Returns the difference of one content entry; empty if the differing `keys` already explain it."""
     if name == "model":
-        if any(change.name.startswith("model.") or _shapes(change.name, config) is MODEL for change in keys):
+        if any(change.name.startswith("model.") or MODEL in annotations_of(change.name, config) for change in keys):
             return []
         if isinstance(then, dict):  # the architecture: report only the fields that differ
             fields = [k for k in {**then, **now} if then.get(k) != now.get(k)]
@@ -99,10 +99,6 @@ def _content(
     return [Difference(name, then, now, {k: pair for k, pair in pairs.items() if not same(*pair)})]
 
 
-def _shapes(name: str, config: Config) -> Any:
-    return next((key.shapes for key in keys_in(config) if key.name == name), None)
-
-
 def not_compared(theirs: dict[str, Any], ours: Fingerprint, config: Config) -> list[str]:
     """Returns the keys of `ours` that are set and read but have no recorded value in the checkpoint."""
     known = theirs if "keys" in theirs else of_earlier_version(theirs)
@@ -112,7 +108,7 @@ def not_compared(theirs: dict[str, Any], ours: Fingerprint, config: Config) -> l
         for name, value in ours["keys"].items()
         if name not in known["keys"]
         and value is not None
-        and not (_shapes(name, config) is MODEL and name.split(".")[0] in told)
+        and not (MODEL in annotations_of(name, config) and name.split(".")[0] in told)
         and unread(name, config) is None  # an unread key has no effect
         and not name.endswith("._target_")  # checkpoints without it identify the class by the section's `name`
     ]

@@ -33,7 +33,7 @@ def candidates(line: str, verbs: Iterable[str], flags: Iterable[str]) -> list[st
     """
     words = line.split()
     word = "" if line.endswith(" ") or not words else words.pop()
-    if Path(words[0]).name.startswith("python") if words else False:
+    if words and Path(words[0]).name.startswith("python"):
         if words[1:] == ["-m"]:
             return [name for name in (f"lmtrain.{verb}" for verb in verbs) if name.startswith(word)]
         words = words[2:]  # lmtrain.VERB is treated as `lmtrain VERB`
@@ -41,9 +41,8 @@ def candidates(line: str, verbs: Iterable[str], flags: Iterable[str]) -> list[st
     if len(words) < 2:
         return [verb for verb in verbs if verb.startswith(word)]
     if words[-1] in _TAKES_A_VALUE:
-        return [
-            name.removeprefix("./") for name in CompletionPlugin.complete_files(word if "/" in word else f"./{word}")
-        ]
+        files = CompletionPlugin.complete_files(word if "/" in word else f"./{word}")
+        return [name.removeprefix("./") for name in files]
     if word.startswith("-"):
         return [flag for flag in flags if flag.startswith(word)]
     return _of_hydra(words[2:], word)

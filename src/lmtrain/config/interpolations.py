@@ -1,14 +1,15 @@
 """Interpolations `${...}` in configs: resolved exactly once, with few allowed resolvers. Imports no torch."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, Node, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse
 
 from lmtrain.errors import UserError
+from lmtrain.secrets import shown_in
 
 # Resolvers that parse text into config (oc.create, oc.decode) are not allowed: a config must be readable as written.
 RESOLVERS = ("oc.env", "oc.select", "oc.dict.keys", "oc.dict.values", "now", "power_law")
@@ -41,9 +42,8 @@ def resolved(tree: DictConfig) -> dict[str, Any]:
         UserError: an interpolation can't be parsed or resolved, or uses another resolver; the message names the key.
     """
     try:
-        plain = OmegaConf.to_container(tree, resolve=False)
-        for key, text in _texts(plain, ""):
-            _check(key, text)
+        for _, node in interpolated(tree):
+            _check(node._get_full_key(None), str(node._value()))
         found = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         at = getattr(error, "full_key", None)
@@ -57,24 +57,17 @@ def resolved(tree: DictConfig) -> dict[str, Any]:
 
 def escaped(value: Any) -> Any:
     """Returns a copy of plain values in which each `${` is escaped, so that resolving it gives the values back."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
-    if isinstance(value, Mapping):
-        return {key: escaped(inner) for key, inner in value.items()}
-    return [escaped(inner) for inner in value] if isinstance(value, list | tuple) else value
+    return shown_in(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yields the key and text of every text that contains `${`."""
-    if isinstance(value, str):
-        if "${" in value:
-            yield key, value
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _texts(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from _texts(inner, f"{key}[{number}]")
+def interpolated(node: Any, key: str = "") -> Iterator[tuple[str, Node]]:
+    """Yields the dotted key and node of every text below `node` that contains `${`."""
+    if isinstance(node, Node) and node._is_interpolation():
+        yield key, node
+    elif isinstance(node, Container) and not node._is_missing() and not node._is_none():
+        names: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))  # type: ignore[arg-type]
+        for name in names:
+            yield from interpolated(node._get_node(name), f"{key}.{name}" if key else str(name))
 
 
 def _check(key: str, text: str) -> None:

@@ -6,7 +6,7 @@ checkpoint, the hash key of a precomputed reference.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -96,6 +96,16 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield from flat(inner, f"{key}.{name}" if key else str(name))
 
 
+def at(tree: Any, path: Iterable[str]) -> Any:
+    """Returns the value at a path in plain containers (list indices are numbers), or None if there is none."""
+    for name in path:
+        if isinstance(tree, list):
+            tree = tree[int(name)] if name.isdigit() and int(name) < len(tree) else None
+        else:
+            tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
 def value_of(config: Any, name: str) -> Any:
     """Returns the value of a dotted key."""
     return functools.reduce(getattr, name.split("."), config)
@@ -119,7 +129,8 @@ def check_constraints(config: Any) -> None:
         value = value_of(config, key.name)
         for constraint in key.constraints:
             constraint(key.name, value)
-        representable(key.name, value)
+        for _, inner in flat(value):
+            representable(key.name, inner)
 
 
 def freeze(config: Any) -> None:

@@ -28,12 +28,12 @@ def to_hydra(override: str) -> str:
     if found is None or not value:
         return override
     type_ = str(found.type)
-    if found.name in _PROSE and key == found.name and value[0] not in "'\"" and not _is_one_word(value):
+    if found.name in _PROSE and key == found.name and value[0] not in "'\"" and not _ONE_WORD.fullmatch(value):
         return as_typed(key, value)
     if type_.startswith("dict[") and "." in found.name:
         override = re.sub(r'([{,]\s*)(["\'])([^"\']*)\2(\s*:)', r"\1\3\4", override)  # Hydra's keys have no quotes
         return f"++{override}" if key == found.name or "dict[str, str]" in type_ else override
-    if key == found.name and found.type is not str and "bool" in type_ and value.lower() in _BOOLEANS:
+    if key == found.name and "bool" in type_ and value.lower() in _BOOLEANS:
         return f"{key}={_BOOLEANS[value.lower()]}"
     if key != found.name or _parses(override):
         return override
@@ -44,10 +44,7 @@ def to_hydra(override: str) -> str:
 
 
 _PROSE = ("generate.prompt", "generate.system_prompt", "data.system_prompt")  # text whose commas are not a sweep
-
-
-def _is_one_word(text: str) -> bool:
-    return re.fullmatch(r"[\w.-]*|\$\{.*\}", text, re.ASCII) is not None
+_ONE_WORD = re.compile(r"[\w.-]*|\$\{.*\}", re.ASCII)
 
 
 def as_typed(key: str, text: str) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lmtrain.config.config_files import ConfigFile, file_of
+from lmtrain.config.config_files import composed_files, file_of
 from lmtrain.config.environment import is_trusted, readings, refusal, resolved
+from lmtrain.config.keys import flat
 from lmtrain.config.override_text import leaves
 from lmtrain.errors import UserError
 
@@ -29,20 +30,18 @@ _OUTSIDE = re.compile(r"^([/~]|file:)|(^|/)\.\.(/|$)")
 Asked = tuple[str, Any, str, Any]  # key, value, and the key it comes from with its unresolved value
 
 
-def refuse(
-    tree: DictConfig, overrides: Sequence[str], composed: Callable[[], Sequence[ConfigFile]], config_dir: str
-) -> None:
+def refuse(tree: DictConfig, overrides: Sequence[str], config_dir: str, config_name: str) -> None:
     """Raises UserError if an untrusted file of `config_dir` sets what only the user may set; see `_reserved`.
 
     Args:
         tree: the config composed of the files and the overrides.
-        composed: returns the files, in order of increasing precedence.
     """
     typed = leaves(overrides)
+    files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
     for key, written, message in _reserved(tree, Path(config_dir)):
         if typed.get(key, ...) == written:
             continue
-        file = file_of(key, written, composed())
+        file = file_of(key, written, files())
         if file is None or not is_trusted(file):
             raise UserError(message(str(file or config_dir)))
 
@@ -81,8 +80,8 @@ def refuse_space(words: Sequence[str], file: Path) -> None:
 def addresses(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields the key and value of each URL in a checked section `data`."""
     for key in _DATA:
-        for inner, value, *_ in _walk(key, None, data.get(key.removeprefix("data.")), ("", None)):
-            if "://" in value:
+        for inner, value in flat(data.get(key.removeprefix("data.")), key):
+            if isinstance(value, str) and "://" in value:
                 yield inner, value
 
 

@@ -57,7 +57,7 @@ def check_words(overrides: list[str]) -> None:
 
 def check_search_path(found: Any, where: str) -> None:
     """Raises UserError for an entry of a search path that is a URL other than file://."""
-    for entry in found if OmegaConf.is_list(found) or isinstance(found, list) else [found] if found else []:
+    for entry in found if OmegaConf.is_list(found) or isinstance(found, list) else [found]:
         if "://" in str(entry) and not str(entry).startswith("file://"):
             raise UserError(f"{where} has {entry}, which Hydra would import: name a folder, file:///path/to/configs")
 
@@ -79,11 +79,9 @@ def _size(node: yaml.Node, known: dict[int, float]) -> float:
     if id(node) in known:
         return known[id(node)]
     known[id(node)] = float("inf")  # found again below if the node contains itself
-    parts: list[yaml.Node] = []
+    parts = node.value if isinstance(node, yaml.CollectionNode) else []
     if isinstance(node, yaml.MappingNode):
-        parts = [part for pair in node.value for part in pair]
-    elif isinstance(node, yaml.SequenceNode):
-        parts = node.value
+        parts = [part for pair in parts for part in pair]
     known[id(node)] = 1 + sum(_size(part, known) for part in parts)
     return known[id(node)]
 

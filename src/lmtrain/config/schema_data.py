@@ -24,6 +24,7 @@ from lmtrain.config.constraints import (
     up_to_one,
 )
 
+PROMPT_ROWS = "lmtrain.data.examples.prompt_rows.PromptRowEncoder"  # the path of a class that imports torch
 ANSWERS = ("assistant", "last_assistant", "completion")  # values of data.train_on that leave the prompt out
 
 
@@ -101,7 +102,7 @@ _OF_CONVERSATIONS = ReadWhere(
     "only the answers of conversations are built by it; leave it out",
 )
 _TRAINED_ON = ReadWhere(
-    lambda c: not c.data.rows.endswith(".PromptRowEncoder"),
+    lambda c: c.data.rows != PROMPT_ROWS,
     "prompts are not trained on; data.max_prompt_length limits their tokens",
 )
 _PACKED = ReadWhere(_has_formats, "rows of this kind are never packed")

@@ -37,11 +37,8 @@ def classes(tree: DictConfig) -> dict[str, type[Any]]:
         UserError: a `_target_` is not allowed, can't be imported, or is not of the kind that its section needs.
     """
     choose = {"objective": _objective, "model": _model, "optimizer": _optimizer, "schedule": _schedule}
-    present = {name: tree.get(name) for name in choose}
-    return {
-        name: choose[name](section, _allowed(tree)) for name, section in present.items()
-        if isinstance(section, DictConfig)
-    }  # fmt: skip
+    allowed = _allowed(tree)
+    return {name: of(tree[name], allowed) for name, of in choose.items() if isinstance(tree.get(name), DictConfig)}
 
 
 @functools.lru_cache(64)
@@ -103,7 +100,7 @@ def _objective(section: DictConfig, allow_target: list[str]) -> type[ObjectiveCo
             f"objective={name}, or objective=custom objective._target_={target}"
         )
     own = next((options for path, options in OBJECTIVES.values() if path == target), None)
-    return own or options_beside(str(target), "objective", ObjectiveConfig, allow_target)
+    return own or options_beside(target, "objective", ObjectiveConfig, allow_target)
 
 
 def _model(section: DictConfig, allow_target: list[str]) -> type[ModelConfig]:
@@ -118,9 +115,7 @@ def _model(section: DictConfig, allow_target: list[str]) -> type[ModelConfig]:
             f"model.init={init}: a class that model._target_ names starts from scratch; to train its export on: "
             f"model=pretrained model.name_or_path=<the export> model.trust_remote_code=true"
         )
-    known = {field.name for field in dataclasses.fields(CustomModelConfig)}
-    arguments = [str(name) for name in section if name not in known]
-    types = model_arguments(str(section["_target_"]), arguments, allow_target)
+    types = model_arguments(str(section["_target_"]), _own_arguments(section, CustomModelConfig), allow_target)
     declared = [(name, Annotated[type_, MODEL]) for name, type_ in types.items()]
     return dataclasses.make_dataclass("CustomModel", declared, bases=(CustomModelConfig,), kw_only=True)
 
@@ -131,8 +126,7 @@ def _optimizer(section: DictConfig, allow_target: list[str]) -> type[OptimizerCo
         return _named("optimizer", section, OPTIMIZERS)
     _check_given("optimizer", section)
     check_allowed("optimizer", section["_target_"], allow_target)
-    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
-    arguments = [str(name) for name in section if name not in known]
+    arguments = _own_arguments(section, OptimizerConfig)
     wrong = [name for name in arguments if not name.isidentifier()]
     if wrong:
         raise UserError(f"optimizer.{wrong[0]}: no argument of a class can have this name")
@@ -152,6 +146,12 @@ def _check_given(name: str, section: DictConfig) -> None:
         raise UserError(f"{name}._target_ has no value: set {name}._target_=<package.module.Class>")
 
 
+def _own_arguments(section: DictConfig, base: type[Any]) -> list[str]:
+    """Returns the keys of a section with a `_target_` that are no keys of `base`: arguments of the class itself."""
+    known = {field.name for field in dataclasses.fields(base)}
+    return [str(name) for name in section if name not in known]
+
+
 def _named(group: str, section: DictConfig, own: dict[str, type[T]]) -> type[T]:
     """Returns the dataclass for the section's `name`.
 
@@ -168,10 +168,10 @@ def _named(group: str, section: DictConfig, own: dict[str, type[T]]) -> type[T]:
         having = [f"{group}={other}" for other, options in own.items() if key in takes[options]]
         if having and key not in takes[own[name]]:
             raise UserError(f"{group}.{key} has no meaning with {group}={name}; it belongs to {', '.join(having)}")
-    needed = [f.name for f in dataclasses.fields(own[name]) if f.default is dataclasses.MISSING]  # type: ignore[arg-type]
-    for key in needed:
-        if key not in section:
-            raise UserError(f"{group}.name={name} needs {group}.{key}: choose {group}={name}, or set {group}.{key}=...")
+    for field in dataclasses.fields(own[name]):  # type: ignore[arg-type]
+        if field.default is dataclasses.MISSING and field.name not in section:
+            key = f"{group}.{field.name}"
+            raise UserError(f"{group}.name={name} needs {key}: choose {group}={name}, or set {key}=...")
     return own[name]
 
 
@@ -243,11 +243,6 @@ def model_class(target: str, allow_target: Sequence[str]) -> "type[PreTrainedMod
     return cls
 
 
-def model_config_class(target: str, allow_target: Sequence[str]) -> "type[PretrainedConfig]":
-    """Returns the config class of the model class that `target` names; raises UserError as `model_class`."""
-    return model_class(target, allow_target).config_class
-
-
 def fields_of(config: "type[PretrainedConfig]") -> set[str]:
     """Returns the names of a config class's fields, including the aliases in its attribute_map."""
     return {*inspect.signature(config).parameters, *config.attribute_map}
@@ -261,7 +256,7 @@ def model_arguments(target: str, names: Sequence[str], allow_target: Sequence[st
     """
     from transformers import PretrainedConfig
 
-    config = model_config_class(target, allow_target)
+    config = model_class(target, allow_target).config_class
     general, takes = inspect.signature(PretrainedConfig).parameters, inspect.signature(config).parameters
     fields = [name for name in takes if name not in (*general, *SET_BY_LMTRAIN, "kwargs")]
     for name in names:

@@ -6,10 +6,11 @@ DeepSpeed's config is built from the options in trainer.deepspeed or read from a
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lmtrain.config.override_text import leaves_of
 from lmtrain.config.schema import FP8, Config, DeepSpeedConfig, TrainerConfig
 from lmtrain.errors import UserError
 
@@ -245,12 +246,12 @@ def overruled(c: Config) -> list[str]:
     if t.strategy != "deepspeed" or t.deepspeed.config is None:
         return []
     kinds = {"fp16": ("16-mixed", "16-true"), "bf16": ("bf16-mixed", "bf16-true")}
-    agreed = {"train_batch_size": c.data.global_batch_size, "gradient_clipping": t.gradient_clip_val or 0.0,
-              "train_micro_batch_size_per_gpu": c.data.micro_batch_size}  # fmt: skip
+    sizes = {"train_batch_size": c.data.global_batch_size, "train_micro_batch_size_per_gpu": c.data.micro_batch_size}
+    agreed = _ours(t) | sizes
     found = []
     for name, value in _read(t.deepspeed.config).items():
         off = isinstance(value, dict) and value.get("enabled") is False
-        same = value in ("auto", agreed.get(name, _ours(t).get(name))) or t.precision in kinds.get(name, ())
+        same = value in ("auto", agreed.get(name)) or t.precision in kinds.get(name, ())
         if name in OVERRULED and not same and not off:
             found.append(f"{name} ({OVERRULED[name]} holds)")
     return found
@@ -280,9 +281,8 @@ def adopt_file(t: TrainerConfig) -> None:
         d.config = str(Path(d.config).expanduser().absolute())
         zero = engine_config(t)["zero_optimization"]
         d.stage = zero["stage"]
-        d.offload_optimizer, d.offload_parameters = (
-            _device(zero, key) for key in ("offload_optimizer", "offload_param")
-        )
+        d.offload_optimizer = _device(zero, "offload_optimizer")
+        d.offload_parameters = _device(zero, "offload_param")
         paths = [
             zero[key].get("nvme_path") for key in zero if key.startswith("offload_") and _device(zero, key) == "nvme"
         ]
@@ -309,15 +309,10 @@ def _check_options(d: DeepSpeedConfig) -> None:
 def check_frozen_copy(t: TrainerConfig) -> None:
     """Raises UserError if the initial parameters can't be swapped in for the trained ones (reference=frozen_copy)."""
     zero = engine_config(t)["zero_optimization"] if t.strategy == "deepspeed" else {}
-    obstacles = []
-    if _device(zero, "offload_param") == "nvme":
-        obstacles.append("parameters that lie on NVMe")
-    if zero.get("zero_hpz_partition_size", 1) > 1:
-        obstacles.append("zero_hpz_partition_size, which keeps parameters twice")
-    if obstacles:
-        raise UserError(
-            f"objective.reference=frozen_copy does not go with {obstacles[0]}: set objective.reference=precomputed"
-        )
+    on_nvme = _device(zero, "offload_param") == "nvme"
+    if on_nvme or zero.get("zero_hpz_partition_size", 1) > 1:
+        what = "parameters that lie on NVMe" if on_nvme else "zero_hpz_partition_size, which keeps parameters twice"
+        raise UserError(f"objective.reference=frozen_copy does not go with {what}: set objective.reference=precomputed")
 
 
 def _device(zero: dict[str, Any], key: str) -> str | None:
@@ -333,19 +328,11 @@ def _read(path: str) -> dict[str, Any]:
         raise UserError(f"{key} can't be read: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{key} holds no JSON object")
-    auto = next(_autos({name: value for name, value in config.items() if name not in OVERRULED}), None)
+    read = {name: value for name, value in config.items() if name not in OVERRULED}
+    auto = next((name for name, value in leaves_of(read) if value == "auto"), None)  # transformers' Trainer fills it in
     if auto is not None:
         raise UserError(f'{key}: {auto} is "auto", which DeepSpeed does not know: give a value or take it out')
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
         raise UserError(f"{key}: zero_optimization.stage has to be 1, 2 or 3; without ZeRO set trainer.strategy=ddp")
     return config
-
-
-def _autos(value: Any, name: str = "") -> Iterator[str]:
-    """Yields the dotted names of "auto" values, which only transformers' Trainer fills in."""
-    if value == "auto":
-        yield name
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _autos(inner, f"{name}.{key}".lstrip("."))

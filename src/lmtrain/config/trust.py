@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config import interpolations, safe_yaml
-from lmtrain.config.keys import value_of
+from lmtrain.config.keys import at, value_of
 from lmtrain.config.override_text import bare_or_quoted, written
 from lmtrain.errors import UserError
 
@@ -35,8 +35,7 @@ def as_word(grants: Grants) -> str:
 
 def of_words(words: Sequence[str]) -> Grants:
     """Decodes the argument made by `as_word`; no grants if there are no arguments."""
-    found: Grants = json.loads(words[0]) if words else {}
-    return found
+    return json.loads(words[0]) if words else {}
 
 
 def refuse_unasked(tree: DictConfig, grants: Grants, where: str) -> None:
@@ -60,7 +59,7 @@ def refuse_unasked(tree: DictConfig, grants: Grants, where: str) -> None:
             f"{' '.join(words)}, or --trust FILE with that yaml file"
         )
     for key, value in asked.items():
-        if OmegaConf.select(tree, key) is not None:
+        if value is not None:
             OmegaConf.update(tree, key, interpolations.escaped(value), merge=False)
 
 
@@ -97,13 +96,8 @@ def _opened_by(path: Path) -> dict[str, Any]:
         tree = safe_yaml.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--trust {path} can't be read: {error}") from None
-    found = {}
-    for key in CLOSED:
-        section, _, name = key.partition(".")
-        node = tree.get(section) if isinstance(tree, dict) else None
-        if isinstance(node, dict) and node.get(name):
-            found[key] = node[name]
-    return found
+    values = {key: at(tree, key.split(".")) for key in CLOSED}
+    return {key: value for key, value in values.items() if value}
 
 
 def key_in(word: str) -> str | None:

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lmtrain.config.checks import check_pretrained_name
 from lmtrain.config.options import CustomModelConfig, LoadedModelConfig, ScratchModelConfig
 from lmtrain.config.schema import ModelConfig
-from lmtrain.config.sections import fields_of, model_class, model_config_class
+from lmtrain.config.sections import fields_of, model_class
 from lmtrain.config.targets import building
 from lmtrain.data import hub
 from lmtrain.errors import UserError, did_you_mean
@@ -161,7 +161,7 @@ def _custom_config(cfg: CustomModelConfig, fields: dict[str, Any], allow_target:
         UserError: see `model_class`; the config class raises an error, or `cfg` sets max_position_embeddings and the
             class has no such field.
     """
-    config_class = model_config_class(cfg._target_, allow_target)
+    config_class = model_class(cfg._target_, allow_target).config_class
     positions = cfg.max_position_embeddings
     if positions is not None and "max_position_embeddings" not in fields_of(config_class):
         raise UserError(

@@ -15,6 +15,7 @@ from lmtrain.config.constraints import (
     up_to_one,
 )
 from lmtrain.config.schema import Config, ObjectiveConfig
+from lmtrain.config.schema_data import PROMPT_ROWS
 from lmtrain.config.strategies import refuse_split_layers
 from lmtrain.errors import UserError
 from lmtrain.losses.policy import KL_ESTIMATORS, VARIANTS
@@ -96,7 +97,7 @@ _WITH_KL = ReadWhere(lambda c: c.objective.kl_coef > 0, "set objective.kl_coef=0
 
 @dataclass(kw_only=True)
 class GRPOOptions(ObjectiveConfig):
-    rows: ClassVar[str] = "lmtrain.data.examples.prompt_rows.PromptRowEncoder"
+    rows: ClassVar[str] = PROMPT_ROWS
 
     loss: Annotated[str, TRAJECTORY, choice(*VARIANTS)]
     group_size: Annotated[int, TRAJECTORY, at_least(1)]
