@@ -248,3 +248,11 @@ def test_files_of_a_folder_that_are_not_read_are_counted_and_named(tmp_path, dat
     (folder / "b.csv").write_text("text\nb\n")
     with pytest.raises(UserError, match=r"holds csv and jsonl files: choose with data\.format"):
         read(cfg)
+
+
+@pytest.mark.parametrize("document_start", [None, "a"])
+def test_half_a_surrogate_pair(document_start, tmp_path, data_config):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "a.jsonl").open("a").write('{"text": "a\\ud83d"}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: the text holds half a surrogate pair"):
+        read(data_config("jsonl", path=str(tmp_path / "a.jsonl"), document_start=document_start))

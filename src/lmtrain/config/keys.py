@@ -97,12 +97,12 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def at(tree: Any, path: Iterable[str]) -> Any:
-    """Returns the value at a path in plain containers (list indices are numbers), or None if there is none."""
+    """Returns the value at a path in plain containers, or None; list indices and YAML's keys may be numbers."""
     for name in path:
         if isinstance(tree, list):
             tree = tree[int(name)] if name.isdigit() and int(name) < len(tree) else None
         else:
-            tree = tree.get(name) if isinstance(tree, dict) else None
+            tree = next((v for k, v in tree.items() if str(k) == name), None) if isinstance(tree, dict) else None
     return tree
 
 

@@ -286,7 +286,7 @@ def adopt_file(t: TrainerConfig) -> None:
         paths = [
             zero[key].get("nvme_path") for key in zero if key.startswith("offload_") and _device(zero, key) == "nvme"
         ]
-        d.nvme_path = str(next(iter(paths), d.nvme_path))
+        d.nvme_path = str(next(filter(None, paths), d.nvme_path))
         _check_options(d)
     if "nvme" in (d.offload_optimizer, d.offload_parameters) and not os.access(d.nvme_path, os.W_OK | os.X_OK):
         raise UserError(
