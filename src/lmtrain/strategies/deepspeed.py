@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
@@ -68,12 +67,9 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         if self.stage < 3:
             spread(objective.modules(), self.root_device)
             return
-        self._connect()
+        connect(process_group_backend(self), self.root_device)
         model = objective.model
         partition(model, decoder_blocks(model.model), self.root_device, self.config)
-
-    def _connect(self) -> None:
-        connect(process_group_backend(self), self.root_device)
 
     def model_to_device(self) -> None:
         """Only records the device in the module; `place` has moved the parameters."""
@@ -84,25 +80,25 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         super().setup(trainer)
         import deepspeed
 
-        self._connect()
+        connect(process_group_backend(self), self.root_device)
         module: Any = self.lightning_module
+        model = module.model
         (optimizer,) = self.optimizers
         # Kept, because ZeRO replaces the optimizer's parameters by flat partitions.
         self.trained = [p for group in optimizer.param_groups for p in group["params"]]
         self.groups = optimizer.state_dict()["param_groups"]
         if self.stage == 3:
-            for parameter in module.model.model.get_output_embeddings().parameters():
+            for parameter in model.model.get_output_embeddings().parameters():
                 # The loss reads it outside the module that owns it.
-                deepspeed.zero.register_external_parameter(module.model, parameter)
+                deepspeed.zero.register_external_parameter(model, parameter)
         self.engine, *_ = deepspeed.initialize(
-            model=module.model,
+            model=model,
             optimizer=optimizer,
             model_parameters=self.trained,
             config=self.config,
             dist_init_required=False,
         )
         world.equal_patience()
-        model = module.model
         module.call_model = self._through_engine(model, model.forward)
         model.log_probs = self._through_engine(model, model.log_probs)
         if self.stage == 3:
@@ -161,8 +157,6 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         """Returns the state dict that torch's optimizer would have on one device, on rank 0; {} on other ranks."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         flat: dict[str, Any] = next(iter(optimizer.state.values()), {})
         self._link_states()
         state: dict[int, dict[str, Any]] = {}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from torch import nn
@@ -108,8 +107,6 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
         return self._gathered(without_frozen(module, dict(module.state_dict(keep_vars=True))))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         return self._gathered(optimizer.state_dict())
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -193,5 +190,4 @@ class TensorParallelStrategy(FSDPStrategy):
             return self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"], every
         shape = (self.num_nodes, self.num_processes // self.tensor_parallel_size, self.tensor_parallel_size)
         mesh = init_device_mesh(device, shape, mesh_dim_names=("nodes", "groups", "tensor"))
-        every = init_device_mesh(device, (self.num_nodes, self.num_processes), mesh_dim_names=("nodes", "devices"))
-        return mesh["nodes", "groups"], mesh["tensor"], every
+        return mesh["nodes", "groups"], mesh["tensor"], self._mesh()
