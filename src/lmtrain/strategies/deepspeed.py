@@ -9,7 +9,6 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lmtrain.adapters.trainable import without_frozen
-from lmtrain.checkpoints import store
 from lmtrain.config.schema import TrainerConfig
 from lmtrain.config.strategies import engine_config
 from lmtrain.distributed import process_group as world
@@ -25,13 +23,13 @@ from lmtrain.distributed.dtensor import full_shape
 from lmtrain.errors import UserError, needing
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.strategies.lightning_private import process_group_backend, say_moved
-from lmtrain.strategies.placement import Placement
+from lmtrain.strategies.placement import MapsCheckpoints, Placement
 from lmtrain.strategies.sharding import RELEASE, outside, spread
 
 ON_CPU = "LMTRAIN_DEEPSPEED_ON_CPU"  # environment variable of tests: DeepSpeed runs on a CPU, slowly
 
 
-class DeepSpeedStrategy(Placement, DDPStrategy):
+class DeepSpeedStrategy(Placement, MapsCheckpoints, DDPStrategy):
     """A strategy that takes ranks, process group and data from DDP, and handles parameters with DeepSpeed's engine."""
 
     steps_itself = True
@@ -170,9 +168,6 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
             for group, kept in zip(optimizer.param_groups, self.groups, strict=True)
         ]
         return {"state": state, "param_groups": groups} if self.is_global_zero else {}
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return store.load(Path(checkpoint_path), mmap=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         from deepspeed import zero

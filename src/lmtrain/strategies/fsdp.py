@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lmtrain.adapters.trainable import without_frozen
 from lmtrain.checkpoints import sharded as sharded_checkpoint
-from lmtrain.checkpoints import store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.schema import FsdpConfig, TrainerConfig
 from lmtrain.config.strategies import context_parallel, outside_fp8, tensor_parallel
@@ -30,7 +29,7 @@ from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.context import Context
 from lmtrain.models.split import TokenShares
 from lmtrain.strategies import sharding
-from lmtrain.strategies.placement import HoldsModel, Placement
+from lmtrain.strategies.placement import HoldsModel, MapsCheckpoints, Placement
 
 # Bytes of trained weights. With AdamW's moments, rank 0 alone would gather, hold and write three times as many.
 _TOGETHER_ABOVE = 4 * 2**30
@@ -43,7 +42,7 @@ def writes_together(options: FsdpConfig, module: nn.Module) -> bool:
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) > _TOGETHER_ABOVE
 
 
-class FSDPStrategy(Placement, ModelParallelStrategy):
+class FSDPStrategy(Placement, MapsCheckpoints, ModelParallelStrategy):
     """Fully sharded data parallelism: parameters, gradients and optimizer state are sharded over all ranks.
 
     Each rank reads different rows. With context parallelism, each group r // context_parallel_size does, and the ranks
@@ -123,9 +122,6 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
             io.save_together(lambda take: sharded_checkpoint.prepare(checkpoint, Path(filepath), take))
         else:
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return store.load(Path(checkpoint_path), mmap=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module

@@ -3,6 +3,7 @@
 An objective calls `placement_of(trainer)` and never checks which strategy it runs under.
 """
 
+from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lmtrain.adapters.quantized import is_quantized
+from lmtrain.checkpoints import store
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.strategies.sharding import spread
 
@@ -19,6 +21,13 @@ class HoldsModel(Protocol):
 
     model: LanguageModel
     call_model: Any  # the model's forward, which an engine may wrap
+
+
+class MapsCheckpoints:
+    """A mixin of strategies with several ranks, which load checkpoints memory-mapped: a node's ranks share one copy."""
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return store.load(Path(checkpoint_path), mmap=True)
 
 
 class Placement:
