@@ -64,7 +64,7 @@ def build(config: Config) -> "PythonRun":
         split_over(config, 1)
         return PythonRun(Session(config, folder))
     except BaseException:
-        folder.discard_if_unused(folder.existed)
+        folder.discard_if_unused()
         raise
 
 

@@ -46,20 +46,17 @@ class RunDir:
         self.export_merged = path / "export_merged"  # adapter and base merged into one model; `export` has the adapter
         self.existed: Path | None = None  # set by `open_run` if no run is there: the part of the path that was there
 
-    def discard_if_unused(self, existed: Path | None) -> None:
-        """Removes a new run folder in which no training started, so that a rejected config leaves nothing behind.
-
-        `existed` is the part of the path that existed before, which is kept; None: the folder is not new.
-        """
-        if existed is None or self.metrics.exists() or self.summary.exists() or checkpoint_names(self.checkpoints):
+    def discard_if_unused(self) -> None:
+        """Removes a new run folder in which no training started, so that a rejected config leaves nothing behind."""
+        if self.existed is None or self.metrics.exists() or self.summary.exists():
             return
-        if self.path.is_dir() and run_lock.taken(self.path):
+        if checkpoint_names(self.checkpoints) or run_lock.taken(self.path):
             return
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         with contextlib.suppress(OSError):  # not empty: another run has started beside it
             for folder in (self.path, *self.path.parents):
-                if folder == existed:
+                if folder == self.existed:
                     break
                 folder.rmdir()
 
