@@ -22,7 +22,6 @@ from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8, overruled
 from lmtrain.data.loaders import rows_of_step, seen_rows
-from lmtrain.data.order import Rows
 from lmtrain.data.text import repeats
 from lmtrain.data.text.windows import Windows
 from lmtrain.data.val_sets import count
@@ -36,7 +35,7 @@ from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
 from lmtrain.run import plan_costs
-from lmtrain.run.build import Run, out_of_epochs, rows_to_train
+from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
@@ -285,7 +284,7 @@ def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
     ]
 
 
-def for_budget(c: Config, steps: int, rows: Rows) -> list[str]:
+def for_budget(c: Config, steps: int, ended_by: str | None) -> list[str]:
     """Returns notes on the number of steps that a budget chose, and on epochs that end the run before its minutes."""
     if c.budget.chosen is None:
         return []
@@ -296,7 +295,6 @@ def for_budget(c: Config, steps: int, rows: Rows) -> list[str]:
         f"{budget} chose {counted(steps, 'step')} from the measured time of a few steps on this machine; during "
         f"training the number is adjusted to the time that is left"
     ]
-    ended_by = out_of_epochs(c, steps, rows)
     if ended_by == "data.mixture":
         notes.append("the run ends before that, where every source of data.mixture was seen its max_epochs times")
     elif ended_by is not None:
@@ -316,7 +314,7 @@ def advice(run: Run) -> list[str]:
     notes += for_size(run, epochs)
     if unheard := overruled(c):
         notes.append(f"{c.trainer.deepspeed.config}: the run's own config overrides {', '.join(unheard)}")
-    notes += for_budget(c, run.total_steps, rows_to_train(c, corpus))
+    notes += for_budget(c, run.total_steps, run.ended_by)
     notes += for_mixtures(corpus.train, run.total_steps)
     r = c.router
     if not run.objective.model.router_losses.kinds and (r.load_balance or r.deviation or r.z_loss):
