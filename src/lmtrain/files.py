@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lmtrain.errors import RunError, UserError, reason
+from lmtrain.errors import RunError, UserError, disk_full, reason
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -117,6 +117,31 @@ def publish(temporary: Path, target: Path) -> None:
         fsync(path)
     os.rename(temporary, target)
     fsync(target.parent)
+
+
+@contextlib.contextmanager
+def replacing(folder: Path, what: str, remedy: str) -> Iterator[Path]:
+    """Yields a temporary path for the content of `folder`, which it replaces at the end: complete or not at all.
+
+    Args:
+        what: the folder's name in messages.
+        remedy: what to do if it can't be written.
+
+    Raises:
+        RunError: it can't be written.
+    """
+    temporary = temporary_beside(folder)
+    try:
+        yield temporary
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(temporary, folder)
+        fsync(folder.parent)
+    except Exception as error:
+        if not isinstance(error, OSError) and not disk_full(error):
+            raise
+        raise RunError(f"cannot write {what}: {reason(error)}; {remedy}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def aside(path: Path) -> Path:

@@ -17,8 +17,8 @@ from typing import Any
 from lmtrain.config import compose as config_rules
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import BUDGETS, Config
-from lmtrain.errors import RunError, UserError, disk_full, reason
-from lmtrain.files import read_regular, temporary_beside, write_atomic
+from lmtrain.errors import UserError
+from lmtrain.files import read_regular, replacing, temporary_beside, write_atomic
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import counted
@@ -284,19 +284,8 @@ def write_tokenizer(run: RunDir, tokenizer: Any) -> None:
     """Writes the run's own copy of its tokenizer, which loading the model later needs; complete or not at all."""
     from lmtrain.data import tokenizers
 
-    temporary = temporary_beside(run.tokenizer)
-    try:
+    with replacing(run.tokenizer, str(run.tokenizer), "free space there or set run.dir elsewhere") as temporary:
         tokenizers.save(tokenizer, temporary)
-        shutil.rmtree(run.tokenizer, ignore_errors=True)
-        os.rename(temporary, run.tokenizer)
-    except Exception as error:
-        if not isinstance(error, OSError) and not disk_full(error):
-            raise
-        raise RunError(
-            f"cannot write {run.tokenizer}: {reason(error)}; free space there or set run.dir elsewhere"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def refuse_link_at(path: Path, folder: Path) -> None:
