@@ -100,8 +100,7 @@ def together(make: Callable[[], T]) -> T:
 
 def from_first(make: Callable[[], T]) -> T:
     """Calls `make` on rank 0 only and returns its result on every rank. Rank 0's errors are raised on all ranks."""
-    made = together(lambda: make() if rank() == 0 else None)
-    box = [made]
+    box = [together(lambda: make() if rank() == 0 else None)]
     if size() > 1:
         dist.broadcast_object_list(box, src=0)
     return box[0]  # type: ignore[return-value]
