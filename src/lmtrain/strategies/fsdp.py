@@ -27,9 +27,10 @@ from lmtrain.distributed import process_group as world
 from lmtrain.models import split
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.context import Context
+from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.split import TokenShares
 from lmtrain.strategies import sharding
-from lmtrain.strategies.placement import HoldsModel, MapsCheckpoints, Placement
+from lmtrain.strategies.placement import MapsCheckpoints, Placement
 
 # Bytes of trained weights. With AdamW's moments, rank 0 alone would gather, hold and write three times as many.
 _TOGETHER_ABOVE = 4 * 2**30
@@ -69,20 +70,20 @@ class FSDPStrategy(Placement, MapsCheckpoints, ModelParallelStrategy):
     def place(self, objective: Any) -> None:
         """Shards the objective's model in place."""
         self.precision_plugin.convert_module(objective)
-        self.shard(objective)
-
-    def shard(self, objective: HoldsModel) -> None:
-        self._share_rows(objective)
-        sharding.shard(objective.model, self._mesh(), self.root_device, self.precision, self.options)
+        self.shard(objective.model)
         world.equal_patience()
 
-    def _share_rows(self, objective: HoldsModel) -> None:
+    def shard(self, model: LanguageModel) -> None:
+        self._share_rows(model)
+        sharding.shard(model, self._mesh(), self.root_device, self.precision, self.options)
+
+    def _share_rows(self, model: LanguageModel) -> None:
         size = self.context_parallel_size
         if size > 1:
             shape = (self.world_size // size, size)
             mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("groups", "context"))["context"]
-            objective.model.context = Context(mesh.get_local_rank(), size, mesh.get_group())
-            objective.model.context.mark(objective.model.model)
+            model.context = Context(mesh.get_local_rank(), size, mesh.get_group())
+            model.context.mark(model.model)
 
     def sync_gradients(self, model: nn.Module, last: bool) -> None:
         sharding.sync_gradients(model, last or self.options.reduce_each_micro_batch)
@@ -153,18 +154,17 @@ class TensorParallelStrategy(FSDPStrategy):
         # This logger warns for each parameter of a checkpoint that gathering it takes two collectives.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-    def shard(self, objective: HoldsModel) -> None:
-        model = objective.model.model
-        layers = split.check(model, self.tensor_parallel_size)
+    def shard(self, model: LanguageModel) -> None:
+        layers = split.check(model.model, self.tensor_parallel_size)
         groups, group, everywhere = self._meshes()
         tokens = TokenShares(group) if self.options.sequence_parallel else None
         if tokens is not None:
-            split.check_tokens(model)
-            blocks = decoder_blocks(model)
+            split.check_tokens(model.model)
+            blocks = decoder_blocks(model.model)
             tokens.enter(blocks[0])
             tokens.leave(blocks[-1])
         sharding.shard(
-            objective.model,
+            model,
             groups,
             self.root_device,
             self.precision,
@@ -172,8 +172,7 @@ class TensorParallelStrategy(FSDPStrategy):
             root_mesh=everywhere,
             split=lambda block: split.split(block, layers, group, tokens),
         )
-        objective.model.same_tokens = group
-        world.equal_patience()
+        model.same_tokens = group
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
         """Returns the meshes to shard a rank's part of split layers, to split these layers, and to shard the rest.

@@ -4,7 +4,7 @@ An objective calls `placement_of(trainer)` and never checks which strategy it ru
 """
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -12,15 +12,7 @@ from torch import Tensor, nn
 
 from lmtrain.adapters.quantized import is_quantized
 from lmtrain.checkpoints import store
-from lmtrain.models.language_model import LanguageModel
 from lmtrain.strategies.sharding import spread
-
-
-class HoldsModel(Protocol):
-    """The part of an objective that a strategy uses."""
-
-    model: LanguageModel
-    call_model: Any  # the model's forward, which an engine may wrap
 
 
 class MapsCheckpoints:
@@ -37,7 +29,10 @@ class Placement:
     steps_itself = False  # if True, an engine reduces, clips and steps: a bad step is reported, but can't be skipped
 
     def place(self, objective: Any) -> None:
-        """Puts the first rank's weights of `objective` (LightningModule, HoldsModel) on the devices that train them."""
+        """Puts the first rank's weights of `objective`, a LightningModule, on the devices that train them.
+
+        A strategy also reads its `model`, a LanguageModel, and may wrap `call_model`, the forward that it calls.
+        """
         raise NotImplementedError
 
     def sync_gradients(self, model: nn.Module, last: bool) -> None:
