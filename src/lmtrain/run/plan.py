@@ -84,7 +84,7 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
     per_row, sizes = corpus.epoch_tokens / len(corpus.train), step_sizes(c.data)
     rows = run.metrics.numbers.rows_before(run.total_steps)
     tokens_per_step, tokens = round(per_row * sizes.last), round(per_row * rows)
-    compute, per_token = flops_in_all(run, per_row), flops.flops_per_token(model, c.data.seq_len)
+    compute, per_token = flops_in_all(run), flops.flops_per_token(model, c.data.seq_len)
     return [
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
         *(("adapter", describe_adapter(found, c.peft)) for found in [adapter_of(model)] if found),
@@ -126,9 +126,10 @@ def growth_rows(c: Config) -> list[tuple[str, str]]:
     return found
 
 
-def flops_in_all(run: Run, tokens_per_row: float) -> float:
+def flops_in_all(run: Run) -> float:
     """Returns the FLOPs of the whole run, with fewer for attention over shorter rows."""
     c, model = run.config, run.objective.model.model
+    tokens_per_row = run.corpus.epoch_tokens / len(run.corpus.train)
     lengths, rows_before = row_lengths(c.data) or Stages.constant(c.data.seq_len), run.metrics.numbers.rows_before
     ends = [min(end, run.total_steps) for end in [*lengths.starts[1:], run.total_steps]]
     return sum(
@@ -259,12 +260,11 @@ def for_size(run: Run, epochs: float) -> list[str]:
             f" too many: it will memorize them; {smaller}, or bring more text"
         )
     t = c.trainer
-    long = flops_in_all(run, tokens / len(run.corpus.train)) > _COMPILING_PAYS
     gains = devices.gains_on_cpu(c) and not t.compile and "trainer.compile" not in typed_keys(ranks.typed())
-    if not (long and gains and t.accelerator == "cpu"):
-        return notes
     pays = "trainer.compile=true compiles the blocks in 10 to 30 s; after that a step takes 0.6 to 0.85 times as long"
-    return [*notes, devices.why_not_compiled(t) or pays]
+    if gains and t.accelerator == "cpu" and flops_in_all(run) > _COMPILING_PAYS:
+        notes.append(devices.why_not_compiled(t) or pays)
+    return notes
 
 
 def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
