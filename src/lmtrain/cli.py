@@ -195,6 +195,12 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
     """Returns the checked config; with --cfg it is printed as soon as it is composed."""
     from lmtrain.config import compose as config
     from lmtrain.config import effect, places
+    from lmtrain.config.override_text import typed_keys
+
+    def default(key: str) -> Any:
+        """Returns the value that a key has if only the other overrides are given."""
+        others = [o for o in args.overrides if key not in typed_keys([o])]
+        return effect.default_in(config.compose(others, args.config_dir, args.config_name))(key)
 
     composed = config.compose(args.overrides, args.config_dir, args.config_name)
     if read.config is not None:
@@ -204,7 +210,7 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
         print(config.to_yaml(composed), end="", flush=True)
     checked = config.check(composed)  # after printing, so that --cfg shows invalid configs too
     terminal.be_quiet(checked.run.quiet)
-    effect.refuse(verb, read.typed, checked, lambda key: _default(args, key))
+    effect.refuse(verb, read.typed, checked, default)
     return checked
 
 
@@ -282,16 +288,6 @@ def _complete(asked: str) -> int:
     else:
         print(hydra_info.shell_code(asked, f"{shlex.quote(sys.executable)} -m lmtrain.train -sc query"), end="")
     return errors.FINISHED
-
-
-def _default(args: argparse.Namespace, key: str) -> Any:
-    """Returns the value that a key has if only the other overrides are given."""
-    from lmtrain.config import compose as config
-    from lmtrain.config import effect
-    from lmtrain.config.override_text import typed_keys
-
-    others = [o for o in args.overrides if key not in typed_keys([o])]
-    return effect.default_in(config.compose(others, args.config_dir, args.config_name))(key)
 
 
 class _Parser(argparse.ArgumentParser):
