@@ -24,7 +24,8 @@ def build_strategy(t: TrainerConfig) -> str | Strategy:
         UserError: deepspeed is chosen but not installed, without CUDA, or with options it can't use.
     """
     if (t.strategy == "auto" or t.strategy.startswith("ddp")) and int(t.devices) * t.num_nodes > 1:
-        return DDPStrategy(find_unused_parameters=t.strategy.endswith("_true"))
+        # Gradients are views of the buckets; otherwise all gradients would be stored twice.
+        return DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=t.strategy.endswith("_true"))
     if t.strategy in ("fsdp", "fsdp_tp"):
         from lmtrain.strategies.fsdp import FSDPStrategy, TensorParallelStrategy
 
@@ -37,10 +38,6 @@ def build_strategy(t: TrainerConfig) -> str | Strategy:
 
 
 class DDPStrategy(MapsCheckpoints, strategies.DDPStrategy):
-    def __init__(self, find_unused_parameters: bool = False) -> None:
-        # Gradients are views of the buckets; otherwise all gradients would be stored twice.
-        super().__init__(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         # State that stays in host memory (all of it, or only the step counts) is cloned: it would keep the whole file
