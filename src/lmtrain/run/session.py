@@ -6,7 +6,6 @@ ranks it starts itself.
 
 import contextlib
 import dataclasses
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ class Session:
         devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
         # Verifying a checkpoint reads all of it, so the ranks do it once, together.
         self.checkpoint = helped_by_ranks(lambda compare: resume.find(config, self.folder, tell, compare))
-        console = terminal.console(quiet=os.environ.get("RANK", "0") != "0")
+        console = terminal.console(quiet=world.rank() > 0)
         run = build.build(config, self.folder, console, self.started)
         # A wrong field of export.generation or a missing upload token must raise here, not after the training.
         check_upload(config.export)
