@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 
 from lmtrain.errors import RunError, UserError, disk_full, reason
 
+CHECKPOINT = re.compile(r"step_(\d{8,})")  # the name of a checkpoint's folder
+
 
 def write_atomic(path: Path, text: str) -> None:
     """Writes a small file atomically: readers see either the old or the new content; raises RunError on failure."""

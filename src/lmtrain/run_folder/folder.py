@@ -6,7 +6,6 @@ A run writes only inside its own folder, even if the folder came from someone el
 import contextlib
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -18,12 +17,10 @@ from lmtrain.config import compose as config_rules
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import BUDGETS, Config
 from lmtrain.errors import UserError
-from lmtrain.files import read_regular, replacing, temporary_beside, write_atomic
+from lmtrain.files import CHECKPOINT, read_regular, replacing, temporary_beside, write_atomic
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import counted
-
-_CHECKPOINT = re.compile(r"step_\d{8,}")  # as checkpoints/store.py names them, which imports torch
 
 
 class RunDir:
@@ -94,7 +91,7 @@ def note_start(run: RunDir, step: int) -> None:
 
 def checkpoint_names(folder: Path) -> list[str]:
     """Returns the names of the checkpoints in a folder, without those that a kill left half written or removed."""
-    return [p.name for p in folder.glob("step_*") if _CHECKPOINT.fullmatch(p.name)]
+    return [p.name for p in folder.glob("step_*") if CHECKPOINT.fullmatch(p.name)]
 
 
 def locate(config: Config) -> Path:
