@@ -99,7 +99,7 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
         "train": metrics.last_train,
         "validation": metrics.last_val,
         "tokens_per_s": round(metrics.train_tokens / metrics.train_seconds, 1) if metrics.train_seconds else None,
-        "speed_of": speed_of(run.config, run.objective.model.model, run.trainer.world_size),
+        "speed_of": speed_of(run),
         "wall_seconds": round(time.time() - started, 1),
         "device": f"{run.trainer.world_size} x {run.config.trainer.accelerator}",
         "precision": run.config.trainer.precision,
