@@ -9,13 +9,12 @@ import ctypes
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from types import FrameType
 from typing import Any
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 # Signals within this time are one request: a scheduler may signal a process and its launcher, which forwards it, and
 # Linux sends PR_SET_PDEATHSIG (ranks.py) again for each thread of a killed parent. On an overloaded machine the
@@ -68,8 +67,7 @@ class StopSignals:
         if self.first is None:
             self.first, self._came = signal.Signals(number).name, now
         elif now - self._came >= _ONE_REQUEST_SECONDS:
-            if sys.platform != "win32":
-                ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; signal.signal works in the main thread only
+            ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; signal.signal works in the main thread only
             os.kill(os.getpid(), number)
 
 
