@@ -304,24 +304,29 @@ def _print_version() -> int:
     return errors.FINISHED
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of verbs and pipelines, and the overrides."""
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--trust", action="append", default=[])
+    parser.add_argument("overrides", nargs="*")
+
+
 def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     """Parses flags and overrides, in any order."""
     parser = _Parser(prog=f"python -m lmtrain.{verb}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--cfg", "-c", action="store_true")
-    parser.add_argument("--config-dir", "-cd")
+    add_flags(parser)
     parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("--info", "-i", action="store_true")
     parser.add_argument("--shell-completion", "-sc")
     parser.add_argument("--version", action="store_true")
-    parser.add_argument("--trust", action="append", default=[])
     parser.add_argument("--config")
     if verb == "generate":
         parser.add_argument("--prompt")
     if verb == "chat":
         parser.add_argument("--web", action="store_true")
-    parser.add_argument("overrides", nargs="*")
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         from lmtrain.config import explain as overrides

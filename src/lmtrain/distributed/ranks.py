@@ -32,9 +32,7 @@ def note_typed(argv: list[str], says: str = "") -> None:
     """Records the words a verb was given, for messages that repeat them, and `says`, how a file named alone is read."""
     global _here
     _here = list(argv)
-    os.environ.pop(PROPOSED, None)
-    if says:
-        os.environ[PROPOSED] = says
+    os.environ[PROPOSED] = says
 
 
 def proposed() -> str:
