@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -148,8 +148,12 @@ def replacing(folder: Path, what: str, remedy: str) -> Iterator[Path]:
 
 def aside(path: Path) -> Path:
     """Returns an unused path to move a damaged `path` to: path.damaged, path.damaged1 and so on."""
-    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
-    return next(name for name in names if not name.exists())
+    return first_unused(lambda n: path.with_name(f"{path.name}.damaged{n or ''}"))
+
+
+def first_unused(path_of: Callable[[int], Path]) -> Path:
+    """Returns the first of the paths of 0, 1, 2 and so on at which there is nothing."""
+    return next(path for path in map(path_of, itertools.count()) if not path.exists())
 
 
 def parse_row(line: bytes) -> dict[str, Any]:

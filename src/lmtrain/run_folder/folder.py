@@ -17,7 +17,7 @@ from lmtrain.config import compose as config_rules
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import BUDGETS, Config
 from lmtrain.errors import UserError
-from lmtrain.files import CHECKPOINT, read_regular, replacing, temporary_beside, write_atomic
+from lmtrain.files import CHECKPOINT, first_unused, read_regular, replacing, temporary_beside, write_atomic
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import counted
@@ -102,10 +102,7 @@ def locate(config: Config) -> Path:
     if config.run.name is not None:
         return root / config.run.name
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    path, n = root / stamp, 1
-    while path.exists():
-        path, n = root / f"{stamp}_{n}", n + 1
-    return path
+    return first_unused(lambda n: root / (f"{stamp}_{n}" if n else stamp))
 
 
 @contextlib.contextmanager
@@ -260,10 +257,7 @@ def write_config(run: RunDir, config: Config) -> None:
     if run.config.exists():
         if read_regular(run.config) == text:
             return
-        n = 1
-        while (run.path / f"config.{n}.yaml").exists():
-            n += 1
-        shutil.copyfile(run.config, run.path / f"config.{n}.yaml")
+        shutil.copyfile(run.config, first_unused(lambda n: run.path / f"config.{n + 1}.yaml"))
     write_atomic(run.config, text)
 
 
