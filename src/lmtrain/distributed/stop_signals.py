@@ -11,7 +11,6 @@ import signal
 import socket
 import threading
 import time
-from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -37,7 +36,8 @@ class StopSignals:
         inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
         self._wakeup_fd = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, _do_nothing) for number in SIGNALS}
+        # A handler must exist for Python to write the signal's byte to the socket.
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         threading.Thread(target=self._read, args=(inbox,), name="signals", daemon=True).start()
 
     @property
@@ -69,10 +69,6 @@ class StopSignals:
         elif now - self._came >= _ONE_REQUEST_SECONDS:
             ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; signal.signal works in the main thread only
             os.kill(os.getpid(), number)
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Does nothing; a handler must exist for Python to write the signal's byte to the socket."""
 
 
 class StopRequest:
