@@ -195,6 +195,12 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
     """Returns the checked config; with --cfg it is printed as soon as it is composed."""
     from lmtrain.config import compose as config
     from lmtrain.config import effect, places
+    from lmtrain.config.override_text import typed_keys
+
+    def default(key: str) -> Any:
+        """Returns the value that a key has if only the other overrides are given."""
+        others = [o for o in args.overrides if key not in typed_keys([o])]
+        return effect.default_in(config.compose(others, args.config_dir, args.config_name))(key)
 
     composed = config.compose(args.overrides, args.config_dir, args.config_name)
     if read.config is not None:
@@ -204,7 +210,7 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
         print(config.to_yaml(composed), end="", flush=True)
     checked = config.check(composed)  # after printing, so that --cfg shows invalid configs too
     terminal.be_quiet(checked.run.quiet)
-    effect.refuse(verb, read.typed, checked, lambda key: _default(args, key))
+    effect.refuse(verb, read.typed, checked, default)
     return checked
 
 
@@ -284,16 +290,6 @@ def _complete(asked: str) -> int:
     return errors.FINISHED
 
 
-def _default(args: argparse.Namespace, key: str) -> Any:
-    """Returns the value that a key has if only the other overrides are given."""
-    from lmtrain.config import compose as config
-    from lmtrain.config import effect
-    from lmtrain.config.override_text import typed_keys
-
-    others = [o for o in args.overrides if key not in typed_keys([o])]
-    return effect.default_in(config.compose(others, args.config_dir, args.config_name))(key)
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help says how)")
@@ -308,24 +304,29 @@ def _print_version() -> int:
     return errors.FINISHED
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of verbs and pipelines, and the overrides."""
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--trust", action="append", default=[])
+    parser.add_argument("overrides", nargs="*")
+
+
 def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     """Parses flags and overrides, in any order."""
     parser = _Parser(prog=f"python -m lmtrain.{verb}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--cfg", "-c", action="store_true")
-    parser.add_argument("--config-dir", "-cd")
+    add_flags(parser)
     parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("--info", "-i", action="store_true")
     parser.add_argument("--shell-completion", "-sc")
     parser.add_argument("--version", action="store_true")
-    parser.add_argument("--trust", action="append", default=[])
     parser.add_argument("--config")
     if verb == "generate":
         parser.add_argument("--prompt")
     if verb == "chat":
         parser.add_argument("--web", action="store_true")
-    parser.add_argument("overrides", nargs="*")
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         from lmtrain.config import explain as overrides

@@ -4,7 +4,6 @@ import sys
 
 from lmtrain import cli
 from lmtrain.config.schema import Config
-from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 
 
@@ -24,6 +23,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if ranks.started_by() is not None:
-        ranks.leave_after(main)
-    sys.exit(main())
+    sys.exit(cli.main(["evaluate", *sys.argv[1:]]))

@@ -49,7 +49,7 @@ def explain(argv: list[str]) -> int:
     known = {key.name: key for key in keys_of(Config)}
     there = [name for name in known if OmegaConf.select(composed, name, default=_ABSENT) is not _ABSENT]
     if not keys:
-        return _all(composed, files, overrides, there)
+        _all(composed, files, overrides, there)
     for key in keys:
         value = OmegaConf.select(composed, key, default=_ABSENT)
         if value is _ABSENT:
@@ -96,13 +96,12 @@ def _table(composed: DictConfig, files: Sequence[ConfigFile], overrides: Sequenc
         print(f"{key}={value}".ljust(48), f" {found[-1] if found else 'a rule'}")
 
 
-def _all(composed: DictConfig, files: Sequence[ConfigFile], overrides: Sequence[str], keys: Sequence[str]) -> int:
+def _all(composed: DictConfig, files: Sequence[ConfigFile], overrides: Sequence[str], keys: Sequence[str]) -> None:
     print("composed of, the later wins:")
     for part in files:
         print(f"  {part.package or '(root)':<12} {part.path}")
     print(f"  {'(all)':<12} the command line: {shown(' '.join(overrides)) or 'nothing'}\n")
     _table(composed, files, overrides, keys)
-    return errors.FINISHED
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,11 +10,13 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lmtrain.errors import RunError, UserError, reason
+from lmtrain.errors import RunError, UserError, disk_full, reason
+
+CHECKPOINT = re.compile(r"step_(\d{8,})")  # the name of a checkpoint's folder
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -119,10 +121,39 @@ def publish(temporary: Path, target: Path) -> None:
     fsync(target.parent)
 
 
+@contextlib.contextmanager
+def replacing(folder: Path, what: str, remedy: str) -> Iterator[Path]:
+    """Yields a temporary path for the content of `folder`, which it replaces at the end: complete or not at all.
+
+    Args:
+        what: the folder's name in messages.
+        remedy: what to do if it can't be written.
+
+    Raises:
+        RunError: it can't be written.
+    """
+    temporary = temporary_beside(folder)
+    try:
+        yield temporary
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(temporary, folder)
+        fsync(folder.parent)
+    except Exception as error:
+        if not isinstance(error, OSError) and not disk_full(error):
+            raise
+        raise RunError(f"cannot write {what}: {reason(error)}; {remedy}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def aside(path: Path) -> Path:
     """Returns an unused path to move a damaged `path` to: path.damaged, path.damaged1 and so on."""
-    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
-    return next(name for name in names if not name.exists())
+    return first_unused(lambda n: path.with_name(f"{path.name}.damaged{n or ''}"))
+
+
+def first_unused(path_of: Callable[[int], Path]) -> Path:
+    """Returns the first of the paths of 0, 1, 2 and so on at which there is nothing."""
+    return next(path for path in map(path_of, itertools.count()) if not path.exists())
 
 
 def parse_row(line: bytes) -> dict[str, Any]:

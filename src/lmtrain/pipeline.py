@@ -54,12 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     ranks.limit_spinning()
     parser = argparse.ArgumentParser(prog="python -m lmtrain.pipeline", add_help=False, allow_abbrev=False)
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", "-c", action="store_true")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--trust", action="append", default=[])
-    parser.add_argument("overrides", nargs="*")
+    cli.add_flags(parser)
     args = parser.parse_intermixed_args(argv)
     if args.help:
         from lmtrain.config.defaults import conf_dir

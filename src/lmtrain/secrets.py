@@ -79,14 +79,10 @@ def names_in(text: str) -> list[str]:
     return [name for value, name in hidden().items() if value in text] if len(text) >= _LENGTH else []
 
 
-def without_signatures(text: str) -> str:
-    """Returns `text` with logins and signatures in URLs replaced by `***`."""
-    return _SIGNATURE.sub(r"\1***", _LOGIN.sub("***@", text)) if "://" in text else text
-
-
 def shown(text: str) -> str:
-    """Returns `text` without hidden values and without logins and signatures in URLs, so that it can be shown."""
-    return without_signatures(hide(text))
+    """Returns `text` to be shown: without hidden values, and with logins and signatures in URLs replaced by `***`."""
+    text = hide(text)
+    return _SIGNATURE.sub(r"\1***", _LOGIN.sub("***@", text)) if "://" in text else text
 
 
 def hashed(text: str) -> str:

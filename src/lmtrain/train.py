@@ -42,6 +42,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if ranks.started_by() is not None:
-        ranks.leave_after(main)
-    sys.exit(main())
+    sys.exit(cli.main(["train", *sys.argv[1:]]))

@@ -80,7 +80,7 @@ def test_two_nodes_by_torchrun(corpus: Path, tmp_path: Path) -> None:
 def test_one_process_that_is_typed_where_several_are_started(key: str) -> None:
     """What a config.yaml says of an earlier start gives way to the processes there are, what is typed does not."""
     words = [*TEXT, "trainer.accelerator=cpu", f"{key}=1"]
-    config, there = compose.check(compose.compose(words)), ranks.RankLayout(0, 2, 4, "torchrun")
+    config, there = compose.check(compose.compose(words)), ranks.RankLayout(2, 4, "torchrun")
     ranks.note_typed(words)
     with pytest.raises(UserError, match=rf"{key}=1, but torchrun has started [24]: leave {key} out"):
         place(config, there)
@@ -195,10 +195,11 @@ def test_ranks_are_found_in_the_environment() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
                 "MASTER_PORT": "1"}  # fmt: skip
     assert ranks.find({}) is None
-    assert ranks.find(torchrun) == ranks.RankLayout(3, 2, 2, "torchrun")
+    assert ranks.find(torchrun) == ranks.RankLayout(2, 2, "torchrun")
     step = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
             "SLURM_NODEID": "1", "SLURM_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "123456"}  # fmt: skip
-    assert ranks.find(step) == ranks.RankLayout(5, 2, 4, "SLURM")
+    assert ranks.find(step) == ranks.RankLayout(2, 4, "SLURM")
+    assert step["RANK"] == "5"
     assert step["MASTER_ADDR"] == "gpu07"
     assert step["MASTER_PORT"] == "18456"
     # The batch script of an sbatch job is not a rank, however many tasks its job has.

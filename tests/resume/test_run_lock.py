@@ -115,7 +115,9 @@ def test_patience_ends(tmp_path: Path) -> None:
     process = hold(tmp_path)
     with pytest.raises(RunError, match="another process has been training"), run_lock.held(tmp_path, patience=0.3):
         pass
-    RunDir(tmp_path).discard_if_unused(tmp_path.parent)
+    new = RunDir(tmp_path)
+    new.existed = tmp_path.parent
+    new.discard_if_unused()
     assert (tmp_path / "held").exists(), "what the other process has begun stays"
     process.kill()
     process.wait()

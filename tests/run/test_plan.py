@@ -10,6 +10,7 @@ import pytest
 import lmtrain
 from inprocess import train_tiny
 from lmtrain.config import compose as rules
+from lmtrain.run.build import out_of_epochs
 from lmtrain.run.plan import advice, for_budget, for_repeats
 
 
@@ -107,7 +108,7 @@ def test_many_passes_ask_for_what_helps_the_model_at_hand(words: list[str], epoc
 def test_a_budget_says_what_ends_the_run(words: list[str], steps: int, said: str) -> None:
     config = rules.check(rules.compose(["experiment=dial", "data=text", "data.path=book.txt", *words]))
     config.trainer.max_epochs = 15
-    notes = for_budget(config, steps, range(100))
+    notes = for_budget(config, steps, out_of_epochs(config, steps, range(100)))
     assert said in "".join(notes)
     assert ("passes over it" in "".join(notes)) is ("passes over it" in said)
     assert bool(notes) is bool(said)

@@ -268,16 +268,18 @@ def test_only_a_new_and_unused_folder_is_discarded(here: Path) -> None:
     used = RunDir(here / "used")
     used.path.mkdir()
     used.metrics.write_text('{"step": 1}\n')
-    used.discard_if_unused(here)
+    used.existed = here
+    used.discard_if_unused()
     assert used.metrics.exists()
     new = RunDir(here / "mine" / "deep" / "run")
     (here / "mine").mkdir()
+    new.existed = here / "mine"
     (new.path / "checkpoints").mkdir(parents=True)
-    new.discard_if_unused(here / "mine")
+    new.discard_if_unused()
     assert list((here / "mine").iterdir()) == []
     (new.path / "checkpoints").mkdir(parents=True)
     (here / "mine" / "deep" / "beside").mkdir()
-    new.discard_if_unused(here / "mine")
+    new.discard_if_unused()
     assert [p.name for p in (here / "mine" / "deep").iterdir()] == ["beside"]
 
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import pickle
-import re
 import shutil
 import signal
 import stat
@@ -26,11 +25,10 @@ from safetensors import SafetensorError, safe_open
 
 from lmtrain.checkpoints import checksums, manifest
 from lmtrain.errors import RunError, UserError, first_line, reason
-from lmtrain.files import aside, fsync
+from lmtrain.files import CHECKPOINT, aside, fsync
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 SAME = "same tensor"  # metadata key of both: maps the names of tied weights to the name that is written
-_NAME = re.compile(r"step_(\d{8,})")
 
 
 def name_of(step: int) -> str:
@@ -38,7 +36,7 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
+    match = CHECKPOINT.fullmatch(path.name)
     if match is None:
         raise UserError(f"{path} is not a checkpoint's name (step_00000500 is one)")
     return int(match[1])
@@ -47,7 +45,7 @@ def step_of(path: Path) -> int:
 def scan(folder: Path) -> list[Path]:
     """Returns all checkpoints of a run, oldest step first, without temporary ones and those set aside."""
     try:
-        return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name) and not p.is_symlink()), key=step_of)
+        return sorted((p for p in folder.iterdir() if CHECKPOINT.fullmatch(p.name) and not p.is_symlink()), key=step_of)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -72,7 +70,7 @@ def damage(path: Path, compare: checksums.Compare = checksums.first_wrong) -> st
     """
     try:
         content = manifest.read(path)
-        if _NAME.fullmatch(path.name) and content["step"] != step_of(path):
+        if CHECKPOINT.fullmatch(path.name) and content["step"] != step_of(path):
             return f"it is the checkpoint of step {content['step']}"
         files = {path / name: expected for name, expected in content["files"].items()}
         problems = (_wrong_size(file, expected) for file, expected in files.items())  # reads no contents

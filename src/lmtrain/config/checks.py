@@ -13,6 +13,7 @@ from lmtrain.config.schema_data import ANSWERS
 from lmtrain.config.strategies import check_strategy, spell_out
 from lmtrain.config.targets import check_allowed, check_names
 from lmtrain.errors import UserError
+from lmtrain.files import CHECKPOINT
 
 # The names in text_metrics.NAMED, a module that imports torch; bertscore:<encoder> is accepted as well.
 TEXT_METRICS = ("bleu", "rouge", "rouge1", "rouge2", "exact_match")
@@ -82,7 +83,7 @@ def _settle_cooldown(c: Config, checkpoint: str) -> None:
             the run ends before that step.
     """
     key, name = f"run.cooldown_from={checkpoint}", re.split(r"[/\\]", checkpoint.rstrip("/\\"))[-1]
-    named = re.fullmatch(r"step_(\d{8,})", name)
+    named = CHECKPOINT.fullmatch(name)
     if named is None:
         raise UserError(
             f"{key}: name a checkpoint by its step, such as outputs/long/checkpoints/step_00004000, "

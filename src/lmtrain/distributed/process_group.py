@@ -94,33 +94,29 @@ def together(make: Callable[[], T]) -> T:
         if getattr(error, "shared", False):
             raise
         mistake = error
-    _exchanged(None, mistake)
+    gathered(None, mistake)
     return made  # type: ignore[return-value]
 
 
 def from_first(make: Callable[[], T]) -> T:
     """Calls `make` on rank 0 only and returns its result on every rank. Rank 0's errors are raised on all ranks."""
-    made = together(lambda: make() if rank() == 0 else None)
-    box = [made]
+    box = [together(lambda: make() if rank() == 0 else None)]
     if size() > 1:
         dist.broadcast_object_list(box, src=0)
     return box[0]  # type: ignore[return-value]
 
 
-def gathered(mine: T) -> list[T]:
+def gathered(mine: T, mistake: Exception | None = None) -> list[T]:
     """Returns the values of all ranks, in the order of the ranks, on every rank; all ranks must call it.
-
-    Raises:
-        UserError, RunError, OSError: an error that a rank raised inside `together` meanwhile, on all ranks.
-    """
-    return _exchanged(mine, None)
-
-
-def _exchanged(mine: T, mistake: Exception | None) -> list[T]:
-    """Returns the values of all ranks, or raises the first rank's error on all of them, marked as shared.
 
     All gathers of this module exchange the same kind of pair, so that ranks at an earlier gather also understand the
     error of a rank that is ahead of them.
+
+    Args:
+        mistake: an error of this rank's, given by `together`.
+
+    Raises:
+        UserError, RunError, OSError: the first rank's error, on all ranks, marked as shared.
     """
     found: list[Any] = [(mine, mistake)] * size()
     if size() > 1:

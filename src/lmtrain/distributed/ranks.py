@@ -32,9 +32,7 @@ def note_typed(argv: list[str], says: str = "") -> None:
     """Records the words a verb was given, for messages that repeat them, and `says`, how a file named alone is read."""
     global _here
     _here = list(argv)
-    os.environ.pop(PROPOSED, None)
-    if says:
-        os.environ[PROPOSED] = says
+    os.environ[PROPOSED] = says
 
 
 def proposed() -> str:
@@ -51,9 +49,8 @@ def typed() -> list[str]:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The arrangement of the ranks on the nodes, and this process's rank."""
+    """The arrangement of the ranks on the nodes."""
 
-    rank: int
     nodes: int
     per_node: int
     by: str  # torchrun or SLURM
@@ -67,7 +64,9 @@ def started_by(environ: MutableMapping[str, str] = os.environ) -> str | None:
 
 
 def find(environ: MutableMapping[str, str] = os.environ) -> RankLayout | None:
-    """Returns this process's rank layout, or None if it was started by itself. Sets torchrun's variables under SLURM.
+    """Returns the layout of this process's ranks, or None if it was started by itself.
+
+    Sets torchrun's variables under SLURM.
 
     Raises:
         UserError: the nodes don't all have the same number of ranks.
@@ -86,7 +85,7 @@ def find(environ: MutableMapping[str, str] = os.environ) -> RankLayout | None:
         raise RunError(f"the environment says RANK={rank}, WORLD_SIZE={world}, LOCAL_WORLD_SIZE={per_node}: {_UNSET}")
     if world % per_node != 0:
         raise UserError(f"{world} ranks with {per_node} on this node: start the same number on every node")
-    return RankLayout(rank, world // per_node, per_node, by or "torchrun")
+    return RankLayout(world // per_node, per_node, by or "torchrun")
 
 
 def _number(environ: MutableMapping[str, str], name: str) -> int:

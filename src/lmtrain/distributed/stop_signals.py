@@ -9,13 +9,11 @@ import ctypes
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-from types import FrameType
 from typing import Any
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 # Signals within this time are one request: a scheduler may signal a process and its launcher, which forwards it, and
 # Linux sends PR_SET_PDEATHSIG (ranks.py) again for each thread of a killed parent. On an overloaded machine the
@@ -38,7 +36,8 @@ class StopSignals:
         inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
         self._wakeup_fd = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, _do_nothing) for number in SIGNALS}
+        # A handler must exist for Python to write the signal's byte to the socket.
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         threading.Thread(target=self._read, args=(inbox,), name="signals", daemon=True).start()
 
     @property
@@ -68,13 +67,8 @@ class StopSignals:
         if self.first is None:
             self.first, self._came = signal.Signals(number).name, now
         elif now - self._came >= _ONE_REQUEST_SECONDS:
-            if sys.platform != "win32":
-                ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; signal.signal works in the main thread only
+            ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; signal.signal works in the main thread only
             os.kill(os.getpid(), number)
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Does nothing; a handler must exist for Python to write the signal's byte to the socket."""
 
 
 class StopRequest:

@@ -1,8 +1,6 @@
 """Writes a trained model as a Hugging Face folder: safetensors, config, tokenizer, generation config, run config."""
 
 import copy
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ from lmtrain.checkpoints.store import name_of
 from lmtrain.config.override_text import bare_or_quoted, written
 from lmtrain.config.schema import ExportConfig
 from lmtrain.data.tokenizers import save as save_tokenizer
-from lmtrain.errors import RunError, UserError, did_you_mean, disk_full, reason
+from lmtrain.errors import RunError, UserError, did_you_mean
 from lmtrain.exports import model_card
-from lmtrain.files import fsync, read_regular, temporary_beside
+from lmtrain.files import read_regular, replacing
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.denoising import mark_folder, mask_token
@@ -63,10 +61,11 @@ def export_model(
     check_model(run, model, merge)
     settings = generation_config(model, tokenizer, eos_token_ids, cfg.generation)
     folder = run.export_merged if merge else run.export
-    temporary = temporary_beside(folder)
     whole = merge or memory_of(model) is not None
     live, tolerance = logits(model, example), allowed_difference(model, cfg.dtype, whole)
-    try:
+    again = command_for(folder, cfg, step)
+    remedy = f"the checkpoints are untouched, so once there is room {again} writes it"
+    with replacing(folder, f"the export {folder}", remedy) as temporary:
         write_weights(model, temporary, cfg.dtype, merge)
         if has_scalar_head(model) and tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # matches config.json; batched scoring needs padding
@@ -78,18 +77,6 @@ def export_model(
         size, chat = parameter_counts(model)[0], bool(tokenizer.chat_template)
         model_card.write(temporary, run.config, chat=chat, parameters=size, step=step)
         compare(live, tolerance, model, temporary, example)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(temporary, folder)
-        fsync(folder.parent)
-    except Exception as error:
-        if not isinstance(error, OSError) and not disk_full(error):
-            raise
-        raise RunError(
-            f"cannot write the export {folder}: {reason(error)}; the checkpoints are untouched, so once there is room "
-            f"{command_for(folder, cfg, step)} writes it"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 

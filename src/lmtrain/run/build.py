@@ -80,6 +80,11 @@ class Run:
         """The number of steps of the run as currently planned; a time budget may change it."""
         return self.objective.total_steps
 
+    @property
+    def ended_by(self) -> str | None:
+        """The key whose epochs, and not the clock, end a run with a time budget, or None; see `out_of_epochs`."""
+        return out_of_epochs(self.config, self.total_steps, rows_to_train(self.config, self.corpus))
+
 
 def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:
     """Builds every object of a run; raises UserError for mistakes that only the data or the model reveal."""
@@ -87,10 +92,10 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     for feature in features_on(config):
         feature.check_machine(config)
     corpus = world.together(lambda: build_corpus(config))
-    rows = len(rows_to_train(config, corpus))
-    total_steps = horizon(config.trainer.max_steps, config.trainer.max_epochs, rows, step_sizes(config.data))
+    rows = rows_to_train(config, corpus)
+    total_steps = horizon(config.trainer.max_steps, config.trainer.max_epochs, len(rows), step_sizes(config.data))
     check_reached(config, total_steps)
-    check_mixture(config, rows_to_train(config, corpus), total_steps)
+    check_mixture(config, rows, total_steps)
     stop = StopRequest(time_limit_seconds(config.run.time_limit), started)
     val_sets = world.together(lambda: build_val_sets(config, corpus))
     corpus.notes += [f"data.val_sets.{name}: {note}" for name, set_ in val_sets.items() for note in set_.notes]

@@ -24,9 +24,8 @@ from lmtrain.callbacks.time_budget import Forecast, Length, TimeBudget
 from lmtrain.callbacks.validation import EarlyStopping, Validation
 from lmtrain.config import places
 from lmtrain.config.effect import TRIAL
-from lmtrain.config.keys import value_of
 from lmtrain.config.options import WarmupStableDecayConfig
-from lmtrain.config.schema import Config, EarlyStoppingConfig
+from lmtrain.config.schema import CheckpointConfig, Config, EarlyStoppingConfig
 from lmtrain.config.targets import build_target
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.stream.ring import StreamRows
@@ -59,18 +58,19 @@ def check_monitors(
     scores = samples.text_metrics.names() if samples is not None else []
     own = [*_reported(objective, corpus.val_bytes_per_token), *scores] if corpus.val is not None else []
     known = [f"val/{name}" for name in own]
-    for name, bytes_per_token in ((name, found.bytes_per_token) for name, found in val_sets.items()):
-        known += [f"val/{name}/{number}" for number in _reported(objective, bytes_per_token)]
-    monitors = {"checkpoint.monitor": config.checkpoint.monitor}
+    for name, set_ in val_sets.items():
+        known += [f"val/{name}/{number}" for number in _reported(objective, set_.bytes_per_token)]
+    watching: dict[str, CheckpointConfig | EarlyStoppingConfig] = {"checkpoint": config.checkpoint}
     if stopping.enabled:
-        monitors["callbacks.early_stopping.monitor"] = stopping.monitor
+        watching["callbacks.early_stopping"] = stopping
     every = config.callbacks.samples.every_n_validations
-    for key, name in monitors.items():
+    for section, cfg in watching.items():
+        key, name = f"{section}.monitor", cfg.monitor
         if every > 1 and name in [f"val/{score}" for score in scores]:
             raise UserError(f"{key}={name} is needed at every validation: set callbacks.samples.every_n_validations=1")
         if known and name not in known and not config.callbacks.extra:  # extra callbacks may log others
             raise UserError(f"{key}={name}: this run's validations report {', '.join(known)}")
-        _check_direction(key.removesuffix(".monitor"), name, value_of(config, f"{key.removesuffix('monitor')}mode"))
+        _check_direction(section, name, cfg.mode)
 
 
 _MORE_IS_BETTER = re.compile(

@@ -12,7 +12,7 @@ from lmtrain.data.chat.templates import own_template
 from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
 from lmtrain.models.denoising import mask_token
-from lmtrain.run.build import Run, out_of_epochs, rows_to_train
+from lmtrain.run.build import Run, rows_to_train
 from lmtrain.run_folder.folder import begins_elsewhere, checkpoint_names
 from lmtrain.secrets import command
 
@@ -78,12 +78,12 @@ def longer(run: Run) -> list[str]:
 
     The list is empty if a run with a time budget has used up its epochs, as more of them rarely help.
     """
-    chosen, trained = run.config.budget.chosen, rows_to_train(run.config, run.corpus)
-    if out_of_epochs(run.config, run.total_steps, trained):
+    if run.ended_by is not None:
         return []
+    chosen = run.config.budget.chosen
     if chosen is not None:
         return [f"budget.{chosen}={2 * getattr(run.config.budget, chosen):g}"]
-    t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(trained)
+    t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(rows_to_train(run.config, run.corpus))
     steps, epochs = t.max_steps, t.max_epochs
     if epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps:
         too_few = steps is not None and steps < horizon(None, 2 * epochs, rows, sizes)

@@ -22,7 +22,6 @@ from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8, overruled
 from lmtrain.data.loaders import rows_of_step, seen_rows
-from lmtrain.data.order import Rows
 from lmtrain.data.text import repeats
 from lmtrain.data.text.windows import Windows
 from lmtrain.data.val_sets import count
@@ -36,7 +35,7 @@ from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
 from lmtrain.run import plan_costs
-from lmtrain.run.build import Run, out_of_epochs, rows_to_train
+from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
@@ -85,7 +84,7 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
     per_row, sizes = corpus.epoch_tokens / len(corpus.train), step_sizes(c.data)
     rows = run.metrics.numbers.rows_before(run.total_steps)
     tokens_per_step, tokens = round(per_row * sizes.last), round(per_row * rows)
-    compute, per_token = flops_in_all(run, per_row), flops.flops_per_token(model, c.data.seq_len)
+    compute, per_token = flops_in_all(run), flops.flops_per_token(model, c.data.seq_len)
     return [
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
         *(("adapter", describe_adapter(found, c.peft)) for found in [adapter_of(model)] if found),
@@ -127,9 +126,10 @@ def growth_rows(c: Config) -> list[tuple[str, str]]:
     return found
 
 
-def flops_in_all(run: Run, tokens_per_row: float) -> float:
+def flops_in_all(run: Run) -> float:
     """Returns the FLOPs of the whole run, with fewer for attention over shorter rows."""
     c, model = run.config, run.objective.model.model
+    tokens_per_row = run.corpus.epoch_tokens / len(run.corpus.train)
     lengths, rows_before = row_lengths(c.data) or Stages.constant(c.data.seq_len), run.metrics.numbers.rows_before
     ends = [min(end, run.total_steps) for end in [*lengths.starts[1:], run.total_steps]]
     return sum(
@@ -260,12 +260,11 @@ def for_size(run: Run, epochs: float) -> list[str]:
             f" too many: it will memorize them; {smaller}, or bring more text"
         )
     t = c.trainer
-    long = flops_in_all(run, tokens / len(run.corpus.train)) > _COMPILING_PAYS
     gains = devices.gains_on_cpu(c) and not t.compile and "trainer.compile" not in typed_keys(ranks.typed())
-    if not (long and gains and t.accelerator == "cpu"):
-        return notes
     pays = "trainer.compile=true compiles the blocks in 10 to 30 s; after that a step takes 0.6 to 0.85 times as long"
-    return [*notes, devices.why_not_compiled(t) or pays]
+    if gains and t.accelerator == "cpu" and flops_in_all(run) > _COMPILING_PAYS:
+        notes.append(devices.why_not_compiled(t) or pays)
+    return notes
 
 
 def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
@@ -285,7 +284,7 @@ def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
     ]
 
 
-def for_budget(c: Config, steps: int, rows: Rows) -> list[str]:
+def for_budget(c: Config, steps: int, ended_by: str | None) -> list[str]:
     """Returns notes on the number of steps that a budget chose, and on epochs that end the run before its minutes."""
     if c.budget.chosen is None:
         return []
@@ -296,7 +295,6 @@ def for_budget(c: Config, steps: int, rows: Rows) -> list[str]:
         f"{budget} chose {counted(steps, 'step')} from the measured time of a few steps on this machine; during "
         f"training the number is adjusted to the time that is left"
     ]
-    ended_by = out_of_epochs(c, steps, rows)
     if ended_by == "data.mixture":
         notes.append("the run ends before that, where every source of data.mixture was seen its max_epochs times")
     elif ended_by is not None:
@@ -316,7 +314,7 @@ def advice(run: Run) -> list[str]:
     notes += for_size(run, epochs)
     if unheard := overruled(c):
         notes.append(f"{c.trainer.deepspeed.config}: the run's own config overrides {', '.join(unheard)}")
-    notes += for_budget(c, run.total_steps, rows_to_train(c, corpus))
+    notes += for_budget(c, run.total_steps, run.ended_by)
     notes += for_mixtures(corpus.train, run.total_steps)
     r = c.router
     if not run.objective.model.router_losses.kinds and (r.load_balance or r.deviation or r.z_loss):

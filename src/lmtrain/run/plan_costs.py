@@ -26,10 +26,10 @@ _STEP = 256  # tokens of a row per device; row lengths are multiples of this
 _MOST = 2**15  # multiples of _STEP: no row beyond 8 M tokens per device is tried
 
 
-def speed_of(config: Config, model: PreTrainedModel, world_size: int) -> dict[str, Any]:
+def speed_of(run: "Run") -> dict[str, Any]:
     """Returns the settings tokens/s depends on; runs that agree in them are equally fast. Stored in summary.json."""
-    c, t = config, config.trainer
-    total, trained, _ = flops.parameter_counts(model)
+    c, t = run.config, run.config.trainer
+    total, trained, _ = flops.parameter_counts(run.objective.model.model)
     return {
         "objective": c.objective.name,
         "parameters": total,
@@ -41,7 +41,7 @@ def speed_of(config: Config, model: PreTrainedModel, world_size: int) -> dict[st
         "strategy": t.strategy,
         "compile": t.compile,
         "activation_checkpointing": t.activation_checkpointing,
-        "devices": f"{world_size} x {t.accelerator}",
+        "devices": f"{run.trainer.world_size} x {t.accelerator}",
         "host": socket.gethostname(),
         **{name: value for feature in features_on(c) for name, value in feature.speed(c).items()},
     }
@@ -49,7 +49,7 @@ def speed_of(config: Config, model: PreTrainedModel, world_size: int) -> dict[st
 
 def time_words(run: "Run", tokens: float, flops_per_token: float) -> str:
     """Describes the time to train `tokens` more tokens, without validation, and what the estimate is based on."""
-    found = earlier(speed_of(run.config, run.objective.model.model, run.trainer.world_size), run.dir.path)
+    found = earlier(speed_of(run), run.dir.path)
     if found is not None:
         before, speed = found
         return f"about {span(tokens / speed)} at {speed:,.0f} tokens/s, the speed of {before.path.name}"

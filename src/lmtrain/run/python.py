@@ -64,7 +64,7 @@ def build(config: Config) -> "PythonRun":
         split_over(config, 1)
         return PythonRun(Session(config, folder))
     except BaseException:
-        folder.discard_if_unused(folder.existed)
+        folder.discard_if_unused()
         raise
 
 
@@ -138,9 +138,8 @@ class PythonRun:
         """
         from lmtrain.generation.sampling import sample_text, settings_of
 
-        model = (
-            self.objective.model.model if self._session.checkpoint is None else self._model_of(self._session.checkpoint)
-        )
+        checkpoint = self._session.checkpoint
+        model = self.objective.model.model if checkpoint is None else self._model_of(checkpoint)
         chosen = {**settings_of(self.config.generate), "seed": self.config.seed, **settings}
         return sample_text(model, self._run.corpus.tokenizer, prompt, **chosen)
 

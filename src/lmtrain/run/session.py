@@ -6,7 +6,6 @@ ranks it starts itself.
 
 import contextlib
 import dataclasses
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -47,30 +46,22 @@ class Session:
             return self.train(self.build(stack))
 
     def build(self, stack: contextlib.ExitStack) -> Run:
-        """Builds everything the run needs; its folder is locked against other processes until `stack` is closed."""
-        resume.keep_validation_split(self.config, self.folder, self.notes.append)
-        freeze(self.config)
-        world.connect(self.config.trainer.accelerator, self.config.trainer.rank_timeout)
+        """Builds everything and finds the checkpoint to continue from, before anything is written to the folder.
+
+        The folder is locked against other processes until `stack` is closed.
+        """
+        config, tell = self.config, self.notes.append
+        resume.keep_validation_split(config, self.folder, tell)
+        freeze(config)
+        world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
         if world.size() > 1:
             world.write_traces_to(self.folder.path)  # unless the launcher has set a folder
         world.together(lambda: self._lock(stack) if world.rank() == 0 else None)
-        return self._build()
-
-    def _lock(self, stack: contextlib.ExitStack) -> None:
-        """Locks the folder against other processes until `stack` is closed."""
-        run_dir.refuse_links(self.folder.path)
-        stack.enter_context(lock.held(self.folder.path))
-        # If the lock was waited for, another run may have started here since this was checked.
-        run_dir.refuse_to_overwrite(self.folder, self.config)
-
-    def _build(self) -> Run:
-        """Builds everything and finds the checkpoint to continue from, before anything is written to the folder."""
-        config, tell = self.config, self.notes.append
         terminal.be_quiet(config.run.quiet)
         devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
         # Verifying a checkpoint reads all of it, so the ranks do it once, together.
         self.checkpoint = helped_by_ranks(lambda compare: resume.find(config, self.folder, tell, compare))
-        console = terminal.console(quiet=os.environ.get("RANK", "0") != "0")
+        console = terminal.console(quiet=world.rank() > 0)
         run = build.build(config, self.folder, console, self.started)
         # A wrong field of export.generation or a missing upload token must raise here, not after the training.
         check_upload(config.export)
@@ -86,6 +77,13 @@ class Session:
         if not self.is_done:
             world.together(lambda: loggers.start_loggers(run.metrics.records.joined, self.done, tell))
         return run
+
+    def _lock(self, stack: contextlib.ExitStack) -> None:
+        """Locks the folder against other processes until `stack` is closed."""
+        run_dir.refuse_links(self.folder.path)
+        stack.enter_context(lock.held(self.folder.path))
+        # If the lock was waited for, another run may have started here since this was checked.
+        run_dir.refuse_to_overwrite(self.folder, self.config)
 
     def _write_what_runs(self, tokenizer: Any) -> None:
         run_dir.write_config(self.folder, self.config)

@@ -50,7 +50,7 @@ def start(config: Config) -> int:
         status.stop()
         return launch(folder, config, processes)
     finally:
-        folder.discard_if_unused(folder.existed)
+        folder.discard_if_unused()
 
 
 def _session(config: Config, folder: RunDir) -> int:
@@ -108,4 +108,4 @@ def _train_as_told(text: str, folder: RunDir) -> int:
         return _session(rules.check(rules.undumped(text, "the config")), folder)
     finally:
         if ranks.is_first():
-            folder.discard_if_unused(folder.existed)
+            folder.discard_if_unused()

@@ -25,7 +25,7 @@ from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
 from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.reports import report
-from lmtrain.run.build import Run, out_of_epochs, rows_to_train
+from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
 from lmtrain.run.going_on import next_commands
 from lmtrain.run.plan_costs import speed_of
@@ -99,7 +99,7 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
         "train": metrics.last_train,
         "validation": metrics.last_val,
         "tokens_per_s": round(metrics.train_tokens / metrics.train_seconds, 1) if metrics.train_seconds else None,
-        "speed_of": speed_of(run.config, run.objective.model.model, run.trainer.world_size),
+        "speed_of": speed_of(run),
         "wall_seconds": round(time.time() - started, 1),
         "device": f"{run.trainer.world_size} x {run.config.trainer.accelerator}",
         "precision": run.config.trainer.precision,
@@ -116,9 +116,8 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
         summary["forecast"] = made
     for feature in features_on(run.config):
         summary |= feature.summary(run.objective.model.model, run.config)
-    ended_by = out_of_epochs(run.config, run.total_steps, rows_to_train(run.config, run.corpus))
-    if status == "finished" and ended_by is not None:
-        summary["ended_by"] = ended_by
+    if status == "finished" and run.ended_by is not None:
+        summary["ended_by"] = run.ended_by
     if error is not None:
         summary["error"] = f"{type(error).__name__}: {error}"
     run.dir.write_summary(summary)

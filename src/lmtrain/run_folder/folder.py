@@ -6,7 +6,6 @@ A run writes only inside its own folder, even if the folder came from someone el
 import contextlib
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -17,13 +16,11 @@ from typing import Any
 from lmtrain.config import compose as config_rules
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import BUDGETS, Config
-from lmtrain.errors import RunError, UserError, disk_full, reason
-from lmtrain.files import read_regular, temporary_beside, write_atomic
+from lmtrain.errors import UserError
+from lmtrain.files import CHECKPOINT, first_unused, read_regular, replacing, temporary_beside, write_atomic
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import counted
-
-_CHECKPOINT = re.compile(r"step_\d{8,}")  # as checkpoints/store.py names them, which imports torch
 
 
 class RunDir:
@@ -46,20 +43,17 @@ class RunDir:
         self.export_merged = path / "export_merged"  # adapter and base merged into one model; `export` has the adapter
         self.existed: Path | None = None  # set by `open_run` if no run is there: the part of the path that was there
 
-    def discard_if_unused(self, existed: Path | None) -> None:
-        """Removes a new run folder in which no training started, so that a rejected config leaves nothing behind.
-
-        `existed` is the part of the path that existed before, which is kept; None: the folder is not new.
-        """
-        if existed is None or self.metrics.exists() or self.summary.exists() or checkpoint_names(self.checkpoints):
+    def discard_if_unused(self) -> None:
+        """Removes a new run folder in which no training started, so that a rejected config leaves nothing behind."""
+        if self.existed is None or self.metrics.exists() or self.summary.exists():
             return
-        if self.path.is_dir() and run_lock.taken(self.path):
+        if checkpoint_names(self.checkpoints) or run_lock.taken(self.path):
             return
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         with contextlib.suppress(OSError):  # not empty: another run has started beside it
             for folder in (self.path, *self.path.parents):
-                if folder == existed:
+                if folder == self.existed:
                     break
                 folder.rmdir()
 
@@ -97,7 +91,7 @@ def note_start(run: RunDir, step: int) -> None:
 
 def checkpoint_names(folder: Path) -> list[str]:
     """Returns the names of the checkpoints in a folder, without those that a kill left half written or removed."""
-    return [p.name for p in folder.glob("step_*") if _CHECKPOINT.fullmatch(p.name)]
+    return [p.name for p in folder.glob("step_*") if CHECKPOINT.fullmatch(p.name)]
 
 
 def locate(config: Config) -> Path:
@@ -108,10 +102,7 @@ def locate(config: Config) -> Path:
     if config.run.name is not None:
         return root / config.run.name
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    path, n = root / stamp, 1
-    while path.exists():
-        path, n = root / f"{stamp}_{n}", n + 1
-    return path
+    return first_unused(lambda n: root / (f"{stamp}_{n}" if n else stamp))
 
 
 @contextlib.contextmanager
@@ -266,10 +257,7 @@ def write_config(run: RunDir, config: Config) -> None:
     if run.config.exists():
         if read_regular(run.config) == text:
             return
-        n = 1
-        while (run.path / f"config.{n}.yaml").exists():
-            n += 1
-        shutil.copyfile(run.config, run.path / f"config.{n}.yaml")
+        shutil.copyfile(run.config, first_unused(lambda n: run.path / f"config.{n + 1}.yaml"))
     write_atomic(run.config, text)
 
 
@@ -287,19 +275,8 @@ def write_tokenizer(run: RunDir, tokenizer: Any) -> None:
     """Writes the run's own copy of its tokenizer, which loading the model later needs; complete or not at all."""
     from lmtrain.data import tokenizers
 
-    temporary = temporary_beside(run.tokenizer)
-    try:
+    with replacing(run.tokenizer, str(run.tokenizer), "free space there or set run.dir elsewhere") as temporary:
         tokenizers.save(tokenizer, temporary)
-        shutil.rmtree(run.tokenizer, ignore_errors=True)
-        os.rename(temporary, run.tokenizer)
-    except Exception as error:
-        if not isinstance(error, OSError) and not disk_full(error):
-            raise
-        raise RunError(
-            f"cannot write {run.tokenizer}: {reason(error)}; free space there or set run.dir elsewhere"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def refuse_link_at(path: Path, folder: Path) -> None:

@@ -198,7 +198,6 @@ def load_asked(config: Config) -> tuple[PreTrainedModel, Any]:
 
 def place(hf_model: Any, accelerator: str) -> None:
     """Moves a model to the GPU if there is one, unless accelerator is cpu; a quantized model stays on its device."""
-    if accelerator == "cpu" or not torch.cuda.is_available():
-        return
-    if getattr(hf_model.config, "quantization_config", None) is None:
+    stays = getattr(hf_model.config, "quantization_config", None) is not None
+    if accelerator != "cpu" and torch.cuda.is_available() and not stays:
         hf_model.to("cuda")

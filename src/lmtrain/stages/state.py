@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError
-from lmtrain.files import read_regular, write_atomic
+from lmtrain.files import first_unused, read_regular, write_atomic
 from lmtrain.run_folder.folder import RunDir, ended
 from lmtrain.stages.plan import PlannedStage
 
@@ -66,9 +66,7 @@ def export_digest(one: PlannedStage) -> str | None:
 
 def set_aside(run: Path) -> Path:
     """Moves a run's folder to replaced/<stage>_<n> in the same folder and returns its new path."""
-    number = 1
-    while (place := run.parent / "replaced" / f"{run.name}_{number}").exists():
-        number += 1
+    place = first_unused(lambda n: run.parent / "replaced" / f"{run.name}_{n + 1}")
     place.parent.mkdir(exist_ok=True)
     shutil.move(run, place)
     return place

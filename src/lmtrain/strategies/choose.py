@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +10,11 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lmtrain.checkpoints import store
 from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.config.strategies import outside_fp8
 from lmtrain.models.feature import ADDED
 from lmtrain.strategies.lightning_private import half_dtype
+from lmtrain.strategies.placement import MapsCheckpoints
 
 
 def build_strategy(t: TrainerConfig) -> str | Strategy:
@@ -25,7 +24,8 @@ def build_strategy(t: TrainerConfig) -> str | Strategy:
         UserError: deepspeed is chosen but not installed, without CUDA, or with options it can't use.
     """
     if (t.strategy == "auto" or t.strategy.startswith("ddp")) and int(t.devices) * t.num_nodes > 1:
-        return DDPStrategy(find_unused_parameters=t.strategy.endswith("_true"))
+        # Gradients are views of the buckets; otherwise all gradients would be stored twice.
+        return DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=t.strategy.endswith("_true"))
     if t.strategy in ("fsdp", "fsdp_tp"):
         from lmtrain.strategies.fsdp import FSDPStrategy, TensorParallelStrategy
 
@@ -37,15 +37,7 @@ def build_strategy(t: TrainerConfig) -> str | Strategy:
     return t.strategy
 
 
-class DDPStrategy(strategies.DDPStrategy):
-    def __init__(self, find_unused_parameters: bool = False) -> None:
-        # Gradients are views of the buckets; otherwise all gradients would be stored twice.
-        super().__init__(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint memory-mapped, so that the ranks of a node share one copy in memory."""
-        return store.load(Path(checkpoint_path), mmap=True)
-
+class DDPStrategy(MapsCheckpoints, strategies.DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         # State that stays in host memory (all of it, or only the step counts) is cloned: it would keep the whole file

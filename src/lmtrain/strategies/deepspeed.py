@@ -9,16 +9,13 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lmtrain.adapters.trainable import without_frozen
-from lmtrain.checkpoints import store
 from lmtrain.config.schema import TrainerConfig
 from lmtrain.config.strategies import engine_config
 from lmtrain.distributed import process_group as world
@@ -26,13 +23,13 @@ from lmtrain.distributed.dtensor import full_shape
 from lmtrain.errors import UserError, needing
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.strategies.lightning_private import process_group_backend, say_moved
-from lmtrain.strategies.placement import Placement
+from lmtrain.strategies.placement import MapsCheckpoints, Placement
 from lmtrain.strategies.sharding import RELEASE, outside, spread
 
 ON_CPU = "LMTRAIN_DEEPSPEED_ON_CPU"  # environment variable of tests: DeepSpeed runs on a CPU, slowly
 
 
-class DeepSpeedStrategy(Placement, DDPStrategy):
+class DeepSpeedStrategy(Placement, MapsCheckpoints, DDPStrategy):
     """A strategy that takes ranks, process group and data from DDP, and handles parameters with DeepSpeed's engine."""
 
     steps_itself = True
@@ -68,12 +65,9 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         if self.stage < 3:
             spread(objective.modules(), self.root_device)
             return
-        self._connect()
+        connect(process_group_backend(self), self.root_device)
         model = objective.model
         partition(model, decoder_blocks(model.model), self.root_device, self.config)
-
-    def _connect(self) -> None:
-        connect(process_group_backend(self), self.root_device)
 
     def model_to_device(self) -> None:
         """Only records the device in the module; `place` has moved the parameters."""
@@ -84,25 +78,25 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         super().setup(trainer)
         import deepspeed
 
-        self._connect()
+        connect(process_group_backend(self), self.root_device)
         module: Any = self.lightning_module
+        model = module.model
         (optimizer,) = self.optimizers
         # Kept, because ZeRO replaces the optimizer's parameters by flat partitions.
         self.trained = [p for group in optimizer.param_groups for p in group["params"]]
         self.groups = optimizer.state_dict()["param_groups"]
         if self.stage == 3:
-            for parameter in module.model.model.get_output_embeddings().parameters():
+            for parameter in model.model.get_output_embeddings().parameters():
                 # The loss reads it outside the module that owns it.
-                deepspeed.zero.register_external_parameter(module.model, parameter)
+                deepspeed.zero.register_external_parameter(model, parameter)
         self.engine, *_ = deepspeed.initialize(
-            model=module.model,
+            model=model,
             optimizer=optimizer,
             model_parameters=self.trained,
             config=self.config,
             dist_init_required=False,
         )
         world.equal_patience()
-        model = module.model
         module.call_model = self._through_engine(model, model.forward)
         model.log_probs = self._through_engine(model, model.log_probs)
         if self.stage == 3:
@@ -161,8 +155,6 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
         """Returns the state dict that torch's optimizer would have on one device, on rank 0; {} on other ranks."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         flat: dict[str, Any] = next(iter(optimizer.state.values()), {})
         self._link_states()
         state: dict[int, dict[str, Any]] = {}
@@ -176,9 +168,6 @@ class DeepSpeedStrategy(Placement, DDPStrategy):
             for group, kept in zip(optimizer.param_groups, self.groups, strict=True)
         ]
         return {"state": state, "param_groups": groups} if self.is_global_zero else {}
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return store.load(Path(checkpoint_path), mmap=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         from deepspeed import zero

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from torch import nn
@@ -20,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lmtrain.adapters.trainable import without_frozen
 from lmtrain.checkpoints import sharded as sharded_checkpoint
-from lmtrain.checkpoints import store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.schema import FsdpConfig, TrainerConfig
 from lmtrain.config.strategies import context_parallel, outside_fp8, tensor_parallel
@@ -29,9 +27,10 @@ from lmtrain.distributed import process_group as world
 from lmtrain.models import split
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.context import Context
+from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.split import TokenShares
 from lmtrain.strategies import sharding
-from lmtrain.strategies.placement import HoldsModel, Placement
+from lmtrain.strategies.placement import MapsCheckpoints, Placement
 
 # Bytes of trained weights. With AdamW's moments, rank 0 alone would gather, hold and write three times as many.
 _TOGETHER_ABOVE = 4 * 2**30
@@ -44,7 +43,7 @@ def writes_together(options: FsdpConfig, module: nn.Module) -> bool:
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) > _TOGETHER_ABOVE
 
 
-class FSDPStrategy(Placement, ModelParallelStrategy):
+class FSDPStrategy(Placement, MapsCheckpoints, ModelParallelStrategy):
     """Fully sharded data parallelism: parameters, gradients and optimizer state are sharded over all ranks.
 
     Each rank reads different rows. With context parallelism, each group r // context_parallel_size does, and the ranks
@@ -71,20 +70,20 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
     def place(self, objective: Any) -> None:
         """Shards the objective's model in place."""
         self.precision_plugin.convert_module(objective)
-        self.shard(objective)
-
-    def shard(self, objective: HoldsModel) -> None:
-        self._share_rows(objective)
-        sharding.shard(objective.model, self._mesh(), self.root_device, self.precision, self.options)
+        self.shard(objective.model)
         world.equal_patience()
 
-    def _share_rows(self, objective: HoldsModel) -> None:
+    def shard(self, model: LanguageModel) -> None:
+        self._share_rows(model)
+        sharding.shard(model, self._mesh(), self.root_device, self.precision, self.options)
+
+    def _share_rows(self, model: LanguageModel) -> None:
         size = self.context_parallel_size
         if size > 1:
             shape = (self.world_size // size, size)
             mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("groups", "context"))["context"]
-            objective.model.context = Context(mesh.get_local_rank(), size, mesh.get_group())
-            objective.model.context.mark(objective.model.model)
+            model.context = Context(mesh.get_local_rank(), size, mesh.get_group())
+            model.context.mark(model.model)
 
     def sync_gradients(self, model: nn.Module, last: bool) -> None:
         sharding.sync_gradients(model, last or self.options.reduce_each_micro_batch)
@@ -108,8 +107,6 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
         return self._gathered(without_frozen(module, dict(module.state_dict(keep_vars=True))))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         return self._gathered(optimizer.state_dict())
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -126,9 +123,6 @@ class FSDPStrategy(Placement, ModelParallelStrategy):
             io.save_together(lambda take: sharded_checkpoint.prepare(checkpoint, Path(filepath), take))
         else:
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return store.load(Path(checkpoint_path), mmap=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
@@ -160,18 +154,17 @@ class TensorParallelStrategy(FSDPStrategy):
         # This logger warns for each parameter of a checkpoint that gathering it takes two collectives.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-    def shard(self, objective: HoldsModel) -> None:
-        model = objective.model.model
-        layers = split.check(model, self.tensor_parallel_size)
+    def shard(self, model: LanguageModel) -> None:
+        layers = split.check(model.model, self.tensor_parallel_size)
         groups, group, everywhere = self._meshes()
         tokens = TokenShares(group) if self.options.sequence_parallel else None
         if tokens is not None:
-            split.check_tokens(model)
-            blocks = decoder_blocks(model)
+            split.check_tokens(model.model)
+            blocks = decoder_blocks(model.model)
             tokens.enter(blocks[0])
             tokens.leave(blocks[-1])
         sharding.shard(
-            objective.model,
+            model,
             groups,
             self.root_device,
             self.precision,
@@ -179,8 +172,7 @@ class TensorParallelStrategy(FSDPStrategy):
             root_mesh=everywhere,
             split=lambda block: split.split(block, layers, group, tokens),
         )
-        objective.model.same_tokens = group
-        world.equal_patience()
+        model.same_tokens = group
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
         """Returns the meshes to shard a rank's part of split layers, to split these layers, and to shard the rest.
@@ -193,5 +185,4 @@ class TensorParallelStrategy(FSDPStrategy):
             return self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"], every
         shape = (self.num_nodes, self.num_processes // self.tensor_parallel_size, self.tensor_parallel_size)
         mesh = init_device_mesh(device, shape, mesh_dim_names=("nodes", "groups", "tensor"))
-        every = init_device_mesh(device, (self.num_nodes, self.num_processes), mesh_dim_names=("nodes", "devices"))
-        return mesh["nodes", "groups"], mesh["tensor"], every
+        return mesh["nodes", "groups"], mesh["tensor"], self._mesh()

@@ -3,22 +3,23 @@
 An objective calls `placement_of(trainer)` and never checks which strategy it runs under.
 """
 
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from lmtrain.adapters.quantized import is_quantized
-from lmtrain.models.language_model import LanguageModel
+from lmtrain.checkpoints import store
 from lmtrain.strategies.sharding import spread
 
 
-class HoldsModel(Protocol):
-    """The part of an objective that a strategy uses."""
+class MapsCheckpoints:
+    """A mixin of strategies with several ranks, which load checkpoints memory-mapped: a node's ranks share one copy."""
 
-    model: LanguageModel
-    call_model: Any  # the model's forward, which an engine may wrap
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return store.load(Path(checkpoint_path), mmap=True)
 
 
 class Placement:
@@ -28,7 +29,10 @@ class Placement:
     steps_itself = False  # if True, an engine reduces, clips and steps: a bad step is reported, but can't be skipped
 
     def place(self, objective: Any) -> None:
-        """Puts the first rank's weights of `objective` (LightningModule, HoldsModel) on the devices that train them."""
+        """Puts the first rank's weights of `objective`, a LightningModule, on the devices that train them.
+
+        A strategy also reads its `model`, a LanguageModel, and may wrap `call_model`, the forward that it calls.
+        """
         raise NotImplementedError
 
     def sync_gradients(self, model: nn.Module, last: bool) -> None:
