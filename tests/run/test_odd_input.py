@@ -104,6 +104,22 @@ def test_a_failed_write_keeps_the_file_that_was_there(tmp_path: Path, monkeypatc
     assert (tmp_path / "summary.json").read_text() == "{}"
 
 
+def test_a_link_in_the_place_of_a_temporary_folder_is_removed_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").write_text("")
+    mine = files.temporary_beside(tmp_path / "export")
+    mine.symlink_to(tmp_path / "elsewhere")
+    assert files.temporary_beside(tmp_path / "export") == mine
+    assert not mine.is_symlink()
+    assert (tmp_path / "elsewhere" / "kept").exists()
+
+
+def test_a_checkpoint_named_at_the_root_of_the_file_system(corpus: Path, tmp_path: Path) -> None:
+    ended = train_tiny(corpus, f"run.dir={tmp_path}/run", "run.resume=/no_such_checkpoint")
+    assert ended.code == 2
+    assert "no such checkpoint folder" in message(ended.err)
+
+
 def test_keys_without_effect(a_run: Path) -> None:
     assert "run_dir has no effect in `lmtrain estimate`" in message(run("estimate", f"run_dir={a_run}").err)
     explained = run("explain", "data.seq_len", f"run_dir={a_run}")

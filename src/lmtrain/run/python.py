@@ -151,7 +151,7 @@ class PythonRun:
 
         if self._saved is None:
             with isolate_rng():
-                run = run_dir.RunDir(checkpoint.parents[1])
+                run = run_dir.RunDir(checkpoint.parent.parent)
                 self._saved, _, _ = trained.from_run(run, checkpoint.name, trust.granted(self.config))
             trained.place(self._saved, self.config.trainer.accelerator)
         return self._saved

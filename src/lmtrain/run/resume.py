@@ -80,7 +80,7 @@ def keep_validation_split(config: Config, folder: RunDir, tell: Callable[[str], 
     mode, data = run_dir.resume_mode(config), config.data
     if mode == "none" or "data.min_val_rows" in typed_keys(typed()) or not data.min_val_rows:
         return
-    file = folder.config if mode == "auto" else Path(mode).expanduser().absolute().parents[1] / "config.yaml"
+    file = folder.config if mode == "auto" else Path(mode).expanduser().absolute().parent.parent / "config.yaml"
     try:
         saved = rules.read(file) if file.is_file() else {}
     except UserError:
@@ -156,7 +156,7 @@ def check_fingerprint(
 def _last_start(checkpoint: Path, config: Config) -> dict[str, Any]:
     """Returns the values that the run's config.yaml has for the keys of `config`; {} if it can't be read."""
     try:
-        return read_config(rules.read(checkpoint.parents[1] / "config.yaml"), config)
+        return read_config(rules.read(checkpoint.parent.parent / "config.yaml"), config)
     except UserError:
         return {}
 

@@ -170,7 +170,7 @@ def is_finished(config: Config) -> bool:
 def has_ended(folder: RunDir, step: int) -> bool:
     """Returns whether the run's summary says that it ended at this step."""
     summary = ended(folder)
-    return summary is not None and summary["step"] == step
+    return summary is not None and summary.get("step") == step
 
 
 def ended(folder: RunDir) -> dict[str, Any] | None:
