@@ -158,7 +158,7 @@ def _leave_to_replaced(composed: DictConfig, typed_words: list[str]) -> None:
             continue
         takes = {field.name for field in dataclasses.fields(own[name])}
         of_others = {field.name for other in own.values() for field in dataclasses.fields(other)} - takes
-        kept = [str(key) for key in composed[group] if str(key) not in of_others or f"{group}.{key}" in typed]
+        kept = [key for key in composed[group] if key not in of_others or f"{group}.{key}" in typed]
         composed[group] = OmegaConf.masked_copy(composed[group], kept)
 
 
