@@ -152,7 +152,6 @@ def head(tmp_path: Path, data_config: Callable[..., DataConfig], tokenizer_confi
 
 def test_the_head_is_what_training_leaves_out(head: Head) -> None:
     held = head.prepared.splits["val"]
-    assert held is not None
     first = held.shards[0].read(0, held.tokens)
     after = np.concatenate([s.ids for s in segments(head.source, head.encoder, head.begin)])
     whole = np.concatenate([s.ids for s in segments(head.source, head.encoder, Place())])
