@@ -13,7 +13,7 @@ import yaml
 from cases import SCRIPTS, SECRET, STEERS, Case, Place
 from hostile_targets import CALLS, SH, TIMER, payloads
 
-from lmtrain.checkpoints import manifest, store
+from lmtrain.checkpoints import checksums, manifest, store
 
 EVALUATE = ("evaluate.resamples=10", "evaluate.limit=2")
 
@@ -152,7 +152,8 @@ def _fit(checkpoint: Path) -> None:
     content = manifest.read(checkpoint)
     for name in content["files"]:
         file = checkpoint / name
-        content["files"][name] = {"bytes": file.stat().st_size, "sha256": store._sha256(file)}
+        size = file.stat().st_size
+        content["files"][name] = {"bytes": size, "sha256": checksums.sha256(file, 0, size)}
     manifest.write(checkpoint, content)
 
 
