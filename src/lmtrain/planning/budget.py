@@ -175,7 +175,7 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     most = build.at_most(config, rows)
     steps = min(most, steps_within(left, took, config))
     _set_untyped(config, typed, {"trainer.val_check_interval": math.ceil(steps / _VALIDATIONS)})
-    config.trainer.max_steps = min(most, steps_within(left, took, config))
+    config.trainer.max_steps = min(most, steps_within(left, took, config))  # with the time of these validations
     epochs = step_sizes(config.data).before(config.trainer.max_steps) / len(rows)
     if dial.is_measured(config) and corpus.stream is None:
         _set_untyped(config, typed, dial.regularization(config.optimizer.lr, config.trainer.max_steps, epochs))
