@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -356,7 +355,6 @@ def test_no_name_of_the_known_packages_is_called_that_is_not_of_the_kind(
         at = vars(found) if isinstance(found, type | ModuleType) else {}
     kind = data.draw(st.sampled_from(KINDS))
     called: list[type] = []
-    maker = targets._maker_of_object
 
     def importing(name: str) -> ModuleType:
         if name not in sys.modules:
@@ -365,13 +363,13 @@ def test_no_name_of_the_known_packages_is_called_that_is_not_of_the_kind(
             raise ImportError(name)
         return sys.modules[name]
 
-    def checked(cls: type, *arguments: Any) -> Callable[[], None]:
-        maker(cls, *arguments)
-        return lambda: called.append(cls)
+    def making(node: Any, key: str) -> object:
+        called.append(node.cls)
+        return node
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(targets.importlib, "import_module", importing)
-        patch.setattr(targets, "_maker_of_object", checked)  # only what it returns calls a class
+        patch.setattr(targets, "_made", making)  # the only function that calls a class
         for entry in ({"_target_": target}, {"_target_": TIMER, "duration": [{"_target_": target}]}):
             with contextlib.suppress(UserError):
                 build_target(entry, "callbacks.extra", kind)

@@ -18,7 +18,8 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -178,6 +179,17 @@ def _path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+@dataclass(frozen=True)
+class _Node:
+    """A class that has passed all checks, with its arguments; nested nodes are objects still to be built."""
+
+    cls: type
+    target: str
+    first: Sequence[Any]  # positional arguments that lmtrain adds
+    positional: list[Any]
+    named: dict[str, Any]
+
+
 def build_target(
     entry: dict[str, Any],
     key: str,
@@ -206,39 +218,42 @@ def build_target(
     for base, reason in (refused or {}).items():
         if issubclass(cls, base):
             raise UserError(f"{key}: {cls.__name__} can't be used here: {reason}")
-    return _maker_of_object(cls, entry, key, allow_target, first)()
+    return _made(_node(entry, cls, key, allow_target, first), key)
 
 
-def _maker(value: Any, key: str, allow_target: Sequence[str]) -> Callable[[], Any]:
-    """Checks an argument and returns a function that makes it: each mapping with a `_target_` is an object to build."""
+def _checked(value: Any, key: str, allow_target: Sequence[str]) -> Any:
+    """Returns an argument in which each mapping with a `_target_` is checked and replaced by a _Node."""
     if isinstance(value, list):
-        items = [_maker(inner, key, allow_target) for inner in value]
-        return lambda: [make() for make in items]
+        return [_checked(inner, key, allow_target) for inner in value]
     if not isinstance(value, dict):
-        return lambda: value
+        return value
     if "_target_" not in value:
-        inside = {name: _maker(inner, key, allow_target) for name, inner in value.items()}
-        return lambda: {name: make() for name, make in inside.items()}
+        return {name: _checked(inner, key, allow_target) for name, inner in value.items()}
     cls = class_named(str(value["_target_"]), key, allow_target)
     _check_argument(cls, key, allow_target)
-    return _maker_of_object(cls, value, key, allow_target)
+    return _node(value, cls, key, allow_target)
 
 
-def _maker_of_object(
-    cls: type[Any], entry: dict[str, Any], key: str, allow_target: Sequence[str], first: Sequence[Any] = ()
-) -> Callable[[], Any]:
-    """Checks the arguments of a class and returns a function that makes them, then an object of the class."""
-    target, listed = str(entry["_target_"]), entry.get("_args_", [])
-    named = {str(name): value for name, value in entry.items() if name not in SPECIAL}
-    arguments = _maker([listed, named], key, allow_target)
-    check_arguments(cls, target, named, key, positional=len(first) + len(listed))
+def _node(
+    entry: dict[str, Any], cls: type[Any], key: str, allow_target: Sequence[str], first: Sequence[Any] = ()
+) -> _Node:
+    positional = _checked(entry.get("_args_", []), key, allow_target)
+    named = {str(name): _checked(v, key, allow_target) for name, v in entry.items() if name not in SPECIAL}
+    check_arguments(cls, str(entry["_target_"]), named, key, positional=len(first) + len(positional))
+    return _Node(cls, str(entry["_target_"]), first, positional, named)
 
-    def make() -> Any:
-        positional, keywords = arguments()
-        with building(key, target):
-            return cls(*first, *positional, **keywords)
 
-    return make
+def _made(value: Any, key: str) -> Any:
+    """Builds a checked argument: replaces each _Node by its object, the innermost first."""
+    if isinstance(value, list):
+        return [_made(inner, key) for inner in value]
+    if isinstance(value, dict):
+        return {name: _made(inner, key) for name, inner in value.items()}
+    if not isinstance(value, _Node):
+        return value
+    positional, named = _made(value.positional, key), _made(value.named, key)
+    with building(key, value.target):
+        return value.cls(*value.first, *positional, **named)
 
 
 def _is_in(name: str, packages: Sequence[str]) -> bool:
