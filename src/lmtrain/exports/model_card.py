@@ -12,8 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from lmtrain.config.override_text import leaves_of
 from lmtrain.files import read_jsonl, read_regular
-from lmtrain.models.folder import read_config
-from lmtrain.run_folder.folder import gives_rewards, loading_class, predicts_masked_tokens
+from lmtrain.run_folder.folder import brings_code, gives_rewards, loading_class, predicts_masked_tokens
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import visible
 
@@ -135,11 +134,6 @@ def _data_name(config: dict[str, Any]) -> Any:
     data = path if isinstance(path, str) else " and ".join(map(str, path))
     # Only the path of a URL: its query may contain a signature that grants access.
     return Path(urlsplit(data).path if "://" in data else data).name
-
-
-def brings_code(folder: Path) -> bool:
-    """Returns whether a model folder contains its own modeling code, which transformers runs only if trusted."""
-    return "auto_map" in read_config(folder)
 
 
 def reader(folder: Path) -> str:

@@ -20,7 +20,14 @@ from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import charts, heat_maps, with_names_of_today
 from lmtrain.reports.report_page import Told
-from lmtrain.run_folder.folder import RunDir, checkpoint_names, gives_rewards, loading_class, predicts_masked_tokens
+from lmtrain.run_folder.folder import (
+    RunDir,
+    brings_code,
+    checkpoint_names,
+    gives_rewards,
+    loading_class,
+    predicts_masked_tokens,
+)
 from lmtrain.secrets import shown_in
 
 _PROMPTS, _STEPS = 12, 15  # samples shown: number of prompts, and of steps for each, spread over the training
@@ -297,7 +304,7 @@ def _how_to_use(run: RunDir) -> list[str]:
     for folder in (run.export, run.export_merged):
         if folder.is_dir():
             package, cls = loading_class(folder)
-            trusting = ", trust_remote_code=True" if (folder / "modeling_memory.py").exists() else ""
+            trusting = ", trust_remote_code=True" if brings_code(folder) else ""
             found.append(
                 f"from {package} import {cls}\nfrom transformers import AutoTokenizer\n\n"
                 f'model = {cls}.from_pretrained("{folder}"{trusting})\n'

@@ -314,6 +314,11 @@ def predicts_masked_tokens(export: Path) -> bool:
     return config.get("is_causal") is False and config.get("mask_token_id") is not None
 
 
+def brings_code(export: Path) -> bool:
+    """Returns whether an exported folder contains its own modeling code, which transformers runs only if trusted."""
+    return "auto_map" in _config(export)
+
+
 def _config(export: Path) -> dict[str, Any]:
     path = export / "config.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
