@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
@@ -61,7 +61,7 @@ def prepare_head(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool
     with PrepareProgress(progress) as show:
 
         def fill(folder: Path) -> None:
-            watch = lambda text: show.watch(text, tokenizer_cfg.train_characters)  # noqa: E731
+            watch = partial(show.watch, total_bytes=tokenizer_cfg.train_characters)
             made = tokenizers.load_or_train(tokenizer_cfg, lambda _: _text(source), named, watch)
             tokenizer = kept(made, folder)
             _write_head(folder, cfg, source, make_encoder(tokenizer, cfg), new_meta(tokenizer, key), show)
