@@ -45,7 +45,7 @@ DEVICES = {
     "mi300x": (192, "MI300X"), "t4": (15, "T4"), "v100": (32, "V100"),
 }  # fmt: skip
 FSDP, ZERO = "trainer.strategy=fsdp", "trainer.strategy=deepspeed"
-# Ways to distribute a run over its devices; a step takes so many times as long as with ddp.
+# Ways to distribute a run over its devices, with the duration of a step relative to that with ddp.
 STRATEGIES = {
     "ddp": Change(("trainer.strategy=ddp",), 1.0),
     "fsdp": Change((FSDP,), 1.1),
