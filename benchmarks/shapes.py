@@ -27,7 +27,7 @@ class Shape:
 SHAPES = {
     # A step of 50 to 100 ms on two cores, for which the overhead outside the model is guaranteed to be small.
     "nano": Shape(("model=gpt_nano",), seq_len=256, rows=4, vocab_size=4096),
-    # The model of experiment=shakespeare_char, nanoGPT's recipe for a CPU.
+    # The model of nanoGPT's recipe for a CPU.
     "char": Shape(
         (
             "model=gpt_nano",
