@@ -149,6 +149,7 @@ def compare_runs(one: Path, other: Path) -> None:
          "the prompt has 5 tokens"),
         ([*LETTERS, "objective.engine=vllm"], r"pip install 'lmtrain\[vllm\]'"),
         ([*LETTERS, "objective.engine=vllm", "objective.top_p=0.9"], r"objective.top_p=0.9: vLLM gives"),
+        ([*LETTERS, "objective.engine=vllm", "peft=lora"], r"objective.engine=vllm takes the weights of a whole model"),
         ([*LETTERS, "objective.stop_tokens=[ab]"], "writes 'ab' as 2 tokens"),
         (["reward=exact_number", "reward.column=solution"], "reads the column solution, and the rows have answer"),
         (["reward=custom", "reward._target_=odd_rewards.Text", "run.allow_target=[odd_rewards]"], "a number is needed"),

@@ -13,7 +13,9 @@ from chats import write_rows
 from inprocess import Ended, message, run, train_tiny
 from lmtrain.callbacks.validation import EarlyStopping
 from lmtrain.checkpoints import manifest, retention, store
+from lmtrain.config.compose import check, compose
 from lmtrain.objectives.base import Objective
+from lmtrain.run.build_callbacks import early_stopping
 from support import TINY, rows, thinned
 
 PAIRS = ["objective=dpo", "data=preference_jsonl", "data.chat_template=vicuna", "data.val_fraction=0.2",
@@ -226,6 +228,15 @@ def test_early_stopping_on_other_rows_begins_again() -> None:
     older.load_state_dict({k: v for k, v in before.state_dict().items() if k != "scored_on"})
     assert (same.wait_count, other.wait_count, older.wait_count) == (2, 0, 2)
     assert float(other.best_score) == float("inf")
+
+
+@pytest.mark.parametrize(("mode", "stop_at", "worse"), [("max", 1.0, 0.999), ("min", 0.1, 0.101), ("max", 0.0, -0.001)])
+def test_a_score_has_only_to_be_reached(mode: str, stop_at: float, worse: float) -> None:
+    callbacks = ["monitor=val/loss", f"mode={mode}", f"stop_at={stop_at}"]
+    config = check(compose([f"callbacks.early_stopping.{word}" for word in callbacks]))
+    stopping = early_stopping(config.callbacks.early_stopping, lambda _: None)
+    assert stopping._evaluate_stopping_criteria(torch.tensor(stop_at))[0]
+    assert not stopping._evaluate_stopping_criteria(torch.tensor(worse))[0]
 
 
 def test_a_stopped_run_goes_on_with_more_patience(corpus: Path, tmp_path: Path) -> None:

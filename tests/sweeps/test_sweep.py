@@ -182,6 +182,11 @@ def test_the_space_of_each_objective(objective: str) -> None:
     assert not [o for o in plan.fixed if "sweep" in o]
 
 
+def test_an_objective_without_a_space() -> None:
+    with pytest.raises(UserError, match="no search space for objective=kto: type the keys to search"):
+        made("sweep=optuna", "objective=kto", "data=unpaired_jsonl", "data.path=x")
+
+
 def test_the_command_line_goes_before_the_space() -> None:
     keys = [o.key_or_group for o in made("sweep=optuna_dpo", "optimizer.lr=1e-5").swept]
     assert keys == ["schedule.warmup_ratio"]

@@ -376,7 +376,7 @@ class TuneConfig:
     min_lr: Annotated[float | None, SHOWN, above_zero]
     max_lr: Annotated[float | None, SHOWN, above_zero]
     smoothing: Annotated[float, SHOWN, share]
-    diverged: Annotated[float, SHOWN, above_zero]
+    diverged: Annotated[float, SHOWN, above_one]
     dir: Annotated[str | None, SHOWN]
 
 

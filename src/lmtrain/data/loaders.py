@@ -146,7 +146,7 @@ def seen_rows(rows: Rows, micro_batch_size: int, limit: int | None) -> int:
 class ValidationDataset(Dataset):
     """A dataset whose item i is this rank's i-th micro-batch of the validation rows; ranks share no rows.
 
-    `limit` counts micro-batches of one device, so the number of rows evaluated does not depend on the number of ranks.
+    `limit` counts the micro-batches of all ranks together, so the number of rows evaluated does not depend on theirs.
     These rows are spaced evenly over the split and are the same in every validation.
     """
 

@@ -139,6 +139,11 @@ class GRPOOptions(ObjectiveConfig):
                 f"objective.top_p={self.top_p:g}: vLLM gives log-probabilities after top_p, and the loss compares them "
                 f"with the model's before it: set objective.top_p=1 or objective.engine=in_process"
             )
+        if self.engine == "vllm" and config.peft.method != "none":
+            raise UserError(
+                f"objective.engine=vllm takes the weights of a whole model, and peft.method={config.peft.method} trains an "
+                f"adapter: set objective.engine=in_process"
+            )
         if config.trainer.spike_factor is not None:
             raise UserError(
                 f"trainer.spike_factor={config.trainer.spike_factor:g}: objective=grpo has losses around 0, of which "

@@ -74,7 +74,11 @@ def parameter_groups(
     for name, p in trainable.items():
         members[owners[name], _algorithm(name, p, adamw_pattern), is_matrix(name, p)][name] = p
     in_order = itertools.product(dict.fromkeys((rest, *rules)), ("", "muon", "adamw"), (True, False))
-    return [_group(*key, members[key]) for key in in_order if key in members]
+    return [
+        _group(rule, algorithm, decays, members[rule, algorithm, decays])
+        for rule, algorithm, decays in in_order
+        if (rule, algorithm, decays) in members
+    ]
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:

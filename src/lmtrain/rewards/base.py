@@ -24,7 +24,7 @@ class Reward(ABC):
 
     @abstractmethod
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Sequence[Any]:
-        """Returns a finite number for each completion, or None, which counts as 0, where this reward doesn't apply.
+        """Returns a finite number for each completion, or None where this reward doesn't apply, see `scoring`.
 
         An exception is attributed to the completion it is raised for: if a call with many raises, each is tried alone.
 

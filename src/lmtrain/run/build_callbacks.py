@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 from rich.console import Console
 
 from lmtrain.callbacks import foreign
@@ -184,12 +185,15 @@ def outside(config: Config, run_dir: RunDir, callbacks: list[pl.Callback]) -> li
 
 
 def early_stopping(cfg: EarlyStoppingConfig, scored_on: Callable[[str], str | None]) -> EarlyStopping:
+    threshold, worse = cfg.stop_at, np.float32(-np.inf if cfg.mode == "max" else np.inf)
+    if threshold is not None:  # Lightning's has to be passed and ours only reached; scores are fp32
+        threshold = float(np.nextafter(np.float32(threshold), worse))
     return EarlyStopping(
         monitor=cfg.monitor,
         mode=cfg.mode,
         patience=cfg.patience,
         min_delta=cfg.threshold,
-        stopping_threshold=cfg.stop_at,
+        stopping_threshold=threshold,
         check_on_train_epoch_end=False,
         scored_on=scored_on(cfg.monitor),
     )

@@ -39,7 +39,9 @@ class PlainText:
             kept = {name: getattr(settings[token], name) for name in names} if token in settings else {}
             alias = _masked(token, _BY_TEMPLATE + self._numbers[token])
             self._backend.add_tokens([AddedToken(alias, special=False, **kept)])
-            self._ids[self._backend.token_to_id(alias)] = tokenizer.convert_tokens_to_ids(token)
+            number = self._backend.token_to_id(alias)
+            assert number is not None  # just added
+            self._ids[number] = tokenizer.convert_tokens_to_ids(token)
 
     def mask(self, value: Any, where: str) -> Any:
         """Returns messages or tools with the special tokens in their strings masked, except in roles.
