@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from inprocess import Ended, message, run
+from lmtrain.errors import UserError
 from lmtrain.sweeps import launch, report, search
 from lmtrain.sweeps import plan as plans
 from lmtrain.sweeps import trials as trial_rows

@@ -141,8 +141,8 @@ class GRPOOptions(ObjectiveConfig):
             )
         if self.engine == "vllm" and config.peft.method != "none":
             raise UserError(
-                f"objective.engine=vllm takes the weights of a whole model, and peft.method={config.peft.method} trains an "
-                f"adapter: set objective.engine=in_process"
+                f"objective.engine=vllm takes the weights of a whole model, and peft.method={config.peft.method} "
+                f"trains an adapter: set objective.engine=in_process"
             )
         if config.trainer.spike_factor is not None:
             raise UserError(
