@@ -87,6 +87,7 @@ WITH_OTHERS = {
     "peft.double_quant=true": (
         ["peft=lora", "model=pretrained", "model.name_or_path=a/b"], "set peft.quantization=nf4 too"
     ),
+    "model.vocab_multiple_of=64": (["model=pretrained", "model.name_or_path=a/b"], "keeps the size of its embedding"),
     "schedule.decay_ratio=0.5": (["schedule=wsd", "schedule.decay_from=5"], "set by schedule.decay_from"),
 }  # fmt: skip
 OF_GENERATE = {

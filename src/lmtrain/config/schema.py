@@ -40,6 +40,7 @@ from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 FP8 = "fp8"
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", FP8)
 STRATEGIES = ("auto", "ddp", "fsdp", "fsdp_tp", "deepspeed", "ddp_find_unused_parameters_true")
+_FROM_SCRATCH = ReadWhere(lambda c: c.model.init == "scratch", "a pretrained model keeps the size of its embedding")
 
 
 @dataclass(kw_only=True)
@@ -85,7 +86,7 @@ class ModelConfig:
     attention: Annotated[str, MACHINE]
     learning_rate: Annotated[float, RATE]
     vocab_size: Annotated[int | None, MODEL]
-    vocab_multiple_of: Annotated[int, MODEL, at_least(1)]
+    vocab_multiple_of: Annotated[int, MODEL, at_least(1), _FROM_SCRATCH]
     dropout: Annotated[float, TRAJECTORY, share]
     max_position_embeddings: Annotated[int | None, MODEL] = None
     extra: Annotated[dict[str, Any], MODEL] = field(default_factory=dict)
