@@ -1,6 +1,7 @@
 """Activation checkpointing reduces what blocks keep for their backward by as much as the memory estimate says."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,12 @@ pytestmark = pytest.mark.slow
 def test_selective_holds_the_products(family: str) -> None:
     if not Path("/proc/self/smaps_rollup").exists():
         pytest.skip("needs /proc/PID/smaps_rollup")
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "helpers"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("held_by_forward.py")), family], capture_output=True, text=True
+        [sys.executable, str(Path(__file__).with_name("held_by_forward.py")), family],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     none, selective, whole = json.loads(done.stdout)
