@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from helpers_models import FAMILIES, LENGTHS, VOCAB, objective, packed, tiny, wrapped
 from lmtrain.errors import UserError
@@ -327,6 +328,23 @@ def test_the_models_own_attention_trains_but_refuses_packed_documents():
 def test_exported_config_does_not_name_our_attention(tmp_path):
     tiny("llama").save_pretrained(tmp_path)
     assert attention.NAME not in (tmp_path / "config.json").read_text()
+
+
+def test_cudnn_does_not_compute_attention_with_a_mask(monkeypatch):
+    """Its gradients of the queries are wrong; without a mask it is the fastest kernel."""
+    allowed = []
+
+    def kernel(query, key, value, attn_mask, **_):
+        allowed.append((attn_mask is not None, torch.backends.cuda.cudnn_sdp_enabled()))
+        return torch.empty_like(query)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, 8, 16, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        for mask in (None, torch.ones(8, 8, dtype=torch.bool, device="cuda")):
+            attention._sdpa(q, k, v, attention.AttentionScores(None, None, None, 0.0), mask)
+    assert allowed == [(False, True), (True, False)]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.gpu

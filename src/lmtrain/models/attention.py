@@ -7,12 +7,13 @@ model's forward, in the keyword `documents`, which transformers passes on to eve
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -24,6 +25,9 @@ NAME = "lmtrain"  # the attn_implementation of models built here; transformers n
 # The product of row length and head width from which a CPU trains attention faster in half precision than in fp32.
 # On one thread fp32 takes 0.2 of the time at 64 x 32, 0.35 to 0.5 at 128, 0.75 at 256 x 32, but 1.2 at 256 x 64.
 CPU_HALF_PRECISION_FROM = 256 * 64
+# Kernels for attention with a mask on a GPU. torch 2.11 prefers cuDNN's on Hopper, whose gradients of queries are wrong
+# with a mask: NaN for lengths such as 704 (PyTorch's issue 196678), off by 60 % with fewer queries than keys (H200).
+MASKED_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FEWER_KEY_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 may lack it
 SLIDES = "lmtrain_slides"
 SLIDING = "sliding_attention"  # transformers' name in config.layer_types
@@ -146,7 +150,9 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, ma
         compute = torch.promote_types(dtype, torch.float32)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(compute)
-    with torch.autocast(query.device.type, enabled=False):
+    masked_on_gpu = mask is not None and query.is_cuda
+    kernels = sdpa_kernel(MASKED_KERNELS) if masked_on_gpu else nullcontext()
+    with torch.autocast(query.device.type, enabled=False), kernels:
         query, key, value = (x.to(compute) for x in (query, key, value))
         if scores.plain:
             out = F.scaled_dot_product_attention(

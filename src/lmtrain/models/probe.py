@@ -58,6 +58,8 @@ def set_attention(choice: str, model: PreTrainedModel, seq_len: int) -> None:
     used = "transformers" if found.attention is not None else choice
     if used != "transformers":
         attention.use_attention(model)
+    else:  # such layers pass masks of sliding windows, for which cuDNN's kernel must not be taken: MASKED_KERNELS
+        torch.backends.cuda.enable_cudnn_sdp(False)
     model.documents_attention = used
     model.own_attention_because = found.attention
     plain_rows = f"model.attention={used}" if used in ("sdpa", "transformers") else None
