@@ -103,8 +103,24 @@ def compile_model(model: PreTrainedModel, changing_lengths: bool = False, backen
     logger = logging.getLogger("torch._dynamo.convert_frame")
     if not any(isinstance(f, _GivesUp) for f in logger.filters):
         logger.addFilter(_GivesUp())
-    for block in decoder_blocks(model):
+    blocks, embeddings = decoder_blocks(model), model.get_input_embeddings()
+    if blocks and _trained(blocks[0]) and not _trained(embeddings):
+        embeddings.register_forward_hook(_require_gradient)
+    for block in blocks:
         block.compile(dynamic=True if changing_lengths else None, backend=backend)
+
+
+def _trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    """A forward hook: makes the output of frozen embeddings require a gradient, as the inputs of all other blocks do.
+
+    Otherwise the first block is another variant, which takes as long to compile as all others together.
+    """
+    if torch.is_grad_enabled():
+        output.requires_grad_(True)
 
 
 def let_grow(*tensors: Tensor, dim: int = 0) -> None:
