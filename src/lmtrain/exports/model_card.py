@@ -1,6 +1,6 @@
 """The README.md of an export: a model card with hub metadata, from the run's config and its validation scores."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -123,8 +123,15 @@ def _words(config: dict[str, Any], parameters: int, adapter: bool) -> str:
     data = _data_name(config)
     return (
         f"{kind}{began}{'of ' if not began else ''}{parameters:,} parameters, {done} (`{_plain(data)}`) with lmtrain "
-        f"{version('lmtrain')}."
+        f"{_version()}."
     )
+
+
+def _version() -> str:
+    try:
+        return version("lmtrain")
+    except PackageNotFoundError:  # started from its source, by PYTHONPATH
+        return "(not installed)"
 
 
 def _data_name(config: dict[str, Any]) -> Any:

@@ -133,6 +133,8 @@ def _check_ids(model: Any, rows: list[list[int]]) -> None:
 def prompt_tokens(tokenizer: Any, prompt: str | list[int]) -> list[int]:
     """Returns the ids of a prompt; an empty prompt becomes the end-of-text token, after which a document begins."""
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
+    if not ids and tokenizer.eos_token_id is None:
+        raise UserError("the prompt is empty, and the tokenizer has no end-of-text token to begin with: give a prompt")
     return ids or [tokenizer.eos_token_id]
 
 

@@ -81,7 +81,11 @@ def findings(folder: Path) -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     """Checks the packages that lmtrain's own metadata requires."""
-    requirements = importlib.metadata.requires("lmtrain") or []
+    try:
+        requirements = importlib.metadata.requires("lmtrain") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("lmtrain", True, "not installed but run from its source, so its packages are not checked", True)
+        return
     for requirement in (r for r in requirements if "extra ==" not in r):
         name = re.split(r"[<>=!~;\[ ]", requirement)[0]
         yield _installed(name, "", f'pip install "{requirement}"', needed=True)
