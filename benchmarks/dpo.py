@@ -34,7 +34,7 @@ def lmtrain(precomputed: bool) -> Contender:
 def trl(**settings: Any) -> Contender:
     def leg(task: Task, folder: Path) -> Leg:
         pairs = task.options.pairs
-        micro = task.options.micro_batch_size or pairs
+        micro = task.options.trl_micro_batch_size or task.options.micro_batch_size or pairs
         batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": pairs // micro}
         return trl_leg(task, folder, "dpo", {**batch, **settings}, lambda row: row["step"] * pairs)
 

@@ -51,6 +51,7 @@ def parser(doc: str | None, contenders: dict[str, Contender], steps: int) -> arg
     made.add_argument("--model", type=Path, help="a folder with a model's config and tokenizer; default: a small Llama")
     made.add_argument("--lora", action="store_true", help="train LoRA of rank 16 on all linear layers, not all weights")
     made.add_argument("--micro-batch-size", type=int, help="per forward; default: a whole step's")
+    made.add_argument("--trl-micro-batch-size", type=int, help="TRL's, which holds all logits; default: as the others'")
     made.add_argument("--seq-len", type=int, default=1024, help="longest row in tokens (%(default)s)")
     made.add_argument("--rounds", type=int, default=5, help="legs of each contender, interleaved (%(default)s)")
     made.add_argument("--steps", type=int, default=steps, help="optimizer steps of a leg (%(default)s)")

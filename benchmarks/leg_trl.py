@@ -3,6 +3,7 @@
 Run by sft.py and dpo.py: python leg_trl.py spec.json
 """
 
+import dataclasses
 import json
 import sys
 import time
@@ -15,6 +16,10 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# TRL checkpoints activations by default. The option was renamed after transformers 5.17.
+FIELDS = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
 
 
 class Report(transformers.TrainerCallback):
@@ -43,7 +48,7 @@ def main() -> None:
     args = {
         "output_dir": "out",
         "use_cpu": not cuda,
-        "activation_checkpointing": False,
+        CHECKPOINTING: False,
         "optim": "adamw_torch_fused",
         "lr_scheduler_type": "constant",
         "logging_steps": 1,

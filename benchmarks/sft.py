@@ -46,6 +46,7 @@ def lmtrain(packing: str) -> Contender:
 def trl(packing: bool, **settings: Any) -> Contender:
     def leg(task: Task, folder: Path) -> Leg:
         rows, micro = rows_of_a_step(task, packing)
+        micro = min(micro, task.options.trl_micro_batch_size or micro)
         batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro}
         return trl_leg(task, folder, "sft", {"packing": packing, **batch, **settings}, lambda row: row["tokens"])
 

@@ -109,7 +109,8 @@ def write_model(folder: Path, shape_of: Path | None, rows: list[Row]) -> None:
         tokenizer, shape = AutoTokenizer.from_pretrained(shape_of), AutoConfig.from_pretrained(shape_of)
     disable_progress_bar()
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a billion weights are drawn at once on a GPU
+        AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

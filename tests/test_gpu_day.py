@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import day_table
+import gpu_cases
 import pytest
 
+from lmtrain.config.compose import compose
 from support import REPO
 
 # Hides optional packages, as on a machine without a package index.
@@ -93,3 +97,21 @@ def test_the_days_table_takes_the_place_of_its_earlier_one(tmp_path: Path) -> No
     assert text.endswith("\n\n## Later\n\nAfter.\n")
     assert text.count("## GPU day") == 1
     assert "| gpu_tests | 3 passed |  |  |\n| muon | left out: no GPU here |  |  |\n" in text
+
+
+@pytest.mark.slow
+def test_the_runs_of_the_gpu_check_compose(tmp_path: Path) -> None:
+    made = gpu_cases.cases(tmp_path, toy=False)
+    assert {f"{name}_{device}" for name in gpu_cases.ON_BOTH for device in ("gpu", "cpu")} < set(made)
+    for command in made.values():
+        for words in re.findall(r"lmtrain\.(?:train|verify) (.*?)(?: &&|$)", command):
+            compose(shlex.split(words))
+
+
+@pytest.mark.slow
+def test_a_step_is_profiled(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "benchmarks" / "gpu_profile.py"), "--shape=char", "--rows=4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole, kernels = map(float, re.findall(r"a step takes ([\d.]+) ms, kernels ([\d.]+) ms of it", done.stdout)[0])
+    assert 0 < kernels <= whole
