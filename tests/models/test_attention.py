@@ -330,20 +330,23 @@ def test_exported_config_does_not_name_our_attention(tmp_path):
     assert attention.NAME not in (tmp_path / "config.json").read_text()
 
 
-def test_cudnn_does_not_compute_attention_with_a_mask(monkeypatch):
-    """Its gradients of the queries are wrong; without a mask it is the fastest kernel."""
+def test_no_kernel_with_wrong_gradients_computes_attention_with_a_mask(monkeypatch):
+    """cuDNN's is the fastest without a mask; with fewer queries than keys only plain products are trusted."""
     allowed = []
 
     def kernel(query, key, value, attn_mask, **_):
-        allowed.append((attn_mask is not None, torch.backends.cuda.cudnn_sdp_enabled()))
+        flags = torch.backends.cuda
+        allowed.append((flags.cudnn_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled()))
         return torch.empty_like(query)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    plain = attention.AttentionScores(None, None, None, 0.0)
     with FakeTensorMode():
-        q, k, v = (torch.empty(1, 2, 8, 16, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        for mask in (None, torch.ones(8, 8, dtype=torch.bool, device="cuda")):
-            attention._sdpa(q, k, v, attention.AttentionScores(None, None, None, 0.0), mask)
-    assert allowed == [(False, True), (True, False)]
+        keys, few = (torch.empty(1, 2, length, 16, device="cuda", dtype=torch.bfloat16) for length in (8, 3))
+        for queries, masked in ((keys, False), (keys, True), (few, True)):
+            mask = torch.ones(queries.shape[2], 8, dtype=torch.bool, device="cuda") if masked else None
+            attention._sdpa(queries, keys, keys, plain, mask)
+    assert allowed == [(True, True, True), (False, True, True), (False, False, True)]
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 

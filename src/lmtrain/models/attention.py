@@ -7,7 +7,7 @@ model's forward, in the keyword `documents`, which transformers passes on to eve
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +25,11 @@ NAME = "lmtrain"  # the attn_implementation of models built here; transformers n
 # The product of row length and head width from which a CPU trains attention faster in half precision than in fp32.
 # On one thread fp32 takes 0.2 of the time at 64 x 32, 0.35 to 0.5 at 128, 0.75 at 256 x 32, but 1.2 at 256 x 64.
 CPU_HALF_PRECISION_FROM = 256 * 64
-# Kernels for attention with a mask on a GPU. torch 2.11 prefers cuDNN's on Hopper, whose gradients of queries are wrong
-# with a mask: NaN for lengths such as 704 (PyTorch's issue 196678), off by 60 % with fewer queries than keys (H200).
+# Kernels for attention with a mask on a GPU. cuDNN's, which torch 2.11 prefers on Hopper, has gradients of NaN for some
+# row lengths (PyTorch's issue 196678). With fewer queries than keys, the kernel that torch chose on an H200 had wrong
+# gradients (by 60 %; tests/models/test_prefixes.py), so those are computed by plain products.
 MASKED_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+FEWER_QUERIES_KERNELS = [SDPBackend.MATH]
 FEWER_KEY_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 may lack it
 SLIDES = "lmtrain_slides"
 SLIDING = "sliding_attention"  # transformers' name in config.layer_types
@@ -150,9 +152,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, ma
         compute = torch.promote_types(dtype, torch.float32)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(compute)
-    masked_on_gpu = mask is not None and query.is_cuda
-    kernels = sdpa_kernel(MASKED_KERNELS) if masked_on_gpu else nullcontext()
-    with torch.autocast(query.device.type, enabled=False), kernels:
+    with torch.autocast(query.device.type, enabled=False), _kernels(query, key, mask):
         query, key, value = (x.to(compute) for x in (query, key, value))
         if scores.plain:
             out = F.scaled_dot_product_attention(
@@ -169,6 +169,13 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, ma
             seen = causal_mask(query.shape[2], None, query.device) if mask is None else mask
             out = F.dropout(_weights(query, key, scores, seen), scores.dropout) @ value
     return out.to(dtype)
+
+
+def _kernels(query: Tensor, key: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
+    """Returns a context in which scaled_dot_product_attention takes no kernel that is wrong for these tensors."""
+    if mask is None or not query.is_cuda:
+        return nullcontext()
+    return sdpa_kernel(MASKED_KERNELS if query.shape[2] == key.shape[2] else FEWER_QUERIES_KERNELS)
 
 
 def _weights(query: Tensor, key: Tensor, scores: AttentionScores, seen: Tensor) -> Tensor:
