@@ -339,6 +339,7 @@ def test_no_kernel_with_wrong_gradients_computes_attention_with_a_mask(monkeypat
         allowed.append((flags.cudnn_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled()))
         return torch.empty_like(query)
 
+    torch.backends.cuda.enable_cudnn_sdp(True)  # off after a model with transformers' own attention
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
     plain = attention.AttentionScores(None, None, None, 0.0)
     with FakeTensorMode():
