@@ -327,6 +327,11 @@ def numbers(size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
 
 
+def shows_numbers(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns whether the tokenizer is the stand-in of `numbers`, whose text is not what the tokens stand for."""
+    return all(token == str(number) for token, number in tokenizer.get_vocab().items())
+
+
 def file_hashes(folder: Path) -> dict[str, str]:
     """Returns the SHA-256 of each file of a saved tokenizer, by name; empty if the folder doesn't exist.
 

@@ -17,6 +17,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.chat.special_text import reference_of
 from lmtrain.data.examples.pair_rows import margins_of
 from lmtrain.data.examples.rows import padded
+from lmtrain.data.tokenizers import shows_numbers
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.evaluation import data, subject
@@ -139,10 +140,13 @@ def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
     nll, tokens = (np.pad(column, (0, len(sizes) - len(column))) for column in (nll, tokens))
     if not tokens.sum():
         raise UserError("the text to evaluate on has no token to score: is it empty?")
-    columns = {"nll": nll, "tokens": tokens, "bits": nll / math.log(2), "bytes": np.array(sizes, dtype=float)}
-    ratios = {"loss": ("nll", "tokens"), "bits_per_byte": ("bits", "bytes")}
+    columns, ratios = {"nll": nll, "tokens": tokens}, {"loss": ("nll", "tokens")}
+    known = {"documents": len(sizes), "tokens": int(tokens.sum())}
+    if not shows_numbers(who.tokenizer):
+        columns |= {"bits": nll / math.log(2), "bytes": np.array(sizes, dtype=float)}
+        ratios["bits_per_byte"] = ("bits", "bytes")
+        known["bytes"] = sum(sizes)
     scores = Scores(columns, ratios)
-    known = {"documents": len(sizes), "tokens": int(tokens.sum()), "bytes": sum(sizes)}
     if documents.unknown:  # their loss is that of one token, whichever characters they are
         known["unknown characters"] = documents.unknown
     known["tokens_sha256"] = documents.digest.hexdigest()
