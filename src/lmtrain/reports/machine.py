@@ -32,7 +32,8 @@ OPTIONAL = {  # distribution: (extra, purpose)
     "datasketch": ("dedup", "data.dedup=near"),
     "starlette": ("web", "the page of lmtrain chat --web"),
 }
-_MATMUL_SECONDS, _SIZE = 0.5, 1024
+_MATMUL_SECONDS = 0.5
+_SIZE = {"cpu": 1024, "cuda": 8192}  # of matrices: a GPU ends smaller ones before the next is launched
 _READ_BYTES = 64 * 2**20
 
 
@@ -142,9 +143,10 @@ def _matmul() -> Finding:
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rates = []
+    rates, size = [], _SIZE[device.type]
     for dtype in (torch.float32, torch.bfloat16):
-        a = torch.randn(_SIZE, _SIZE, device=device).to(dtype)
+        a = torch.randn(size, size, device=device).to(dtype)
+        (a @ a).sum().item()  # the first product loads libraries
         began, times = time.perf_counter(), 0
         while time.perf_counter() - began < _MATMUL_SECONDS:
             for _ in range(5):
@@ -152,7 +154,7 @@ def _matmul() -> Finding:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times += 5
-        rates.append(2 * _SIZE**3 * times / (time.perf_counter() - began))
+        rates.append(2 * size**3 * times / (time.perf_counter() - began))
     slow = device.type == "cpu" and rates[0] < 1e10 * (os.cpu_count() or 1)
     usual = "" if device.type == "cuda" else "; usual are 20 to 100 a core in fp32"
     busy = ", so something else is running" if slow else ""
