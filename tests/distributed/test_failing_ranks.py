@@ -1,9 +1,13 @@
 """Ranks of one launcher that fail print one message, from a rank that encountered the error."""
 
+import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.launcher.api import LaunchConfig
 
 import slow_to_leave
 from lmtrain.config import compose
@@ -67,3 +71,18 @@ def test_a_mistake_counts_as_one_where_its_rank_was_ended_before_it_left(
     monkeypatch.setenv("PYTHONPATH", str(Path(slow_to_leave.__file__).parent), prepend=os.pathsep)
     assert launch.launch_ranks("slow_to_leave", config, tmp_path, 2) == WRONG_INPUT
     assert [line for line in capfd.readouterr().err.splitlines() if "error" in line] == ["error: no such file"]
+
+
+def test_an_older_launcher_waits_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11's LaunchConfig has no shutdown_timeout: it waits for as long as a default argument says."""
+
+    class Older:
+        def __init__(self, logs_specs: Any, **options: Any) -> None:
+            assert set(options) <= {field.name for field in dataclasses.fields(LaunchConfig)} - {"shutdown_timeout"}
+
+    monkeypatch.setattr("torch.distributed.launcher.api.LaunchConfig", Older)
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: lambda *_: None)
+    monkeypatch.setattr(PContext.close, "__defaults__", (None, 30))
+    config = compose.check(compose.compose(["data=text", "data.path=x"]))
+    assert launch.launch_ranks("slow_to_leave", config, tmp_path, 2) == 0
+    assert PContext.close.__defaults__ == (None, launch._SHUTDOWN_SECONDS)

@@ -69,7 +69,7 @@ def launch_ranks(module: str, config: Config, folder: Path, processes: int, max_
 
 def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened: str) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -88,9 +88,12 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
         max_restarts=max_restarts,
         monitor_interval=0.2,
         signals_to_handle=",".join(_SIGNALS),
-        shutdown_timeout=_SHUTDOWN_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
+    if hasattr(settings, "shutdown_timeout"):
+        settings.shutdown_timeout = _SHUTDOWN_SECONDS
+    else:  # torch 2.11 waits for as long as a default argument says, 30 seconds
+        PContext.close.__defaults__ = (None, _SHUTDOWN_SECONDS)
     try:
         elastic_launch(settings, sys.executable)("-m", module, str(folder / "config.yaml"), opened)
     except ChildFailedError as failure:
