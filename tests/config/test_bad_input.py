@@ -17,6 +17,8 @@ from inprocess import TWO_STEPS, Ended, message, run, snapshot, train_tiny
 from lmtrain import cli
 from lmtrain.config import aliases as neighbours
 from lmtrain.config import compose as config
+from lmtrain.config import strategies
+from lmtrain.errors import UserError
 from support import REPO, TINY, Run
 
 
@@ -190,6 +192,22 @@ FOREIGN_TARGETS = {
 @pytest.mark.parametrize("entry", FOREIGN_TARGETS)
 def test_a_target_that_may_not_or_can_not_be_built(entry: str, corpus: Path, here: Path) -> None:
     refuse(corpus, here, [f"callbacks.extra=[{entry}]"], FOREIGN_TARGETS[entry])
+
+
+def test_a_torch_that_can_not_shard_bytes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 lets every sharded parameter require a gradient, which bytes can't."""
+    monkeypatch.setattr(strategies, "version", lambda _: "2.11.0+cu130")
+    words = [
+        "model=pretrained",
+        "model.name_or_path=x",
+        "peft=qlora",
+        "objective=sft",
+        "data=chat_jsonl",
+        "data.path=x",
+    ]
+    config.check(config.compose(words))
+    with pytest.raises(UserError, match=r"needs torch 2\.13, .* \(here 2\.11\.0\+cu130\)"):
+        config.check(config.compose([*words, "trainer.strategy=fsdp"]))
 
 
 def test_early_stopping_without_validation(corpus: Path, here: Path) -> None:

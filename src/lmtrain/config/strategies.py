@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,13 @@ def _check_quantised(c: Config) -> None:
 
     An int8 base keeps state of a layer's last matrix product beside the weights.
     """
-    strategy, stored = c.trainer.strategy, c.peft.quantization
+    strategy, stored, torch = c.trainer.strategy, c.peft.quantization, version("torch")
     if strategy == "fsdp" and stored != "int8":
+        if tuple(map(int, torch.split(".")[:2])) < (2, 13):
+            raise UserError(
+                f"peft.quantization={stored} with trainer.strategy=fsdp needs torch 2.13, which can shard parameters "
+                f"of bytes (here {torch}): upgrade torch, or set trainer.strategy=ddp"
+            )
         return
     found = f"peft.quantization={stored} does not go with trainer.strategy={strategy}"
     if strategy == "fsdp":
