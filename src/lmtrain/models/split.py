@@ -33,6 +33,8 @@ from lmtrain.models.language_model import attention_dropout
 
 # A packed layer's outputs are BLOCKS blocks side by side (queries, keys, values), each of which is split.
 PACKED, BLOCKS = "packed_colwise", 3
+# torch 2.11 can't gather a tensor that is split by blocks.
+GATHERS_BLOCKS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 COLUMNS, ROWS = ("colwise", PACKED, "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 PER_HEAD_NORM = "replicated_with_grad_allreduce"
 OWN_PLANS = {
@@ -248,7 +250,8 @@ def _split_layer(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares
             _distribute(layer, "bias", mesh, Replicate())
     elif style == PACKED:
         # FSDP shards the first dimension, and can't shard one that is split by blocks already: it is replicated then.
-        _distribute(layer, "weight", mesh, _StridedShard(1, split_factor=BLOCKS) if transposed else Replicate())
+        by_blocks = transposed and GATHERS_BLOCKS
+        _distribute(layer, "weight", mesh, _StridedShard(1, split_factor=BLOCKS) if by_blocks else Replicate())
         _distribute(layer, "bias", mesh, Replicate())
     else:
         _distribute(layer, "weight", mesh, Shard(1 if transposed else 0))
@@ -270,7 +273,8 @@ def by_columns(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares |
     if tokens is None:  # otherwise TokenShares.gathered does this
         # Each rank's gradient of the input is a partial sum, which the backward sums over the ranks.
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-    y = _product(layer, x, _own_part(layer.weight), _own_part(layer.bias))
+    outputs = 1 if isinstance(layer, Conv1D) else 0  # the dimension of the weight
+    y = _product(layer, x, _own_part(layer.weight, outputs), _own_part(layer.bias, 0))
     return laid_out(y, mesh, Shard(-1), Replicate()) if style == "colwise_gather_output" else y
 
 
@@ -289,18 +293,18 @@ def by_rows(layer: Layer, style: str, mesh: DeviceMesh, tokens: TokenShares | No
     return y if layer.bias is None else y + layer.bias.to_local(grad_placements=[Partial()]).to(y.dtype)
 
 
-def _own_part(parameter: Any) -> Any:
+def _own_part(parameter: Any, dim: int) -> Any:
     """Returns this rank's part of a parameter split by columns, or its part of each block of a replicated one.
 
-    None gives None.
+    None gives None. dim: the dimension of outputs.
     """
     if parameter is None:
         return None
     if not isinstance(parameter.placements[0], Replicate):
         return parameter.to_local()
     mesh = parameter.device_mesh
-    blocks = parameter.to_local(grad_placements=[Partial()]).unflatten(0, (BLOCKS, mesh.size(), -1))
-    return blocks[:, mesh.get_local_rank()].flatten(0, 1)
+    blocks = parameter.to_local(grad_placements=[Partial()]).unflatten(dim, (BLOCKS, mesh.size(), -1))
+    return blocks.select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1)
 
 
 def _product(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
