@@ -11,9 +11,7 @@ from lmtrain.reports import machine
 
 
 def test_everything_needed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        machine, "_SIZE", {"cpu": 256}
-    )  # size of the matrices: bf16 takes seconds on a processor without it
+    monkeypatch.setattr(machine, "_SIZE", {"cpu": 256})  # bf16 takes seconds on a processor without it
     done = run("doctor", str(tmp_path / "outputs"))
     assert done.code == 0, done.out + done.err
     for part in ("torch", "transformers", "matmul", "disk", "GFLOP/s", "C compiler"):

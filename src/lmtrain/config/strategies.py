@@ -19,6 +19,10 @@ SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # shard parameters, gradients or opt
 _NEITHER = ("fsdp_tp", "deepspeed")  # split layers in ways that fp8 and some objectives don't support
 
 
+def torch_is_at_least(major: int, minor: int) -> bool:
+    return tuple(map(int, version("torch").split(".")[:2])) >= (major, minor)
+
+
 def outside_fp8(precision: str) -> str:
     """Returns the precision of everything outside the fp8 layers: bf16-mixed for fp8, else `precision` itself."""
     return "bf16-mixed" if precision == FP8 else precision
@@ -117,12 +121,12 @@ def _check_quantised(c: Config) -> None:
 
     An int8 base keeps state of a layer's last matrix product beside the weights.
     """
-    strategy, stored, torch = c.trainer.strategy, c.peft.quantization, version("torch")
+    strategy, stored = c.trainer.strategy, c.peft.quantization
     if strategy == "fsdp" and stored != "int8":
-        if tuple(map(int, torch.split(".")[:2])) < (2, 13):
+        if not torch_is_at_least(2, 13):
             raise UserError(
                 f"peft.quantization={stored} with trainer.strategy=fsdp needs torch 2.13, which can shard parameters "
-                f"of bytes (here {torch}): upgrade torch, or set trainer.strategy=ddp"
+                f"of bytes (here {version('torch')}): upgrade torch, or set trainer.strategy=ddp"
             )
         return
     found = f"peft.quantization={stored} does not go with trainer.strategy={strategy}"

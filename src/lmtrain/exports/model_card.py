@@ -122,16 +122,16 @@ def _words(config: dict[str, Any], parameters: int, adapter: bool) -> str:
     done = (_FURTHER if base else _DONE).get(objective, f"trained (objective {_plain(objective)})")
     data = _data_name(config)
     return (
-        f"{kind}{began}{'of ' if not began else ''}{parameters:,} parameters, {done} (`{_plain(data)}`) with lmtrain "
-        f"{_version()}."
+        f"{kind}{began}{'of ' if not began else ''}{parameters:,} parameters, {done} (`{_plain(data)}`) with "
+        f"{_program()}."
     )
 
 
-def _version() -> str:
+def _program() -> str:
     try:
-        return version("lmtrain")
+        return f"lmtrain {version('lmtrain')}"
     except PackageNotFoundError:  # started from its source, by PYTHONPATH
-        return "(not installed)"
+        return "lmtrain"
 
 
 def _data_name(config: dict[str, Any]) -> Any:

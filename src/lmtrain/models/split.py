@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lmtrain.config.strategies import torch_is_at_least
 from lmtrain.distributed.dtensor import laid_out
 from lmtrain.errors import UserError
 from lmtrain.models.language_model import attention_dropout
@@ -34,7 +35,7 @@ from lmtrain.models.language_model import attention_dropout
 # A packed layer's outputs are BLOCKS blocks side by side (queries, keys, values), each of which is split.
 PACKED, BLOCKS = "packed_colwise", 3
 # torch 2.11 can't gather a tensor that is split by blocks.
-GATHERS_BLOCKS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+GATHERS_BLOCKS = torch_is_at_least(2, 13)
 COLUMNS, ROWS = ("colwise", PACKED, "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 PER_HEAD_NORM = "replicated_with_grad_allreduce"
 OWN_PLANS = {
