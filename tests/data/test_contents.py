@@ -97,13 +97,36 @@ def test_large_bins_are_read_whole_once(tmp_path: Path, data_config, tokenizer_c
     assert "files.json can't be written: the files are read again at the next start" in said[-1]
 
 
+@pytest.mark.parametrize("files", [3, 30])
+def test_the_hashes_of_many_files_are_stored_at_once(files: int, tmp_path: Path, monkeypatch) -> None:
+    """A start on n files read and wrote the cache of their hashes n times, so that its cost grew with n^2."""
+    monkeypatch.setattr(contents, "REMEMBER_FROM", 1)
+    used: list[str] = []
+    load, write = contents.Facts._load, contents.write_atomic
+    monkeypatch.setattr(contents.Facts, "_load", lambda facts: used.append("read") or load(facts))
+    monkeypatch.setattr(contents, "write_atomic", lambda *given: used.append("written") or write(*given))
+    paths = [tmp_path / f"{i}.txt" for i in range(files)]
+    for i, path in enumerate(paths):
+        path.write_text(f"text {i}")
+    hashes = "".join(sha256(path.read_bytes()).hexdigest() for path in paths)
+    facts = contents.Facts(tmp_path / "cache")
+    assert facts.digest(paths) == sha256(hashes.encode()).hexdigest()
+    assert used == ["read"] * 3 + ["written"]
+    used.clear()
+    monkeypatch.setattr(contents, "_sha256", None)
+    assert facts.digest(paths[::-1]) != facts.digest(paths)
+    assert used == ["read"] * 2
+
+
 def test_what_was_just_written_is_not_read_again(tmp_path: Path, data_config, tokenizer_config, monkeypatch) -> None:
     monkeypatch.setattr(contents, "REMEMBER_FROM", 1)
-    monkeypatch.setattr(contents, "_read_all", None)
+    read, whole = list[str](), contents._sha256
+    monkeypatch.setattr(contents, "_sha256", lambda path, *given: read.append(path.name) or whole(path, *given))
     (tmp_path / "a.txt").write_text("one line\nand another\n" * 300)
     cfg = data_config(path=str(tmp_path / "a.txt"))
     first = prepare(cfg, tokenizer_config(), progress=False)
     assert prepare(cfg, tokenizer_config(), progress=False).fingerprint == first.fingerprint
+    assert read == ["a.txt"]
 
 
 @pytest.mark.parametrize("remember_from", [1, 1 << 24])

@@ -135,10 +135,8 @@ def base_identity(model: PreTrainedModel, name_or_path: str, whole: Facts | None
     if not path.is_dir():
         return str(getattr(model.config, "_commit_hash", None) or name_or_path)
     files = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(some_of(file) if whole is None else bytes.fromhex(whole.digest_of(file)))
-    return digest.hexdigest()[:16]
+    parts = map(some_of, files) if whole is None else (bytes.fromhex(d) for d in whole.digests(files).values())
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def adapter_identity(name: str) -> str:

@@ -161,7 +161,10 @@ def digest(files: list[File], facts: Facts) -> str:
     local = [file for file in files if isinstance(file, Path)]
     if len(local) == len(files):
         return facts.digest(local)
-    parts = [facts.digest([file]) if isinstance(file, Path) else file.identity() for file in files]
+    known = facts.digests(local)
+    parts = [
+        hashlib.sha256(known[file].encode()).hexdigest() if isinstance(file, Path) else file.identity() for file in files
+    ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -32,18 +32,27 @@ class Facts:
         self.store = Path(cache_dir).expanduser() / "files.json"
 
     def digest(self, paths: list[Path]) -> str:
-        """Returns the SHA-256 over the files' contents, in order; their names don't matter."""
-        whole = hashlib.sha256()
-        for path in paths:
-            try:
-                whole.update(self.digest_of(path).encode())
-            except OSError as error:
-                raise UserError(f"{path} can't be read: {error.strerror}") from None
-        return whole.hexdigest()
+        """Returns the SHA-256 over those of the files, in order; their names don't matter."""
+        found = self.digests(paths)
+        return hashlib.sha256("".join(found[path] for path in paths).encode()).hexdigest()
 
-    def digest_of(self, path: Path) -> str:
-        """Returns the SHA-256 of a file in hexadecimal digits."""
-        return str(self.of(path, "sha256", lambda: _sha256(path)))
+    def digests(self, paths: list[Path], say: Callable[[str], None] = lambda _: None) -> dict[Path, str]:
+        """Returns the SHA-256 of each file in hexadecimal digits, cached if the files are large together.
+
+        Raises:
+            UserError: a file can't be read.
+        """
+        try:
+            if sum(path.stat().st_size for path in paths) < REMEMBER_FROM:
+                return {path: _sha256(path) for path in paths}
+            known = self.recall(paths, "sha256")
+            if any(path not in known for path in paths):
+                with self.one_process():
+                    known = self.recall(paths, "sha256")
+                    known |= _read_all([path for path in paths if path not in known], self, say)
+        except OSError as error:
+            raise UserError(f"{error.filename} can't be read: {error.strerror}") from None
+        return {path: known[path] for path in paths}
 
     def of(self, path: Path, name: str, find: Callable[[], Any]) -> Any:
         """Returns the value called `name` for a file, from the cache or computed by `find()`."""
@@ -115,11 +124,9 @@ def check(
         UserError: a file is missing or its content has changed.
     """
     try:
-        found = _hashes([folder / name for name in recorded], Facts(cache_dir), say)
-    except OSError as error:
-        raise UserError(
-            f"{error.filename} can't be read: {error.strerror}; delete {folder} and prepare the data again"
-        ) from None
+        found = Facts(cache_dir).digests([folder / name for name in recorded], say)
+    except UserError as error:
+        raise UserError(f"{error}; delete {folder} and prepare the data again") from None
     for name, written in recorded.items():
         now = found[folder / name]
         if written is not None and now != written:
@@ -137,17 +144,6 @@ def remember(folder: Path, written: dict[str, str], cache_dir: str | Path) -> No
         Facts(cache_dir).remember("sha256", {folder / name: (versions[name], h) for name, h in written.items()})
 
 
-def _hashes(paths: list[Path], facts: Facts, say: Callable[[str], None]) -> dict[Path, str]:
-    if sum(path.stat().st_size for path in paths) < REMEMBER_FROM:
-        return {path: _sha256(path) for path in paths}
-    known = facts.recall(paths, "sha256")
-    if len(known) < len(paths):
-        with facts.one_process():
-            known = facts.recall(paths, "sha256")
-            known |= _read_all([path for path in paths if path not in known], facts, say)
-    return {path: known[path] for path in paths}
-
-
 def _read_all(paths: list[Path], facts: Facts, say: Callable[[str], None]) -> dict[Path, str]:
     """Returns the SHA-256 of files of any size; what was computed is cached even if reading is interrupted later."""
     total = sum(path.stat().st_size for path in paths)
@@ -163,10 +159,14 @@ def _read_all(paths: list[Path], facts: Facts, say: Callable[[str], None]) -> di
             say(f"read {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
 
     found: dict[Path, Any] = {}
+    written = time.monotonic()
     try:
         for path in paths:
             version = version_of(path)  # taken before reading: an edit meanwhile is noticed at the next start
             found[path] = (version, _sha256(path, advance))
+            if time.monotonic() - written >= _SECONDS_BETWEEN_LINES:  # not per file: each time, all facts are written
+                facts.remember("sha256", found)
+                written = time.monotonic()
     finally:
         kept = facts.remember("sha256", found)
     if total >= _SAY_FROM and not kept:
@@ -176,8 +176,12 @@ def _read_all(paths: list[Path], facts: Facts, say: Callable[[str], None]) -> di
 
 def _sha256(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            advance(len(chunk))
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                advance(len(chunk))
+    except OSError as error:
+        error.filename = str(path)  # an error of reading, unlike one of opening, names no file
+        raise
     return digest.hexdigest()
