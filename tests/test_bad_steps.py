@@ -51,20 +51,3 @@ def test_bad_steps_on_rows_of_a_stream(gone: bool, tmp_path: Path) -> None:
     said = " ".join(ended.err.split())
     assert f"{4 if gone else 1} updates in a row were skipped" in said
     assert ("of the stream was removed after training on it" if gone else "The worst micro-batch of that step") in said
-    assert "debug=replay" not in said  # which reads prepared data only
-
-
-def test_a_stream_is_not_told_to_replay(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Hello world, this is some text.\n" * 500)
-    stream = ["data.streaming=true", "data.ring_bytes=1_000_000", "data.ring_val_tokens=500", "data.sample_by=line",
-              "data.ring_shard_tokens=1000", "data.ring_window=2"]  # fmt: skip
-    bad = ["optimizer.lr=1e30", "trainer.max_steps=5", "trainer.max_bad_steps=2", "trainer.gradient_clip_val=null",
-           "trainer.accelerator=cpu"]  # fmt: skip
-    words = [*TINY, "data=text", f"data.path={tmp_path}/a.txt", f"run.dir={tmp_path}/run", *stream, *bad]
-    ended = run("train", *words)
-    assert ended.code == 1, ended.err
-    assert ".json. What helps most often" in " ".join(ended.err.split())
-    assert "debug=replay" not in ended.err
-    ended = run("train", *words, "debug=replay", "debug.step=1")
-    assert ended.code == 2, ended.err
-    assert "those of a stream (data.ring_bytes=1000000) are gone" in " ".join(ended.err.split())

@@ -32,7 +32,6 @@ CONTEXTS: list[list[str]] = [
     ["objective=distill", "data=chat_jsonl"],
     ["objective=reward", "data=preference_jsonl"],
     ["logger=wandb"],
-    ["debug=replay"],
     ["model=memory_nano"],
     ["sweep=optuna"],
 ]

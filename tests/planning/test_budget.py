@@ -53,15 +53,6 @@ def test_the_steps_fill_what_starting_validations_and_the_end_leave() -> None:
     assert used <= 600 < used + 0.5 + 5 / 50
 
 
-def test_a_replay_measures_nothing(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "measure", lambda *_: pytest.fail("it has the number of steps of its run"))
-    (tmp_path / "config.yaml").write_text("trainer: {max_steps: 77, val_check_interval: 5}")
-    asked = config("data=text", f"data.path={corpus}", "budget.minutes=1", "debug=replay", "debug.step=3",
-                   f"run.dir={tmp_path}")  # fmt: skip
-    settle(asked, time.time())
-    assert asked.trainer.max_steps == 77
-
-
 def test_rows_to_memorize_are_trained_on_for_the_whole_time(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "measure", lambda *_: Measured(starting=1.0, step=0.5, validation=0.1))
     asked = config("data=text", f"data.path={corpus}", "budget.minutes=1", "trainer.accelerator=cpu",

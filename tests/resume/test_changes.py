@@ -108,73 +108,12 @@ def test_bad_steps_are_skipped_and_end_the_run(exploding: tuple[Path, Ended]) ->
     report = json.loads(report_file.read_text())
     assert report_file.with_suffix(".pt").exists()
     assert len(report["epoch_and_row_ids"]) == 6
-    assert f"debug=replay debug.step={report['step']} run.dir={run_dir}" in " ".join(done.err.split())
     rows = stable_rows(run_dir)
     bad = [r["bad_steps"] for r in rows if "bad_steps" in r]
     assert bad[-1] >= 2
     assert rows[report["step"]]["train/loss"] is None, "not a number in JSON is null"
     # The checkpoints saved until then are undamaged.
     assert all(store.damage(p) is None for p in store.scan(run_dir / "checkpoints"))
-
-
-def test_replay_runs_that_very_step_again(exploding: tuple[Path, Ended], corpus: Path) -> None:
-    run_dir, _ = exploding
-    step = json.loads(next(run_dir.glob("bad_step_*.json")).read_text())["step"]
-    before = snapshot(run_dir)
-    replay = ["trainer.compile=true", "debug=replay", f"debug.step={step}"]
-    done = train_here(corpus, run_dir, "data.micro_batch_size=2", *EXPLODING, *replay)
-    assert done.code == 0, done.err
-    assert f"replaying step {step}" in done.out
-    assert "skipped" in done.out
-    assert "model.transformer.h.0.ln_1" in done.out, "blocks are looked into, though the run compiles them"
-    assert snapshot(run_dir) == before, "it only looks"
-
-
-def test_replay_of_a_good_step_gives_its_logged_numbers(four_steps: Path, corpus: Path) -> None:
-    """Step 2, counted from 0, is the third row; the replay needs no checkpoint nearby to give its gradient norm."""
-    logged = [r for r in stable_rows(four_steps) if "train/loss" in r][2]
-    done = train_here(corpus, four_steps, *BASE, "debug=replay", "debug.step=2")
-    assert done.code == 0, done.err
-    assert f"{logged['grad_norm']:.6g}" in done.out
-    assert f"{logged['train/loss']:.6g}" in done.out
-    assert "applied" in done.out
-
-
-def test_replay_of_a_step_of_a_run_that_epochs_end(corpus: Path, tmp_path: Path) -> None:
-    """Before the first checkpoint, its learning rates follow from the length of the run, not from trainer.max_steps."""
-    run_dir, four = tmp_path / "run", [*BASE, "trainer.max_steps=900", "trainer.max_epochs=1"]
-    four += ["trainer.overfit_batches=4", "trainer.save_every_n_steps=null"]
-    assert train_here(corpus, run_dir, *four).code == 0
-    logged = [r for r in stable_rows(run_dir) if "train/loss" in r]
-    assert len(logged) == 4
-    done = train_here(corpus, run_dir, *four, "debug=replay", "debug.step=3")
-    assert f"{logged[3]['grad_norm']:.6g}" in done.out, done.err
-
-
-@pytest.mark.parametrize(("rule", "step", "begins"), [("rescale", 6, "step_00000004"), ("keep", 3, "the beginning")])
-def test_replay_of_a_step_of_a_run_that_was_made_longer(
-    rule: str, step: int, begins: str, four_steps: Path, corpus: Path, tmp_path: Path
-) -> None:
-    """Its learning rates are those of the length that was planned when it was trained."""
-    run_dir = copy(four_steps, tmp_path)
-    longer = [*BASE, "trainer.max_steps=8", f"run.schedule_on_resume={rule}", "trainer.save_every_n_steps=8"]
-    assert train_here(corpus, run_dir, *longer).code == 0
-    logged = [r for r in stable_rows(run_dir) if "train/loss" in r][step]
-    if begins == "the beginning":
-        shutil.rmtree(run_dir / "checkpoints" / "step_00000004")
-    done = train_here(corpus, run_dir, *longer, "debug=replay", f"debug.step={step}")
-    assert f"replaying step {step} from {begins}" in done.out, done.err
-    assert f"{logged['grad_norm']:.6g}" in done.out
-
-
-def test_replay_of_a_run_that_began_at_a_checkpoint_of_another(four_steps: Path, corpus: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "second"
-    begun = [*BASE, f"run.resume={four_steps / 'checkpoints' / 'step_00000004'}", "trainer.max_steps=8"]
-    assert train_here(corpus, run_dir, *begun, "trainer.save_every_n_steps=8").code == 0
-    logged = next(r for r in stable_rows(run_dir) if r["step"] == 6)
-    done = train_here(corpus, run_dir, *begun, "debug=replay", "debug.step=5")
-    assert "replaying step 5 from step_00000004" in done.out, done.err
-    assert f"{logged['grad_norm']:.6g}" in done.out
 
 
 def test_checkpoints_after_the_one_resumed_never_count(corpus: Path, tmp_path: Path) -> None:

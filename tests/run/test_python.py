@@ -124,7 +124,7 @@ def test_refusals(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         lmtrain.compose(["optimizer.lrr=1"])
     with pytest.raises(UserError, match="a run from Python has one process"):
         lmtrain.build(lmtrain.compose(settings(corpus, "trainer.devices=2", "data.global_batch_size=8")))
-    for word in ("budget.minutes=1", "budget.tokens=1e6", "trainer.num_nodes=2", "debug=replay"):
+    for word in ("budget.minutes=1", "budget.tokens=1e6", "trainer.num_nodes=2"):
         with pytest.raises(UserError, match=word.partition("=")[0]):
             lmtrain.build(lmtrain.compose(settings(corpus, word)))
     with pytest.raises(UserError, match=r"set trainer.max_steps and budget.tokens=null"):  # one is not enough

@@ -15,8 +15,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lmtrain.config.override_text import shell_word
-from lmtrain.data.stream.ring import StreamRows
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import RunError
 from lmtrain.objectives.base import Objective
@@ -124,7 +122,7 @@ class BadSteps(pl.Callback):
         )
 
     def _save(self, trainer: pl.Trainer, module: Objective, start: int) -> str:
-        """Saves the worst micro-batch of a step; returns where it is and how the step can be replayed."""
+        """Saves the worst micro-batch of a step; returns where it is."""
         assert trainer.train_dataloader is not None
         dataset = trainer.train_dataloader.dataset
         batch = dataset[start]  # the same batch: order is a pure function of the step
@@ -137,10 +135,7 @@ class BadSteps(pl.Callback):
             report = {"step": start, "micro_batch": worst, "micro_batch_losses": losses, "epoch_and_row_ids": rows}
             (self.folder / f"{name}.json").write_text(json.dumps(report, indent=2))
         files = f"{self.folder / name}.pt and .json"
-        said = f"The worst micro-batch of that step (number {worst}) and its row ids are in {files}."
-        here = shell_word("run.dir", str(self.folder))
-        again = f" To run exactly that step again, add debug=replay debug.step={start} {here} to the same command."
-        return said + ("" if isinstance(dataset.rows, StreamRows) else again)
+        return f"The worst micro-batch of that step (number {worst}) and its row ids are in {files}."
 
     def micro_batch_losses(self, module: Objective, micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:
         """Returns each micro-batch's mean loss, computed in the training precision."""

@@ -76,7 +76,7 @@ def settle(config: Config, began: float) -> list[str]:
     """
     typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
     by_hand = [key for key in _LENGTHS if key in typed and value_of(config, key)]
-    if typed.get("debug", "null") not in ("null", "replay"):
+    if typed.get("debug", "null") != "null":
         by_hand.append("debug")
     if by_hand:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
@@ -201,9 +201,9 @@ def _at_depth(took: Measured, before: int, depth: int, same_rows: bool) -> Measu
 
 
 def _chosen_before(config: Config) -> dict[str, Any] | None:
-    """Returns the saved config of the run to continue or to replay, which contains its number of steps, or None."""
-    file, replays = run_dir.locate(config) / "config.yaml", config.debug.get("mode") == "replay"
-    if (run_dir.resume_mode(config) == "none" and not replays) or not file.is_file():
+    """Returns the saved config of the run to continue, which contains its number of steps, or None."""
+    file = run_dir.locate(config) / "config.yaml"
+    if run_dir.resume_mode(config) == "none" or not file.is_file():
         return None
     saved = safe_yaml.read(file)
     steps = saved.get("trainer", {}).get("max_steps") if isinstance(saved, dict) else None

@@ -76,8 +76,6 @@ def _refuse(config: Config) -> None:
             f"budget.{chosen} chooses the number of steps on the command line only, before the run is built: set "
             f"trainer.max_steps and budget.{chosen}=null, or start python -m lmtrain.train"
         )
-    if config.debug.get("mode") == "replay":
-        raise UserError("debug=replay trains no run: start python -m lmtrain.train with it")
     nodes = config.trainer.num_nodes
     if nodes > 1:
         raise UserError(f"trainer.num_nodes={nodes}: a run from Python has one process; leave it out")

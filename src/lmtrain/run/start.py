@@ -20,10 +20,6 @@ from lmtrain.terminal import status
 
 def start(config: Config) -> int:
     """Trains as `config` says, in this process or in one per device; returns the exit code."""
-    if config.debug.get("mode") == "replay":
-        from lmtrain.run.replay import replay
-
-        return replay(config)
     layout = ranks.find()
     if layout is not None:
         return _as_rank(config, layout)
