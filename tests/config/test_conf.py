@@ -306,7 +306,7 @@ def assert_a_step_was_trained(folder: Path, ended: Ended) -> None:
 def test_the_hubs_datasets_by_their_own_names(name: str) -> None:
     """A dataset of the hub that can't be fetched is named in the message, with an alternative."""
     data = composed(name)["data"]
-    objective = "causal_lm" if "text_column" in data else "dpo" if "ranking" in data else "sft"
+    objective = "causal_lm" if "text_column" in data else "dpo" if data["rows"] == "pairs" else "sft"
     objective = "grpo" if "prompt_rows" in data["rows"] else objective
     ended = run("train", *TINY, *TWO_STEPS, f"data={Path(name).stem}", f"objective={objective}")
     assert ended.code == 2

@@ -151,7 +151,7 @@ SOURCES = {
 def test_a_bare_path_chooses_its_source(typed: tuple[str, ...]) -> None:
     config = check(compose([f"data.path={typed[0]}", "data.seq_len=64", *typed[1:]]))
     assert (config.data.source, config.data.format) == SOURCES[typed]
-    kind = {"sft": config.data.conversation_format, "dpo": config.data.ranking}
+    kind = {"sft": config.data.conversation_format, "dpo": config.data.share_prompts}
     assert kind.get(config.objective.name, "") is not None
     assert config.data.rows == config.objective.rows  # the option follows from the rows of the objective
 

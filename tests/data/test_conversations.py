@@ -12,25 +12,6 @@ from loopback_hub import HUB
 
 ASKED = [{"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "Four."}]
 CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
-TREE = {
-    "message_tree_id": "t",
-    "tree_state": "ready_for_export",
-    "prompt": {
-        "text": "Two plus two?",
-        "role": "prompter",
-        "replies": [
-            {"text": "Five.", "role": "assistant", "rank": 1, "replies": []},
-            {
-                "text": "Four.",
-                "role": "assistant",
-                "rank": 0,
-                "replies": [{"text": "Sure?", "role": "prompter", "rank": None, "replies": []}],
-            },
-            {"text": "Gone.", "role": "assistant", "rank": None, "deleted": True},
-        ],
-    },
-}
-
 # (format, row): each row is the conversation ASKED
 SAME = [
     ("messages", {"messages": ASKED, "prompt": "Two plus two?", "prompt_id": "1"}),
@@ -50,7 +31,6 @@ SAME = [
     ("prompt_completion", {"prompt": ASKED[:1], "completion": ASKED[1:]}),
     ("alpaca", {"instruction": "Two plus two?", "input": "", "output": "Four.", "text": "Below is"}),
     ("alpaca", {"instruction": "Two plus two?", "context": None, "response": "Four.", "category": "math"}),
-    ("oasst_tree", TREE),
 ]
 
 
@@ -125,8 +105,6 @@ def test_columns_that_fit_no_format(data_config) -> None:
         UserError, match=r"fits the columns title, body.*messages \(messages\).*data.columns=.*prompt_temp"
     ):
         detect_format(["title", "body"], data_config("chat"))
-    with pytest.raises(UserError, match=r"\*\.trees\.jsonl\.gz"):
-        detect_format(["message_id", "parent_id", "rank"], data_config("chat"))
     with pytest.raises(UserError, match=r"data.conversation_format=sharegpt is unknown; there are auto, messages"):
         detect_format(["conversations"], data_config("chat", conversation_format="sharegpt"))
     with pytest.raises(UserError, match=r"needs the column messages, and the rows have chat: .*\{messages: chat\}"):
@@ -239,8 +217,6 @@ def test_bad_rows_are_named_with_a_reason(messages: object, reason: str, data_co
         ("prompt_completion", {"prompt": "Add.", "completion": None}, "there is no completion"),
         ("text", {"text": " "}, "text is empty"),
         ("messages", {"messages": ASKED, "tools": "add"}, "tools must be a list of function"),
-        ("oasst_tree", {"prompt": "Add.", "message_tree_id": "t"}, "turn 1 of the tree is not a message"),
-        ("oasst_tree", {**TREE, "prompt": {**TREE["prompt"], "replies": []}}, "no assistant turn"),
     ],
 )
 def test_bad_rows_of_other_formats(format: str, row: dict, reason: str, data_config) -> None:

@@ -200,18 +200,6 @@ ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     "a number for an answer": ({"question": "a", "answer": 4}, ("response must be text and is 4",)),
     "prompt and completion mixed": ({"prompt": [U], "completion": "Four."}, ("completion must be a list of turns",)),
     "mixed the other way": ({"prompt": "a", "completion": [A]}, ("completion must be text",)),
-    "a tree of texts": ({"prompt": "a", "message_tree_id": "1"}, ("turn 1 of the tree is not a message",)),
-    "a tree with an object for a role": (
-        {"prompt": {"role": {}, "text": "a"}, "message_tree_id": "1"}, ("turn 1 of the tree is not a message",)),
-    "a tree whose replies are a number": (
-        {"prompt": {"role": "prompter", "text": "a", "replies": 5}, "message_tree_id": "1"},
-        ("not a list of messages",)),
-    "a tree whose replies are null": (
-        {"prompt": {"role": "prompter", "text": "a", "replies": [None]}, "message_tree_id": "1"},
-        ("not a list of messages",)),
-    "a tree with a rank in words": (
-        {"prompt": {"role": "prompter", "text": "a", "replies": [{"role": "assistant", "text": "b", "rank": "best"}]},
-         "message_tree_id": "1"}, ("a rank that is not a number",)),
     "an empty text": ({"text": ""}, ("text is empty",)),
     "a list for text": ({"text": ["a"]}, ("text must be text and is a list with 'a'",)),
 }  # fmt: skip
@@ -243,10 +231,6 @@ ODD_PAIRS: dict[str, tuple[Any, str | tuple[str]]] = {
     "hh with an empty answer": ({"chosen": HH + "Four.", "rejected": HH}, ("rejected, turn 2 is empty",)),
     "chosen is null": ({**PROMPT, "chosen": None}, ("there is no chosen",)),
     "chosen is a number": ({**PROMPT, "chosen": 5}, ("chosen must be a list of turns and is 5",)),
-    "a number of answers": ({"prompt": "a", "responses": 5}, ("ranked answers must be a list",)),
-    "a number for scores": ({"prompt": "a", "responses": ["a", "b"], "scores": 5}, ("scores must be a list",)),
-    "a NaN among scores": ({"prompt": "a", "responses": ["a", "b"], "scores": [1, float("nan")]}, ("score is NaN",)),
-    "null answers": ({"prompt": "a", "responses": [None, None]}, ("answer 1 must be a list of turns",)),
     "columns of nothing": ({"better": "a", "worse": "b"}, ("no format of pairs fits the columns better, worse",)),
 }  # fmt: skip
 
@@ -390,8 +374,6 @@ def test_the_margin_of_a_pair_is_its_column_s(read: Any) -> None:
     made = read(rows, option="preference_jsonl", columns={"margin": "gap"})
     assert margins_of(made.split("train")).tolist() == [2.5, 0]
     assert made.counts["train"]["remarks"] == {"data.columns.margin=gap: there is no such column": 1}
-    ranked = {"prompt": "q", "responses": ["a", "b", "c"], "scores": [1, 2, 5], "margin": 7}  # scores say it all
-    assert margins_of(read(lines(ranked), option="preference_jsonl", ranking="all").split("train")) is None
 
 
 FLAGS = [({}, True), *(({"train": v}, True) for v in (True, 1, 1.0, "true", "True", "1", None)),
@@ -539,7 +521,7 @@ def test_presets_leave_out_rows_without_an_answer(option: str, read: Any) -> Non
 SETTINGS = [
     ("chat_jsonl", {"system_prompt": "Be brief."}), ("chat_jsonl", {"on_assistant_first": "drop_turn"}),
     ("chat_jsonl", {"prompt_template": "{messages}!", "response_template": "{messages}"}),
-    ("preference_jsonl", {"ranking": "all"}), ("preference_jsonl", {"prompt_template": "{prompt}!"}),
+    ("preference_jsonl", {"prompt_template": "{prompt}!"}),
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from lmtrain.data import tokenizers
-from lmtrain.data.chat.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pairs
+from lmtrain.data.chat.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pair
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.data.examples.pair_rows import PairRowEncoder, fit_pair, lay_answers
 from lmtrain.errors import UserError
@@ -45,31 +45,9 @@ SAME = [
 def test_the_same_pair_in_every_format(format: str, row: dict, data_config) -> None:
     cfg = data_config("preference")
     assert detect_pair_format(row, cfg) == format
-    assert to_pairs(row, format, cfg, PAIR.where) == [PAIR]
+    assert to_pair(row, format, cfg, PAIR.where) == PAIR
     written = json.loads(json.dumps(row))
-    assert to_pairs(written, format, cfg, PAIR.where) == [PAIR]
-
-
-def test_ranked_answers(data_config) -> None:
-    texts, scores = ["b", "best", "worst", "tied"], [3, 5, 1, 3]
-    rows = [
-        {"prompt": "q", "responses": texts, "scores": scores},
-        {"prompt": "q", "responses": texts, "ranks": [2, 1, 3, 2]},
-        {"instruction": "q", "completions": [{"response": t, "score": s} for t, s in zip(texts, scores, strict=True)]},
-        {"prompt": "q", "answers": [{"answer": t, "rank": 6 - s} for t, s in zip(texts, scores, strict=True)]},
-    ]
-    for row in rows:
-        cfg = data_config("preference")
-        assert detect_pair_format(row, cfg) == "ranked"
-        (pair,) = to_pairs(row, "ranked", cfg, "here")
-        assert (pair.chosen[0]["content"], pair.rejected[0]["content"]) == ("best", "worst")
-        assert pair.margin is None
-        pairs = to_pairs(row, "ranked", data_config("preference", ranking="all"), "here")
-        found = {(p.chosen[0]["content"], p.rejected[0]["content"]) for p in pairs}
-        # Every two answers, except the two that are tied.
-        assert found == {("best", "b"), ("best", "tied"), ("best", "worst"), ("b", "worst"), ("tied", "worst")}
-    (pair,) = to_pairs({"prompt": "q", "responses": ["first", "second"]}, "ranked", data_config("preference"), "here")
-    assert pair.chosen[0]["content"] == "first"
+    assert to_pair(written, format, cfg, PAIR.where) == PAIR
 
 
 def test_several_turns_and_tools_and_scores(data_config) -> None:
@@ -78,7 +56,7 @@ def test_several_turns_and_tools_and_scores(data_config) -> None:
     long = [*shared, {"role": "assistant", "content": "Yes."}, USER, GOOD]
     short = [*shared, {"role": "assistant", "content": "No."}]
     row = {"chosen": long, "rejected": short, "score_chosen": "4.5", "score_rejected": 2, "tools": [{"name": "add"}]}
-    (pair,) = to_pairs(row, "implicit_prompt", cfg, "here")
+    pair = to_pair(row, "implicit_prompt", cfg, "here")
     assert pair.prompt == [{"role": "system", "content": "Be brief."}, *shared]
     assert (pair.chosen, pair.rejected) == (long[3:], short[3:])
     assert pair.margin is None  # only a column margin is one
@@ -88,16 +66,16 @@ def test_several_turns_and_tools_and_scores(data_config) -> None:
 def test_plain_text_stays_as_it_is(data_config) -> None:
     cfg = data_config("preference", conversation_format="preference_text")
     assert detect_pair_format(TEXTS, cfg) == "preference_text"
-    assert to_pairs(TEXTS, "preference_text", cfg, "here") == [Pair(*TEXTS.values(), None, "here")]
+    assert to_pair(TEXTS, "preference_text", cfg, "here") == Pair(*TEXTS.values(), None, "here")
 
 
 def test_prompts_made_of_several_columns(data_config) -> None:
     cfg = data_config("preference", prompt_template="{a} plus {b}? {{}}")
     row = {"a": "Two", "b": "two", "chosen": "Four.", "rejected": "Five."}
-    (pair,) = to_pairs(row, detect_pair_format(row, cfg), cfg, "here")
+    pair = to_pair(row, detect_pair_format(row, cfg), cfg, "here")
     assert pair.prompt == [{"role": "user", "content": "Two plus two? {}"}]
     with pytest.raises(BadRow, match="'b'"):
-        to_pairs({k: v for k, v in row.items() if k != "b"}, "preference", cfg, "here")
+        to_pair({k: v for k, v in row.items() if k != "b"}, "preference", cfg, "here")
 
 
 BAD = [
@@ -116,10 +94,6 @@ BAD = [
     ({"chosen": "Four.", "rejected": "Five."}, "answers without a prompt"),
     ({**HH, "rejected": "\n\nHuman: Two plus two?\n\nAssistant: "}, "rejected, turn 2 is empty"),
     ({**TEXTS, "score_chosen": "good", "score_rejected": 1}, "score_chosen must be a number"),
-    ({"prompt": "q", "responses": ["a"]}, "at least two"),
-    ({"prompt": "q", "responses": ["a", "b"], "scores": [1, 1]}, "the same score"),
-    ({"prompt": "q", "responses": ["a", "b"], "scores": [1]}, "2 answers and 1 scores"),
-    ({"prompt": "q", "responses": ["a", " "]}, "answer 2 is empty"),
 ]
 
 
@@ -127,7 +101,7 @@ BAD = [
 def test_rows_that_are_no_pair(row: dict, reason: str, data_config) -> None:
     cfg = data_config("preference")
     with pytest.raises(BadRow) as caught:
-        to_pairs(row, detect_pair_format(row, cfg), cfg, "rows.jsonl, line 3")
+        to_pair(row, detect_pair_format(row, cfg), cfg, "rows.jsonl, line 3")
     assert reason in caught.value.reason
     assert str(caught.value).startswith("rows.jsonl, line 3: ")
 
@@ -139,7 +113,7 @@ def test_columns_that_fit_no_format(data_config) -> None:
         detect_pair_format(["chosen"], data_config("preference", conversation_format="messages"))
     cfg = data_config("preference", columns={"prompt": "q", "chosen": "better", "rejected": "worse"})
     row = {"q": "Two plus two?", "better": "Four.", "worse": "Five."}
-    assert to_pairs(row, detect_pair_format(row, cfg), cfg, PAIR.where) == [PAIR]
+    assert to_pair(row, detect_pair_format(row, cfg), cfg, PAIR.where) == PAIR
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ CHAT = {"chat_template": "vicuna", "val_fraction": 0.2, "max_length": 512, "seq_
 def prepared(data_config: Any, tokenizer_config: Any) -> Any:
     def make(option: str, path: Path, tokenizer: TokenizerConfig | None = None, **settings: Any) -> PreparedExamples:
         cfg: DataConfig = data_config(option, source="files", path=str(path), **{**CHAT, **settings})
-        encoder = PairRowEncoder if cfg.ranking else ChatRows
+        encoder = PairRowEncoder if option.startswith("preference") else ChatRows
         return prepare_examples(cfg, tokenizer or tokenizer_config(), encoder, progress=False)
 
     return make
@@ -60,14 +60,6 @@ def test_templates(prepared: Any, tmp_path: Path) -> None:
     assert len({base.folder, asks.folder, answers.folder}) == 3
     assert ["t1?" in texts(p)[1] or "t2?" in texts(p)[1] for p in (base, asks)] == [False, True]
     assert answers.meta["questions"][0]["reference"] == base.meta["questions"][0]["reference"] + "!"
-
-
-def test_the_ranking(prepared: Any, tmp_path: Path) -> None:
-    rows = [{"prompt": f"q{i}", "responses": ["a", "b", "c"], "scores": [1, 2, 3]} for i in range(10)]
-    path = write_chats(tmp_path / "ranked.jsonl", rows)
-    two, three = (prepared("preference_jsonl", path, ranking=ranking) for ranking in ("best_worst", "all"))
-    assert two.folder != three.folder
-    assert len(texts(three)) == 3 * len(texts(two))
 
 
 def hub_tokenizer(folder: Path, tokenizer_config: Any, change: Any = None) -> TokenizerConfig:

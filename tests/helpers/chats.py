@@ -31,13 +31,6 @@ def alpaca(number: int) -> dict[str, Any]:
             "response": answer["content"], "question": ask["content"], "answer": answer["content"]}  # fmt: skip
 
 
-def tree(number: int) -> dict[str, Any]:
-    ask, answer = conversation(3 * number)["messages"]
-    reply = {"text": answer["content"], "role": "assistant", "rank": 0, "replies": []}
-    prompt = {"text": ask["content"], "role": "prompter", "replies": [reply]}
-    return {"message_tree_id": str(number), "prompt": prompt}
-
-
 def hh(number: int) -> dict[str, Any]:
     ask, answer = conversation(3 * number)["messages"]
     start = f"\n\nHuman: {ask['content']}\n\nAssistant: "
@@ -52,7 +45,7 @@ def orca(number: int) -> dict[str, Any]:
 # Row generators for the options of conf/data for conversations or preferences.
 ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "chat_jsonl": conversation, "ultrachat": conversation, "alpaca": alpaca, "code_alpaca": alpaca, "dolly": alpaca,
-    "gsm8k": alpaca, "oasst": tree, "preference_jsonl": pair, "ultrafeedback": pair, "hh_rlhf": hh,
+    "gsm8k": alpaca, "preference_jsonl": pair, "ultrafeedback": pair, "hh_rlhf": hh,
     "orca_dpo_pairs": orca,
     "unpaired_jsonl": lambda i: {"prompt": f"What is {i} and 1?", "completion": f"{i + i % 2}.", "label": i % 2 == 1},
 }  # fmt: skip

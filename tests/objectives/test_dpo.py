@@ -519,7 +519,6 @@ def test_wrong_settings_are_refused() -> None:
         ("objective.beta=0", "objective.beta=0"),
         ("objective.label_smoothing=0.5", "below 0.5"),
         ("objective.length_normalize=maybe", "length_normalize"),
-        ("data.ranking=some", "data.ranking=some"),
         ("data.on_too_long=split", "data.on_too_long=split"),
         ("data.on_too_long=cut", "data.on_too_long=cut is not known"),
         ("data.packing=greedy", "data.packing=greedy"),

@@ -190,7 +190,6 @@ class DataConfig:
     on_assistant_first: Annotated[str | None, PREPARED, choice("drop_turn", "skip", "raise")] = None
     # The run is refused if a larger share of rows has no trained token.
     max_untrained: Annotated[float | None, SHOWN] = None
-    ranking: Annotated[str | None, PREPARED, choice("best_worst", "all")] = None
     share_prompts: Annotated[bool | None, MACHINE] = None  # preference pairs only
     packing: Annotated[
         str | None, TRAJECTORY, choice("off", "concat", "greedy", "first_fit", "best_fit_decreasing"), _PACKED

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Removed keys, which only a config.yaml of an earlier version may still have.
-GONE = ("optimizer.fused", "data.curriculum.score", "data.curriculum.buckets", "data.curriculum.model")
+GONE = ("optimizer.fused", "data.ranking", "data.curriculum.score", "data.curriculum.buckets", "data.curriculum.model")
 
 
 def classes(tree: DictConfig) -> dict[str, type[Any]]:
@@ -199,14 +199,14 @@ def complete(tree: DictConfig) -> None:
     objective, data = tree.get("objective"), tree.get("data")
     if isinstance(objective, DictConfig) and "_target_" not in objective and objective.get("name") in OBJECTIVES:
         objective["_target_"] = OBJECTIVES[objective.name][0]
+    if isinstance(data, DictConfig) and "rows" not in data:
+        is_text, is_chat = data.get("conversation_format") is None, data.get("ranking") is None
+        data["rows"] = "text" if is_text else "conversations" if is_chat else "pairs"
     for key in GONE:
         section, _, name = key.rpartition(".")
         holder = OmegaConf.select(tree, section)
         if isinstance(holder, DictConfig) and "_target_" not in holder:
             holder.pop(name, None)
-    if isinstance(data, DictConfig) and "rows" not in data:
-        is_text, is_chat = data.get("conversation_format") is None, data.get("ranking") is None
-        data["rows"] = "text" if is_text else "conversations" if is_chat else "pairs"
 
 
 # Types of model arguments that are checked, by their spelling in annotations; any other type accepts every value.

@@ -34,7 +34,7 @@ from lmtrain.errors import UserError
 
 def kind_of(data: DataConfig) -> str:
     """Returns the kind of the data: text, conversations (and rows that are scored like them) or pairs."""
-    return "text" if data.rows == "text" else "conversations" if data.ranking is None else "pairs"
+    return "text" if data.rows == "text" else "conversations" if data.share_prompts is None else "pairs"
 
 
 def chosen(config: Config, own: Config | None) -> tuple[Config, str]:

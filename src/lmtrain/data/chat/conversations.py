@@ -51,7 +51,6 @@ FORMATS = {
     "messages": Format(("messages",), ("tools", "system")),
     "conversations": Format(("conversations|conversation|dialog|dialogue",), ("tools", "system")),
     "alpaca": Format(("instruction", "output|response"), ("input|context", "system", "history")),
-    "oasst_tree": Format(("prompt", "message_tree_id")),
     "prompt_response": Format(("prompt|question", "response|answer"), ("system",)),
     "prompt_completion": Format(("prompt", "completion"), ("tools",)),
     "text": Format(("text",)),
@@ -148,11 +147,8 @@ def _first_fit(names: list[str], cfg: DataConfig) -> str:
     for name in FORMATS:
         if name != "template" and all(column_of(c, names, cfg) for c in _needed(name, cfg)):
             return name
-    hint = ""
-    if "message_id" in names and "parent_id" in names:
-        hint = "These are single messages of OpenAssistant trees: take the file of whole trees (*.trees.jsonl.gz). "
     raise UnfitColumns(
-        f"no conversation format fits the columns {', '.join(names)}. {hint}Formats: {described(FORMATS)}. Say what "
+        f"no conversation format fits the columns {', '.join(names)}. Formats: {described(FORMATS)}. Say what "
         "yours are called with data.columns={prompt: ..., response: ...}, or write data.prompt_template and "
         "data.response_template with {column} in them"
     )
@@ -198,8 +194,6 @@ def _template(row: Mapping[str, Any], cfg: DataConfig, where: str) -> list[dict[
 def _messages(format: str, values: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if format == "alpaca":
         return _alpaca(values, where)
-    if format == "oasst_tree":
-        return _oasst_tree(values, where)
     if format == "prompt_response":
         return _asked(text_of(values["prompt"], "prompt", where), text_of(values["response"], "response", where))
     if format == "prompt_completion":
@@ -225,28 +219,6 @@ def instruction(asked: str, extra: str) -> dict[str, Any]:
     if not extra.strip():
         return {"role": "user", "content": asked}
     return {"role": "user", "content": f"{asked}\n\n{extra}", "instruction": asked, "input": extra}
-
-
-def _oasst_tree(values: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Follows the best-ranked reply at each level of an OpenAssistant tree to the last answer (arXiv:2304.07327)."""
-    names = {"prompter": "user", "assistant": "assistant"}
-    node: Any = values["prompt"]
-    turns: list[dict[str, Any]] = []
-    while node is not None:
-        if not isinstance(node, Mapping) or node.get("role") not in list(names):
-            raise BadRow(
-                where, f"turn {len(turns) + 1} of the tree is not a message with the role prompter or assistant"
-            )
-        turns.append({"role": names[node["role"]], "content": text_of(node.get("text"), "a text of the tree", where)})
-        replies = node.get("replies") or []
-        if not isinstance(replies, list) or not all(isinstance(reply, Mapping) for reply in replies):
-            raise BadRow(where, f"the replies to turn {len(turns)} of the tree are not a list of messages")
-        if not all(isinstance(reply.get("rank") or 0, int | float) for reply in replies):
-            raise BadRow(where, f"a reply to turn {len(turns)} of the tree has a rank that is not a number")
-        there = [reply for reply in replies if not reply.get("deleted")]
-        # Unranked replies (mostly in trees with a single reply) come after ranked ones, in the order of the file.
-        node = min(there, key=lambda r: (r.get("rank") is None, r.get("rank") or 0), default=None)
-    return turns[:-1] if turns[-1]["role"] == "user" else turns  # drops an unanswered question
 
 
 def _asked(prompt: str, response: str) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
@@ -42,10 +41,6 @@ class Pair:
 
 # In the order in which they are tried. Strings become user and assistant turns, except in preference_text.
 PAIR_FORMATS = {
-    "ranked": Format(
-        ("prompt|question|instruction", "responses|completions|answers"),
-        ("scores", "ranks", "input", "system", "tools"),
-    ),
     "preference": Format(
         ("prompt|question|instruction|conversations|messages", "chosen", "rejected"),
         ("margin", "score_chosen", "score_rejected", "input", "system", "tools"),
@@ -86,22 +81,18 @@ def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
     )
 
 
-def to_pairs(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -> list[Pair]:
-    """Returns the pairs of a row of `format` (from detect_pair_format): one, or several if answers are ranked.
-
-    data.prompt_template builds the prompt from columns; data.ranking selects which ranked answers are compared.
+def to_pair(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -> Pair:
+    """Returns the pair of a row of `format` (from detect_pair_format); data.prompt_template builds its prompt.
 
     Raises:
         BadRow: the answers are equal, one is empty, two conversations share no beginning, or turns.py rejects a turn.
     """
     filled = {"prompt": _filled(cfg.prompt_template, row, where)} if cfg.prompt_template else {}
     values = values_of(row, PAIR_FORMATS[format], cfg, where, **filled)
-    if format == "ranked":
-        return _ranked(values, cfg, where)
     margin = _margin(values, where)
     if format == "preference_text":
         prompt, chosen, rejected = (text_of(values[name], name, where) for name in ("prompt", "chosen", "rejected"))
-        return [_different(Pair(prompt, chosen, rejected, None, where, margin))]
+        return _different(Pair(prompt, chosen, rejected, None, where, margin))
     chosen_turns, rejected_turns = (answer_turns(values[name], name, where) for name in ("chosen", "rejected"))
     whole = "assistant" not in (chosen_turns[0]["role"], rejected_turns[0]["role"])
     if whole or ("prompt" not in values and chosen_turns[0] == rejected_turns[0]):
@@ -113,7 +104,7 @@ def to_pairs(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -
         raise BadRow(
             where, "chosen and rejected are answers without a prompt: name its column with data.columns.prompt"
         )
-    return [replace(_pair(given, chosen_turns, rejected_turns, values, cfg, where), margin=margin)]
+    return replace(_pair(given, chosen_turns, rejected_turns, values, cfg, where), margin=margin)
 
 
 def _filled(template: str, row: Mapping[str, Any], where: str) -> str:
@@ -257,44 +248,3 @@ def _number(value: Any, name: str, where: str) -> float:
         shown = repr(value)
         raise BadRow(where, f"{name} must be a number and is {shown if len(shown) <= 60 else shown[:60] + '...'}")
     return number
-
-
-def _ranked(values: dict[str, Any], cfg: DataConfig, where: str) -> list[Pair]:
-    """Pairs the best and the worst of ranked answers, or with data.ranking=all every two with different scores."""
-    answers = values["responses"]
-    if not isinstance(answers, list) or len(answers) < 2:
-        raise BadRow(where, "ranked answers must be a list of at least two")
-    scores = _scores(answers, values, where)
-    turns = [answer_turns(_answer(a, where), f"answer {i}", where) for i, a in enumerate(answers, 1)]
-    # The sort is stable: among equal scores, the first answer counts as the better one.
-    order = sorted(range(len(answers)), key=lambda i: -scores[i])
-    couples = list(combinations(order, 2)) if cfg.ranking == "all" else [(order[0], order[-1])]
-    couples = [(a, b) for a, b in couples if scores[a] > scores[b]]
-    if not couples:
-        raise BadRow(where, "all answers have the same score: none is better")
-    given = prompt_turns(values, where)
-    return [_pair(given, turns[a], turns[b], values, cfg, where) for a, b in couples]
-
-
-def _scores(answers: list[Any], values: dict[str, Any], where: str) -> list[float]:
-    """Returns the answers' scores, higher is better: from `scores`, `ranks` (1 is best), the answers or their order."""
-    for name, sign in (("score", 1.0), ("rank", -1.0)):
-        given = values.get(f"{name}s")
-        if given is None and all(isinstance(a, Mapping) and a.get(name) is not None for a in answers):
-            given = [a[name] for a in answers]
-        if given is None:
-            continue
-        if not isinstance(given, list | tuple):
-            raise BadRow(where, f"{name}s must be a list, one for each answer")
-        if len(given) != len(answers):
-            raise BadRow(where, f"there are {len(answers)} answers and {len(given)} {name}s")
-        return [sign * _number(value, name, where) for value in given]
-    return [-float(i) for i in range(len(answers))]
-
-
-def _answer(answer: Any, where: str) -> Any:
-    """Returns the text of an answer that is a mapping with its score; turns and strings are returned unchanged."""
-    if isinstance(answer, Mapping) and not {"role", "from"} & set(answer):
-        text = next((answer[k] for k in ("response", "answer", "text", "content") if k in answer), None)
-        return text_of(text, "an answer", where)
-    return answer

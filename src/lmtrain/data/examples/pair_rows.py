@@ -8,10 +8,10 @@ import torch
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation
-from lmtrain.data.chat.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pairs
+from lmtrain.data.chat.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pair
 from lmtrain.data.chat.turns import BadRow, Remark, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
-from lmtrain.data.examples.row_format import Encoded, Example, TemplateRows
+from lmtrain.data.examples.row_format import Encoded, TemplateRows
 from lmtrain.data.examples.rows import documents_at
 
 Answer = tuple[np.ndarray, np.ndarray]  # ids int64 [T], and mask of those that the answer is scored by, bool [T]
@@ -26,36 +26,31 @@ class PairRowEncoder(TemplateRows):
     version: ClassVar[dict[str, int]] = {"pairs": 2}
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
-        """Encodes the pairs of a row, chosen and rejected alternating.
+        """Encodes the pair of a row: the chosen answer, then the rejected one.
 
         Raises:
             BadRow: the chat template refuses the row, or the answers become equal; also see pairs.py and `fit_pair`.
         """
         self.chat.begin_row()
         format = self.format_of(row, where, cfg, detect_pair_format)
-        pairs = to_pairs(row, format, cfg, where)
-        examples: list[Example] = []
-        cut = 0
-        for pair in pairs:
-            chosen, rejected = self._tokens(pair, pair.chosen), self._tokens(pair, pair.rejected)
-            if chosen == rejected:
-                raise BadRow(where, "chosen and rejected are the same once the chat template has written them")
-            fitted, tokens_cut = fit_pair(chosen, rejected, cfg, where)
-            if fitted and fitted[0] == fitted[1]:
-                raise BadRow(where, f"chosen and rejected are the same within data.max_length={cfg.max_length} tokens")
-            examples += fitted
-            cut += tokens_cut
-        asked = self.question(self._preferred(pairs[0])) if question and examples else None
+        pair = to_pair(row, format, cfg, where)
+        chosen, rejected = self._tokens(pair, pair.chosen), self._tokens(pair, pair.rejected)
+        if chosen == rejected:
+            raise BadRow(where, "chosen and rejected are the same once the chat template has written them")
+        examples, cut = fit_pair(chosen, rejected, cfg, where)
+        if examples and examples[0] == examples[1]:
+            raise BadRow(where, f"chosen and rejected are the same within data.max_length={cfg.max_length} tokens")
+        asked = self.question(self._preferred(pair)) if question and examples else None
         optional = PAIR_FORMATS[format].optional
-        margin = None if pairs[0].margin is None else repr(pairs[0].margin)
+        margin = None if pair.margin is None else repr(pair.margin)
         remarks = [*self.chat.remarks, *unread(row)]
         for column, name in (cfg.columns or {}).items():
             if column in optional and name not in row:
                 remarks.append(Remark(f"data.columns.{column}={name}: there is no such column"))
-        if isinstance(pairs[0].prompt, str) and cfg.system_prompt:  # plain text doesn't go through a chat template
+        if isinstance(pair.prompt, str) and cfg.system_prompt:  # plain text doesn't go through a chat template
             words = "preference_text is plain text; data.conversation_format=preference makes turns of it"
             remarks.append(Remark(f"data.system_prompt has no effect: {words}"))
-        return Encoded(examples, cut, asked, pairs[0].dropped_turns, remarks, kept=margin)
+        return Encoded(examples, cut, asked, pair.dropped_turns, remarks, kept=margin)
 
     @staticmethod
     def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["PairRows", str]:
