@@ -47,10 +47,6 @@ OTHERS = {  # commands with a command line of their own
 }
 
 
-FLAGS = ("--help", "--cfg", "--info", "--multirun", "--config", "--config-dir", "--config-name", "--shell-completion",
-         "--version", "--trust")  # fmt: skip
-
-
 def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
     """Returns the `main` of a verb that takes a config; it maps the arguments after the verb to an exit code."""
 
@@ -142,8 +138,6 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         if args.help:
             print(help_text(verb))
             return errors.FINISHED
-        if args.shell_completion:
-            return _complete(args.shell_completion)
         if args.cfg:
             _drop_job(args.overrides)
         _say_that_it_runs(verb, args, words)
@@ -269,24 +263,18 @@ def _drop_job(overrides: list[str]) -> None:
 
 
 def _show_info(args: argparse.Namespace) -> int:
-    """Runs Hydra's --info [defaults, searchpath, ...]."""
+    """Prints Hydra's own --info: where configs come from and in which order they are merged."""
     terminal.status.stop()
-    from lmtrain.config import hydra_info
+    from lmtrain.config import compose as config
+    from lmtrain.config.config_files import folders_of, hydra_over
 
-    asked = [word for word in args.overrides if word in hydra_info.INFO]
+    kinds = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    asked = [word for word in args.overrides if word in kinds]
     overrides = [word for word in args.overrides if word not in asked]
-    hydra_info.show(asked[0] if asked else "all", overrides, args.config_dir, args.config_name)
-    return errors.FINISHED
-
-
-def _complete(asked: str) -> int:
-    """Runs Hydra's -sc: prints code for the user's shell, or completions (query=SHELL, with the line in COMP_LINE)."""
-    from lmtrain.config import hydra_info
-
-    if asked.startswith("query=") and "COMP_LINE" in os.environ:
-        print("\n".join(hydra_info.candidates(os.environ["COMP_LINE"], VERBS | OTHERS, FLAGS)))
-    else:
-        print(hydra_info.shell_code(asked, f"{shlex.quote(sys.executable)} -m lmtrain.train -sc query"), end="")
+    config.compose(overrides, args.config_dir, args.config_name)  # reports mistakes with lmtrain's own messages
+    folders, search = folders_of(args.config_dir, args.config_name)
+    with hydra_over(folders) as hydra:
+        hydra.show_info(asked[0] if asked else "all", args.config_name, [*search, *overrides])
     return errors.FINISHED
 
 
@@ -320,7 +308,6 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     add_flags(parser)
     parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("--info", "-i", action="store_true")
-    parser.add_argument("--shell-completion", "-sc")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--config")
     if verb == "generate":
@@ -377,7 +364,6 @@ keys used most:
   --config-dir DIR           a folder of your own configs, laid out like conf/
   --trust FILE               a yaml file that you trust: it may set run.allow_target, what is read and where to write
   --info                     Hydra's report on where configs come from (--info defaults, searchpath, ...)
-  -sc install=bash           completion with Tab in bash, zsh or fish: eval "$(lmtrain -sc install=bash)"
   -m key=a,b                 a sweep: one run per combination; with --cfg it is only shown
   --version                  lmtrain's and Python's
 
@@ -412,8 +398,6 @@ def main(argv: list[str] | None = None) -> int:
         return errors.FINISHED
     if argv[0] == "--version":
         return _print_version()
-    if argv[0] in ("-sc", "--shell-completion"):
-        return run("train", lambda _: errors.FINISHED, argv)
     verb, rest = argv[0], argv[1:]
     if verb not in VERBS | OTHERS:
         errors.print_error(_no_verb(verb, rest))

@@ -1,8 +1,7 @@
-"""What users know from Hydra: flags, +key, ~key, their own folders, completion in three shells; and hints otherwise."""
+"""What users know from Hydra: flags, +key, ~key, their own folders; and hints otherwise."""
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,7 @@ import torch
 import yaml
 
 from inprocess import message, run
-from lmtrain import cli
 from lmtrain.config.compose import check, compose
-from lmtrain.config.hydra_info import candidates
 from lmtrain.errors import UserError
 from lmtrain.optim.optimizers import build_optimizer
 
@@ -112,7 +109,7 @@ def test_plus_and_tilde() -> None:
         (["--config-path", "conf"], "--config-dir"),
         (["--experimental-rerun", "x"], "--config-dir"),
         (["hydra.verbose=true"], "a sweep, -m, reads it"),
-        (["-sc", "install=tcsh"], "lmtrain -sc install=bash"),
+        (["-sc", "install=bash"], "has no completion of its own"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
@@ -127,59 +124,6 @@ def test_multirun_is_shown(mine: Path) -> None:
     ended = run("train", "--multirun", "optimizer.lr=1e-3,3e-4", "--cfg")
     assert ended.code == 0
     assert ended.out.startswith("# a sweep of 2 trials")
-
-
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("lmtrain tr", ["train"]),
-        ("python -m lmtrain.pre", ["lmtrain.prepare"]),
-        ("lmtrain train optimizer=a", ["optimizer=adafactor", "optimizer=adamw", "optimizer=adamw_8bit"]),
-        ("python3.11 -m lmtrain.train optimizer.l", ["optimizer.lr="]),
-        ("lmtrain train optimizer=muon optimizer.mom", ["optimizer.momentum="]),
-        ("lmtrain train ++optimizer.l", ["++optimizer.lr="]),
-        ("lmtrain train --config-d", ["--config-dir"]),
-    ],
-)
-def test_what_tab_offers(line: str, offered: list[str]) -> None:
-    assert candidates(line, cli.VERBS, cli.FLAGS) == offered
-
-
-def test_tab_knows_a_users_folder_and_files(mine: Path) -> None:
-    assert candidates("lmtrain train -cd my_conf experiment=t", cli.VERBS, cli.FLAGS) == ["experiment=tiny"]
-    Path("book.txt").touch()
-    assert candidates("lmtrain train data.path=./bo", cli.VERBS, cli.FLAGS) == ["data.path=./book.txt"]
-    assert candidates("lmtrain train -cd my", cli.VERBS, cli.FLAGS) == ["my_conf"]
-
-
-IN_SHELL = {
-    "bash": f"""eval "$({BINARY} -sc install=bash)"
-for line in "lmtrain train optimizer=ad" "python -m lmtrain.train optimizer.l" "python other.py x"; do
-    COMP_LINE="$line"; COMP_POINT=${{#line}}; _lmtrain_complete; echo "${{COMPREPLY[*]}}"
-done; complete -p lmtrain > /dev/null || echo none; eval "$({BINARY} -sc uninstall=bash)" """,
-    "zsh": f"""compdef() {{ : }}
-eval "$({BINARY} -sc install=zsh)"
-compadd() {{ shift 4; print -r -- $* }}; _files() {{ print }}
-for LBUFFER in "lmtrain train optimizer=ad" "python -m lmtrain.train optimizer.l" "python other.py x"
-do _lmtrain_complete; done""",
-    "fish": f"""{BINARY} -sc install=fish | source
-for line in "lmtrain train optimizer=ad" "python -m lmtrain.train optimizer.l" "python other.py x"
-    echo (complete -C $line | string match -v 'other*' | string split \\t -f1 | string match '*optimizer*')
-end""",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shell", IN_SHELL)
-def test_tab_in_a_shell(shell: str) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    clean = [] if shell == "fish" else ["--norc"] if shell == "bash" else ["-f"]
-    done = subprocess.run([shell, *clean, "-c", IN_SHELL[shell]], capture_output=True, text=True, timeout=300)
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert lines == [["optimizer=adafactor", "optimizer=adamw", "optimizer=adamw_8bit"], ["optimizer.lr="], []], (
-        done.stderr
-    )
 
 
 def test_hydras_own_account(mine: Path) -> None:

@@ -37,7 +37,7 @@ CONTEXTS: list[list[str]] = [
 ]
 # No overrides of lmtrain: settings of other programs, and values that a message calls wrong.
 OTHERS = {
-    "assistant_only_loss=True", "hydra/launcher=ray", "core.fsmonitor=false", "trust_remote_code=True", "install=zsh",
+    "assistant_only_loss=True", "hydra/launcher=ray", "core.fsmonitor=false", "trust_remote_code=True",
     "top_k=1", "sft.optimizer.lr=1e-4", "sft.optimizer.lr=a", "answers.evaluate.limit=100",
     "use_distributed_sampler=False", "objective.updates_per_rollout=U", "num_iterations=1",
     "num_labels=1",
