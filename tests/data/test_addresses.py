@@ -140,11 +140,9 @@ OPTION = {"text": "text", "zst": "text", "parquet": "parquet"}
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "whole files"])
 def test_prepared_over_http_the_tokens_are_those_of_the_files_here(
-    kind: str, ranges: bool, server: Server, data_config: Callable[..., Any], tokenizer_config: Callable[..., Any]
+    kind: str, server: Server, data_config: Callable[..., Any], tokenizer_config: Callable[..., Any]
 ) -> None:
-    server.ranges = ranges
     WRITERS[kind](server.folder)
     here, there = (
         prepare(data_config(OPTION.get(kind, "jsonl"), path=path, val_fraction=0.2), tokenizer_config("bytes"))
@@ -211,11 +209,9 @@ STREAMED = {"jsonl": write_jsonl_gz, "parquet": write_parquet, "text": write_tex
 
 
 @pytest.mark.parametrize("kind", STREAMED)
-@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "whole files"])
 def test_a_stream_goes_on_anywhere_without_files_that_are_read(
-    kind: str, ranges: bool, server: Server, data_config: Callable[..., Any], tokenizer_config: Callable[..., Any]
+    kind: str, server: Server, data_config: Callable[..., Any], tokenizer_config: Callable[..., Any]
 ) -> None:
-    server.ranges = ranges
     STREAMED[kind](server.folder)
     tokenizer = load_or_train(tokenizer_config("bytes"), lambda _: iter(()))
     encoder = Encoder(tokenizer, tokenizer.eos_token_id)
@@ -247,13 +243,15 @@ def test_a_transfer_that_breaks_off_is_an_error_that_is_tried_again(
         list(source.rows(1, 0))
 
 
-def test_files_longer_than_a_block_are_read_whole(server: Server) -> None:
-    server.ranges = False
+def test_files_longer_than_a_block_need_a_server_with_ranges(server: Server) -> None:
     text = "".join(f"{n}\n" for n in range(1_200_000))  # 8 MB; fsspec requests 5 MB at first
     (server.folder / "a.txt").write_text(text)
     [(file, _)], _ = files.find_files(f"{server.base}/a.txt", "auto")
     assert "".join(lines.text_blocks(file, 1 << 20)) == text
     assert "".join(lines.text_blocks(file, 1 << 20, start=7_000_000)) == text[7_000_000:]
+    server.ranges = False
+    with pytest.raises(ReadError, match=r"sends only whole files \(no range requests\): download the file"):
+        list(lines.text_blocks(file, 1 << 20))
 
 
 def test_row_groups_before_the_first_row_are_not_read(server: Server) -> None:

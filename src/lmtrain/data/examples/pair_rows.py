@@ -50,7 +50,7 @@ class PairRowEncoder(TemplateRows):
         if isinstance(pair.prompt, str) and cfg.system_prompt:  # plain text doesn't go through a chat template
             words = "preference_text is plain text; data.conversation_format=preference makes turns of it"
             remarks.append(Remark(f"data.system_prompt has no effect: {words}"))
-        return Encoded(examples, cut, asked, pair.dropped_turns, remarks, kept=margin)
+        return Encoded([*examples], cut, asked, pair.dropped_turns, remarks, kept=margin)
 
     @staticmethod
     def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["PairRows", str]:

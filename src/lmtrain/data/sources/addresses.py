@@ -20,6 +20,7 @@ Found = Literal["file", "folder", "glob"]  # what an address or path names
 _VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "crc32c", "Content-MD5", "content_md5", "Digest", "CRC", "checksum",
              "LastModified", "Last-Modified", "last_modified", "updated", "modified", "mtime", "created")  # fmt: skip
 _BLOCK = 1 << 20  # bytes
+_DOWNLOAD = "download the file and give its path"
 _AT_ONCE = 16  # concurrent requests to a server about the files of a folder
 
 
@@ -186,17 +187,17 @@ def opened(address: Address) -> IO[bytes]:
 
 
 class _Reading(io.RawIOBase):
-    """The bytes of an address as a raw stream. Exceptions of any library become OSErrors, as for a local file.
-
-    A server that sends only whole files is read forward; seeking backward requests the file again.
-    """
+    """The bytes of an address as a raw stream. Exceptions of any library become OSErrors, as for a local file."""
 
     def __init__(self, address: Address) -> None:
         super().__init__()
         self.address, self._at = address, 0
-        self._forward = is_web(address.path) and address.size is None
+        web = is_web(address.path)
+        if web and address.size is None:
+            raise OSError(f"its server doesn't say how long it is: {_DOWNLOAD}")
+        options = {"size": address.size or 1} if web else {}  # otherwise the server would be asked for the size
         with self._as_os_error():
-            self._file = self._open()
+            self._file = address.fs.open(address.path, "rb", **options)
 
     def readable(self) -> bool:
         return True
@@ -205,14 +206,13 @@ class _Reading(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence == io.SEEK_END and self.address.size is None:
-            raise OSError("its server doesn't say how long it is: download it first")
         self._at = offset + (0, self._at, self.address.size or 0)[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
         with self._as_os_error():
-            part = self._read(len(buffer))
+            self._file.seek(self._at)
+            part = bytes(self._file.read(len(buffer)))
         buffer[: len(part)] = part
         self._at += len(part)
         return len(part)
@@ -222,39 +222,6 @@ class _Reading(io.RawIOBase):
             self._file.close()
         super().close()
 
-    def _open(self) -> Any:
-        options: dict[str, Any] = {}
-        if is_web(self.address.path):
-            options["size"] = self.address.size or 1  # otherwise the server would be asked for the size
-        if self._forward:
-            import aiohttp
-
-            # The whole file in one response, with no limit on its time as long as data arrives.
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
-            options |= {"block_size": 0, "timeout": timeout}
-        return self.address.fs.open(self.address.path, "rb", **options)
-
-    def _read(self, size: int) -> bytes:
-        if not self._forward:
-            try:
-                self._file.seek(self._at)
-                return bytes(self._file.read(size))
-            except ValueError:
-                if not is_web(self.address.path):
-                    raise
-                self._forward = True  # the server doesn't support range requests
-                self._reopen()
-        if self._file.tell() > self._at:
-            self._reopen()
-        while self._file.tell() < self._at:
-            if not self._file.read(min(_BLOCK, self._at - self._file.tell())):
-                return b""
-        return bytes(self._file.read(size))
-
-    def _reopen(self) -> None:
-        self._file.close()
-        self._file = self._open()
-
     @contextlib.contextmanager
     def _as_os_error(self) -> Iterator[None]:
         try:
@@ -263,4 +230,6 @@ class _Reading(io.RawIOBase):
             says_why = isinstance(error, OSError) and error.__cause__ is None
             if says_why or isinstance(error, MemoryError):
                 raise
+            if isinstance(error, ValueError) and is_web(self.address.path):
+                raise OSError(f"its server sends only whole files (no range requests): {_DOWNLOAD}") from error
             raise OSError(_why(error)) from error
