@@ -163,7 +163,8 @@ def digest(files: list[File], facts: Facts) -> str:
         return facts.digest(local)
     known = facts.digests(local)
     parts = [
-        hashlib.sha256(known[file].encode()).hexdigest() if isinstance(file, Path) else file.identity() for file in files
+        hashlib.sha256(known[file].encode()).hexdigest() if isinstance(file, Path) else file.identity()
+        for file in files
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
