@@ -231,6 +231,17 @@ def test_disabled_is_the_base(bases: dict[str, Path]) -> None:
     assert torch.allclose(hidden.loss_sum, base.loss_sum, rtol=1e-6)
 
 
+@pytest.mark.parametrize("names", [["lm_head"], ["embed_tokens", "lm_head"], ["lm_head", "embed_tokens"]], ids=str)
+def test_a_tied_matrix_is_trained_once_whatever_it_is_called(names: list[str], bases: dict[str, Path]) -> None:
+    made, one = (adapted(bases["tied"], modules_to_save=n) for n in (names, ["embed_tokens"]))
+    for model in (made, one):
+        train(model, steps=2)
+    assert trained_state(made).keys() == trained_state(one).keys()
+    live = logits(one)
+    assert torch.equal(logits(made), live)
+    assert torch.allclose(logits(merged(made)), live, atol=1e-5)
+
+
 @pytest.mark.parametrize("base", ["tied", "untied", "gpt2"])
 @pytest.mark.parametrize("kind", ["lora", "dora", "in full", "rows"])
 def test_merged_and_reloaded_equal_the_live_model(base: str, kind: str, bases: dict[str, Path], tmp_path: Path) -> None:

@@ -86,7 +86,9 @@ def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> 
     if _is_tied(model):
         # A trained copy of a tied embedding stays tied, so that merging is exact; peft needs the output layer's name.
         keep_tied = any(_matches(name, also_trained) for name in tables)
-        also_trained += tables[1:] if keep_tied else []
+        if keep_tied:  # in this order, each once: otherwise peft trains two copies that drift apart
+            also_trained = [name for name in also_trained if not _matches(tables[1], [name])]
+            also_trained += [name for name in tables if not _matches(name, also_trained)]
         tables = tables[:1]
     rows = {name: list(new_tokens) for name in tables if not _matches(name, also_trained)}
     config = LoraConfig(
