@@ -64,6 +64,13 @@ def test_conversations_that_became_several_examples_are_in_the_plan(tmp_path: Pa
     assert "4 conversations became 8 examples: the chat template renders earlier turns differently" in shown
 
 
+def test_a_template_that_writes_the_date_is_named(tokenizer_config: Any, data_config: Any) -> None:
+    for text, dated in ((UNMARKED, False), ("Today: {{ strftime_now('%Y') }}\n" + UNMARKED, True)):
+        encoder = ChatEncoder(tokenizer_for(text, tokenizer_config), data_config("chat", max_length=None))
+        encoder.encode(Conversation(TURNS, None, "here"))
+        assert any("the date of the day they were prepared" in r.text for r in encoder.remarks) == dated
+
+
 @pytest.mark.parametrize(
     ("key", "template"),
     [

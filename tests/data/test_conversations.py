@@ -165,6 +165,16 @@ def test_keys_that_arrow_fills_with_none_are_no_arguments(data_config) -> None:
     assert sample.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2}
 
 
+def test_null_in_json_text_is_an_argument(data_config) -> None:
+    arguments = {"a": 2, "city": None, "deep": {"x": None}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"default": None}}}}}
+    call = {"function": {"name": "add", "arguments": json.dumps(arguments)}}
+    messages = [ASKED[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    sample = to_sample({"messages": messages, "tools": json.dumps([tool])}, "messages", data_config("chat"), "x")
+    assert sample.messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+    assert sample.tools == [tool]
+
+
 def test_turns_that_are_shown_and_not_learned(data_config) -> None:
     turns = [{**ASKED[0], "weight": 1}, {**ASKED[1], "weight": 0}, ASKED[0], {**ASKED[1], "train": False}]
     sample = to_sample({"messages": turns}, "messages", data_config("chat"), "x")

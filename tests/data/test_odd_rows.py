@@ -378,7 +378,8 @@ def test_the_margin_of_a_pair_is_its_column_s(read: Any) -> None:
 
 FLAGS = [({}, True), *(({"train": v}, True) for v in (True, 1, 1.0, "true", "True", "1", None)),
          *(({"train": v}, False) for v in (False, 0, 0.0, "false", "False", "FALSE", "0")),
-         *(({"weight": v}, v == 1) for v in (1, 1.0, 0, 0.0)), ({"train": 0, "weight": 0}, False)]  # fmt: skip
+         *(({"weight": v}, v == 1) for v in (1, 1.0, 0, 0.0)), ({"train": 0, "weight": 0}, False),
+         ({"loss": False}, False), ({"loss": True}, True)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("flags", "learned"), FLAGS, ids=str)

@@ -94,6 +94,10 @@ class ChatTemplate(Template):
                 f"answers that the chat template ({self.label}) ends without a special token: the model doesn't learn "
                 f"to stop there"
             )
+        if "strftime_now" in self.text:
+            made.remarks.append(
+                f"rendered with the date of the day they were prepared, which the chat template ({self.label}) asks for"
+            )
         after = self.after_turn
         made.borders = [end + len(after) if made.text.startswith(after, end) else end for end in ends]
 

@@ -46,14 +46,15 @@ ROLES = {name: role for role, names in _NAMES.items() for name in names}
 _HALF = re.compile("[\ud800-\udfff]")  # surrogates: valid in JSON, but not in UTF-8 and so not in tokenizers
 _KEPT = ("name", "tool_call_id", "reasoning_content")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of the key with an answer's reasoning
-_READ = {"role", "from", "content", "value", "tool_calls", "train", "weight", *_KEPT, *_THOUGHTS}
+_LEARNED = ("train", "weight", "loss")  # keys that say whether a turn is trained on: lmtrain's, OpenAI's, ms-swift's
+_READ = {"role", "from", "content", "value", "tool_calls", *_LEARNED, *_KEPT, *_THOUGHTS}
 
 
 def turns_of(value: Any, where: str, column: str = "messages") -> list[dict[str, Any]]:
     """Normalises a row's list of messages, each {"role", "content"} or ShareGPT's {"from", "value"}.
 
-    A list of strings becomes alternating user and assistant turns. A turn with `train: false` or `weight: 0` gets
-    "train": False: the model sees it but is not trained on it.
+    A list of strings becomes alternating user and assistant turns. A turn with `train: false`, `weight: 0` or
+    `loss: false` gets "train": False: the model sees it but is not trained on it.
 
     Raises:
         BadRow: the value is not a list of turns, or a turn has no role, an unknown role or no text.
@@ -122,14 +123,15 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
     Raises:
         BadRow: the value is neither.
     """
-    if isinstance(value, str):
+    is_text = isinstance(value, str)
+    if is_text:
         value = _from_json(value) if value.strip() else None
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRow(where, f"tools must be a list of function descriptions (or JSON of one) and is {_shown(value)}")
     wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
-    return [whole_text(_without_none(tool), "tools", where) for tool in wrapped]
+    return [whole_text(tool if is_text else _without_none(tool), "tools", where) for tool in wrapped]
 
 
 def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> str:
@@ -246,14 +248,14 @@ def _is_text(content: Any) -> bool:
 
 
 def _is_learned(found: Mapping[str, Any], name: str, where: str) -> bool:
-    """Returns whether a turn's `train` and `weight` let it be trained on; raises BadRow if invalid or contradictory."""
-    said = {key: truth_of(found[key]) for key in ("train", "weight") if key in found}
+    """Returns whether a turn's `train`, `weight` and `loss` let it be trained on; raises BadRow for what is invalid."""
+    said = {key: truth_of(found[key]) for key in _LEARNED if key in found}
     for key, truth in said.items():
         if truth is None:
             shown = f'"{key}": {_shown(found[key])}'
             raise BadRow(where, f"{name} has {shown}; a turn is learned (true or 1) or not (false or 0)")
     if len(set(said.values())) > 1:
-        raise BadRow(where, f"{name} has train and weight, and they differ")
+        raise BadRow(where, f"{name} has {' and '.join(said)}, and they differ")
     return False not in said.values()
 
 
@@ -265,18 +267,22 @@ def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         function = function if isinstance(function, Mapping) else {}
         # OpenAI's API returns the arguments as a string; templates serialize them themselves.
-        arguments, called = _from_json(function.get("arguments")), function.get("name")
-        arguments = {} if arguments in (None, "") else arguments
+        given, called = function.get("arguments"), function.get("name")
+        arguments = {} if given in (None, "") else _from_json(given)
         if not isinstance(arguments, Mapping) or not isinstance(called, str) or not called:
             raise BadRow(where, f"{name} has a tool call that isn't {{name, arguments}}: {_shown(call)}")
-        made = {"type": "function", "function": {"name": called, "arguments": _without_none(arguments)}}
+        arguments = arguments if isinstance(given, str) else _without_none(arguments)
+        made = {"type": "function", "function": {"name": called, "arguments": arguments}}
         calls.append({"id": call["id"], **made} if call.get("id") else made)
         whole_text(calls[-1], f"{name}'s tool call", where)
     return calls
 
 
 def _without_none(value: Any) -> Any:
-    """Removes keys whose value is None: Arrow adds to each row every key that any row of the file has."""
+    """Removes keys whose value is None: Arrow adds to each row every key that any row of the file has.
+
+    In a value that is written as JSON text, null means null.
+    """
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value

@@ -31,7 +31,7 @@ from lmtrain.data.store.writer import BinWriter
 from lmtrain.errors import UserError
 
 # Raised when the same rows and settings begin to give different examples, so that older folders are no longer used.
-EXAMPLES_VERSION = 6
+EXAMPLES_VERSION = 7
 _SHARD_TOKENS = 2**30  # maximum number of tokens in one file
 MAX_QUESTIONS = 256  # validation rows also kept as text, to compare generated answers with their references
 
