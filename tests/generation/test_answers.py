@@ -16,7 +16,12 @@ from transformers import AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 from chats import conversation, pair, write_chats
 from inprocess import Ended, message, run
 from lmtrain.callbacks.metrics import without_times
+from lmtrain.config import compose as rules
+from lmtrain.config.schema_data import TokenizerConfig
+from lmtrain.data import tokenizers
+from lmtrain.data.chat.decoding import AnswerDecoder
 from lmtrain.data.chat.templates import end_ids, own_template
+from lmtrain.generation.conversation import Talk
 from lmtrain.generation.sampling import sample_text
 from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.run_folder import trained
@@ -345,23 +350,55 @@ def test_bleu_and_rouge_are_sacrebleus_and_rouge_scores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
-def test_special_tokens_of_an_answer_are_in_no_score(kind: str, tmp_path: Path) -> None:
-    """A model's answer is decoded without special tokens, so its reference is compared without them too."""
-    completion = {"prompt": "one and one is ", "completion": "@two~"}
+def test_tags_that_are_tokens_are_read_by_samples_metrics_chat_and_rewards(kind: str, tmp_path: Path) -> None:
+    """tokenizer.add_tokens makes special tokens, and a decoder that skips special tokens would hide them everywhere."""
+    said = "<think>so</think><answer>1</answer>"
+    completion = {"prompt": "one? ", "completion": said}
     turns = [
         {"role": role, "content": completion[key]} for role, key in (("user", "prompt"), ("assistant", "completion"))
     ]
     one = completion if kind == "completion" else {"messages": turns}
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(one) for _ in range(60)))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": "one? "}) for _ in range(10)))
     words = [*TINY, "objective=sft", "data=chat_jsonl", f"data.path={tmp_path}/rows.jsonl", "data.val_fraction=0.2",
-             "tokenizer.add_tokens=[@,~]", "data.chat_template=zephyr", "data.seq_len=64", "optimizer.lr=0.01",
-             "trainer.max_steps=30", "schedule.warmup_steps=0", f"run.dir={tmp_path}/run"]  # fmt: skip
-    ended = run("train", *words, "callbacks.samples.metrics=[exact_match]", "callbacks.samples.max_new_tokens=8")
+             "tokenizer.add_tokens=[<think>,</think>,<answer>,</answer>]", "data.chat_template=zephyr",
+             "data.seq_len=64", "optimizer.lr=0.01", "trainer.max_steps=30", "schedule.warmup_steps=0",
+             f"run.dir={tmp_path}/run"]  # fmt: skip
+    ended = run("train", *words, "callbacks.samples.metrics=[exact_match]", "callbacks.samples.max_new_tokens=10")
     assert ended.code == 0, ended.err
     kept = rows(tmp_path / "run" / "samples.jsonl")[-1]
-    assert (kept["text"], kept["reference"]) == ("two", "two")
+    assert (kept["text"], kept["reference"]) == (said, said)
     assert rows(tmp_path / "run" / "metrics.jsonl")[-1]["val/exact_match"] == 1
     ended = run("evaluate", f"run_dir={tmp_path}/run", "evaluate.answers=4", "evaluate.metrics=[exact_match]",
-                "evaluate.max_new_tokens=8", f"evaluate.dir={tmp_path}/scores")  # fmt: skip
+                "evaluate.max_new_tokens=10", f"evaluate.dir={tmp_path}/scores")  # fmt: skip
     assert ended.code == 0, ended.err
     assert "exact_match 1" in " ".join(ended.out.replace("│", " ").split())
+    if kind == "completion":
+        return
+    streamed: list[str] = []
+    settings = rules.check(rules.compose(["generate.temperature=0"])).generate
+    talk = Talk(*trained.load(f"{tmp_path}/run", "last", {}), settings, 0)
+    assert talk.ask("one? ", streamed.append, print) == said
+    assert "".join(streamed) == said
+    rewarded = ["objective=grpo", f"model={tmp_path}/run", f"data.path={tmp_path}/prompts.jsonl", "reward=format",
+                "data.val_fraction=0.2", "data.seq_len=64", "data.global_batch_size=2", "data.micro_batch_size=2",
+                "trainer.max_steps=1", "objective.group_size=2", "objective.max_new_tokens=10", "logger=none",
+                "objective.temperature=0.1", "export.enabled=false", f"run.dir={tmp_path}/grpo"]  # fmt: skip
+    ended = run("train", *rewarded)
+    assert ended.code == 0, ended.err
+    assert rows(tmp_path / "grpo" / "metrics.jsonl")[0]["train/reward"] == 1
+
+
+def test_only_tokens_that_begin_end_or_pad_are_left_out() -> None:
+    """A base model's tokenizer may mark <think> and <tool_call> as special; they are part of what was written."""
+    cfg = TokenizerConfig(kind="bytes")
+    tokenizer = tokenizers.load_or_train(cfg, lambda _: iter(()), tokenizers.identity(cfg))
+    tokenizer.add_special_tokens({"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "<tool_call>", "<|im_end|>"]})
+    said = "<think>a , b</think> <tool_call>{}"
+    ids = tokenizer(f"<s>{said}<|im_end|></s><pad><pad>")["input_ids"]
+    (end,) = tokenizer("<|im_end|>")["input_ids"]
+    decoder = AnswerDecoder(tokenizer, [end])
+    assert decoder.decode(ids) == decoder.as_decoded(f"<s>{said}<|im_end|></s>") == said
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a , b</think> {}"
+    assert AnswerDecoder(tokenizer, []).decode(ids) == f"{said}<|im_end|>"  # a stop token of the user's is text, too

@@ -14,7 +14,6 @@ import torch
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.config.options import DPOConfig, LoadedModelConfig
 from lmtrain.config.schema import Config
-from lmtrain.data.chat.special_text import reference_of
 from lmtrain.data.examples.pair_rows import margins_of
 from lmtrain.data.examples.rows import padded
 from lmtrain.data.tokenizers import shows_numbers
@@ -220,7 +219,7 @@ def _add_answers(
 
     batches = [questions[start : start + e.batch_size] for start in range(0, len(questions), e.batch_size)]
     answers = [text for texts in world.shared_out(batches, answer) for text in texts]
-    references = [reference_of(q, who.tokenizer) for q in questions]
+    references = [q["reference"] for q in questions]
     scores.whole |= world.from_first(lambda: metrics.score(answers, references))
     scores.texts |= {"prompt": [q["prompt"] for q in questions], "answer": answers, "reference": references}
     if isinstance(metrics.metrics.get("exact_match"), ExactMatch):

@@ -172,10 +172,7 @@ def _use(folder: Path, chat: bool) -> str:
         else 'inputs = tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")'
     )
     given = 'input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]'
-    lines = (
-        f"{asked}\noutput = model.generate({given}, max_new_tokens=100)\n"
-        "print(tokenizer.decode(output[0], skip_special_tokens=True))"
-    )
+    lines = f"{asked}\noutput = model.generate({given}, max_new_tokens=100)\nprint(tokenizer.decode(output[0]))"
     return _python(folder, lines)
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, TextStreamer
 
 from lmtrain import errors
 from lmtrain.config.schema import Config, GenerateConfig
+from lmtrain.data.chat.decoding import AnswerDecoder
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, reason
@@ -22,8 +23,8 @@ from lmtrain.terminal import quiet_libraries, visible
 class Streamer(TextStreamer):
     """A streamer that passes each finished word of the answer to `write`, with terminal control characters replaced."""
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    def __init__(self, decoder: AnswerDecoder, write: Callable[[str], None]) -> None:
+        super().__init__(decoder, skip_prompt=True)  # it calls nothing but decode
         self.write = write
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -88,7 +89,8 @@ class Talk:
 
     def _generate(self, ids: list[int], write: Callable[[str], None]) -> str:
         g, seed = self.settings, self.seed + len(self.turns)
-        settings = sampling(g.temperature, g.top_k, self.end_ids) | {"streamer": Streamer(self.tokenizer, write)}
+        streamer = Streamer(AnswerDecoder(self.tokenizer, self.end_ids), write)
+        settings = sampling(g.temperature, g.top_k, self.end_ids) | {"streamer": streamer}
         return continued(self.model, self.tokenizer, [ids], g.max_new_tokens, seed, **settings)[0].strip()
 
     def _rows(self) -> list[dict[str, Any]]:

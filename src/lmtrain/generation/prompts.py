@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.schema import SamplesConfig
-from lmtrain.data.chat.special_text import reference_of
+from lmtrain.data.chat.decoding import AnswerDecoder
 from lmtrain.data.chat.templates import own_template, user_turn
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prepare import MAX_QUESTIONS
@@ -55,13 +55,13 @@ def prompts_of(settings: SamplesConfig, corpus: Corpus, system_prompt: str | Non
         found = [Prompt(text, text) for text in settings.prompts]
     else:
         found = [Prompt(user_turn(corpus.tokenizer, template, text, system_prompt), text) for text in settings.prompts]
-    return found + [Prompt(row["prompt_ids"], row["prompt"], reference_of(row, corpus.tokenizer)) for row in rows]
+    return found + [Prompt(row["prompt_ids"], row["prompt"], row["reference"]) for row in rows]
 
 
 def a_prompt(rows: Rows, tokenizer: Any) -> str:
     """Returns the start of the middle row: files tend to begin with a licence, which says little about a model."""
     batch = rows.read(np.array([[0, len(rows) // 2]]))
-    return tokenizer.decode(batch["input_ids"][0, :_TOKENS].tolist(), skip_special_tokens=True)
+    return AnswerDecoder(tokenizer, ()).decode(batch["input_ids"][0, :_TOKENS].tolist())
 
 
 def continuations(rows: Rows, tokenizer: Any, count: int, new_tokens: int) -> list[Prompt]:
@@ -73,8 +73,6 @@ def continuations(rows: Rows, tokenizer: Any, count: int, new_tokens: int) -> li
         index = len(rows) * (2 * place + 1) // (2 * min(count, len(rows)))
         ids = rows.read(np.array([[0, index]]))["input_ids"][0].tolist()
         start = min(_TOKENS, len(ids) // 2)
-        text, follows = (
-            tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], ids[start : start + new_tokens])
-        )
+        text, follows = map(AnswerDecoder(tokenizer, ()).decode, (ids[:start], ids[start : start + new_tokens]))
         found.append(Prompt(text, text, follows))
     return found

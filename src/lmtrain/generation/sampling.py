@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lmtrain.config.schema import GenerateConfig
+from lmtrain.data.chat.decoding import AnswerDecoder
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import evaluating
@@ -88,17 +89,9 @@ def continued(
             tokenizer=tokenizer,  # for stop strings in the model's own generation config
             **settings,
         )
-    new = zip(rows, output[:, longest:].tolist(), strict=True)
-    return [following(tokenizer, row, ids, skip_special_tokens=True) for row, ids in new]
-
-
-def following(tokenizer: Any, given: list[int], ids: list[int], **options: bool) -> str:
-    """Returns the text that `ids` add to that of the ids before them; `options` are arguments of `tokenizer.decode`.
-
-    Alone, some tokenizers (Llama 2's, Mistral's) decode them without the space that their first word begins with.
-    """
-    before, whole = (tokenizer.decode(part, **options) for part in (given, [*given, *ids]))
-    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids, **options)
+    ends = settings.get("eos_token_id", model.generation_config.eos_token_id)
+    decoder = AnswerDecoder(tokenizer, ends if isinstance(ends, list) else [ends])
+    return [decoder.decode(ids, row) for row, ids in zip(rows, output[:, longest:].tolist(), strict=True)]
 
 
 def _denoised(
@@ -111,12 +104,12 @@ def _denoised(
 ) -> list[str]:
     """Generates each text at the full allowed length and truncates it at the first end token."""
     ends = set(end_ids if end_ids is not None else [tokenizer.eos_token_id])
-    texts = []
+    texts, decoder = [], AnswerDecoder(tokenizer, list(ends))
     for row in rows:
         length = max(1, min(max_new_tokens, positions(model) - len(row)))
         ids = denoise(model, row, length, n_ids=len(tokenizer), **settings)
         end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-        texts.append(following(tokenizer, row, ids[:end], skip_special_tokens=True))
+        texts.append(decoder.decode(ids[:end], row))
     return texts
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lmtrain.config.schema import Config
+from lmtrain.data.chat.decoding import AnswerDecoder
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prompt_rows import PromptRow, PromptRows, prompts_of
 from lmtrain.data.loaders import rows_used
@@ -66,8 +67,9 @@ class GRPO(ReferenceObjective):
         self.check_room(corpus)
         ends, vocabulary = end_ids(corpus, o.stop_tokens), len(corpus.tokenizer)
         sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, ends, vocabulary)
+        decoder = AnswerDecoder(corpus.tokenizer, corpus.end_ids or ())  # stop_tokens belong to what is scored
         self.maker = Maker(
-            self.make_engine(), sampling, Scorer(parts, o.reward_timeout), corpus.tokenizer, self.variant, o.group_size,
+            self.make_engine(), sampling, Scorer(parts, o.reward_timeout), decoder, self.variant, o.group_size,
             round(self.variant.overlong_share * o.max_new_tokens) if o.overlong_buffer is None else o.overlong_buffer,
             config.data, self.seed,
         )  # fmt: skip

@@ -13,8 +13,8 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from lmtrain.adapters.memory import memory_blocks
+from lmtrain.data.chat.decoding import following
 from lmtrain.errors import UserError
-from lmtrain.generation.sampling import following
 from lmtrain.models.attention import generation_mode
 from lmtrain.reports.report_page import as_text, asset, document, write_page
 from lmtrain.terminal import counted, visible
@@ -38,12 +38,11 @@ class TokenPiece:
 def pieces(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> list[TokenPiece]:
     """Decodes tokens into pieces whose concatenation is the whole text."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    as_stored = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     found: list[TokenPiece] = []
     waiting: list[int] = []
     for at, token in enumerate(ids):
         waiting.append(token)
-        text = following(tokenizer, list(found[-1].ids) if found else [], waiting, **as_stored)
+        text = following(tokenizer, list(found[-1].ids) if found else [], waiting)
         is_special = token in special
         more = at + 1 < len(ids) and learned[at + 1] == learned[at] and len(waiting) < _LONGEST_CHARACTER
         if text.endswith("\ufffd") and more and not is_special:

@@ -30,7 +30,7 @@ class Reward(ABC):
 
         Args:
             prompts: as in the rows, text or messages.
-            completions: text without special tokens.
+            completions: text, with the tokens that the model wrote, but for those that end an answer or pad it.
             columns: the other columns of the rows, one value per completion; None where a row lacks one. Also
                 `completion_ids`, lists of ids with their ending token, and `cut_off`, bool: there is no ending token.
         """

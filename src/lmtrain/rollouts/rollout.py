@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import column_of
+from lmtrain.data.chat.decoding import AnswerDecoder
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.prompt_rows import PROMPT, PromptRow
 from lmtrain.data.order import mix64
@@ -48,7 +49,7 @@ class Maker:
     engine: Engine
     sampling: Sampling
     scorer: Scorer
-    tokenizer: Any
+    decoder: AnswerDecoder
     variant: Variant
     group_size: int
     overlong_buffer: int
@@ -67,7 +68,7 @@ class Maker:
             for p in prompts for sample in range(self.group_size)
         ]  # fmt: skip
         completions = self.engine.generate(requests, self.sampling)
-        texts = self.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
+        texts = [self.decoder.decode(c.ids) for c in completions]
         rows = [p.columns for p in prompts for _ in range(self.group_size)]
         prompt_columns = [column_of(PROMPT, row, self.data) or "" for row in rows]
         names = dict.fromkeys(itertools.chain.from_iterable(rows))

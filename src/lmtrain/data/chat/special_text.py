@@ -9,6 +9,7 @@ is refused: it could spell a special token.
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from tokenizers import AddedToken
@@ -27,7 +28,7 @@ class PlainText:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         special = special_tokens(tokenizer)
         self._numbers = {token: i for i, token in enumerate(special)}
-        self._pattern = special_pattern(tokenizer)
+        self._pattern = pattern_of(special)
         last = max(0, len(special) - 1)
         masks = [f"{chr(first)}-{chr(first + last)}" for first in (_IN_CONTENT, _BY_TEMPLATE)]
         self._reserved = re.compile(f"[{''.join(masks)}]")
@@ -73,20 +74,16 @@ class PlainText:
 def special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
     """Returns the texts of a tokenizer's special tokens, longest first."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return tuple(sorted({*added, *tokenizer.all_special_tokens}, key=lambda token: (-len(token), token)))
+    return _longest_first({*added, *tokenizer.all_special_tokens})
 
 
-def special_pattern(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
-    """Returns a pattern that matches the tokenizer's special tokens; it matches nothing if there are none."""
-    return re.compile("|".join(map(re.escape, special_tokens(tokenizer))) or r"(?!)")
+def pattern_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Returns a pattern that matches the texts of tokens; it matches nothing if there are none."""
+    return re.compile("|".join(map(re.escape, _longest_first(tokens))) or r"(?!)")
 
 
-def reference_of(question: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> str:
-    """Returns the data's answer as a model's answer would be decoded: without special tokens.
-
-    Those that a chat's answer still has are plain text (`PlainText`), and kept.
-    """
-    return question["reference"] if question["chat"] else special_pattern(tokenizer).sub("", question["reference"])
+def _longest_first(tokens: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(tokens, key=lambda token: (-len(token), token)))
 
 
 def _masked(token: str, character: int) -> str:

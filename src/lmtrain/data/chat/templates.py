@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation
+from lmtrain.data.chat.decoding import AnswerDecoder
 from lmtrain.data.chat.jinja_rendering import answers_of, find_template
 from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
-from lmtrain.data.chat.special_text import PlainText, special_pattern
+from lmtrain.data.chat.special_text import PlainText, pattern_of, special_tokens
 from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.errors import UserError
 
@@ -97,7 +98,7 @@ class ChatEncoder:
         self._template = self._chat if cfg.chat_template or tokenizer.chat_template else None
         start = tokenizer("")["input_ids"][:1]
         self._bos = start if start == [tokenizer.bos_token_id] else []
-        self._special = special_pattern(tokenizer)
+        self._special = pattern_of(special_tokens(tokenizer))
         self._plain = PlainText(tokenizer) if cfg.allow_special_text is False else None
         self.begin_row()
 
@@ -184,12 +185,16 @@ class ChatEncoder:
         return self._tokens(self._chat.prompt(messages, asked.tools, asked.where, ask))[0]
 
     def as_decoded(self, content: str) -> str:
-        """Returns a message's content as a model's answer would be decoded: without the tokens that aren't text."""
-        return content if self._plain else self._special.sub("", content)
+        """Returns an answer of the data as `AnswerDecoder` would return one that the model wrote."""
+        return content if self._plain else self._decoder.as_decoded(content)
 
     def end_of_turn_ids(self) -> list[int]:
         """Returns the ids that end an answer: the template's end-of-turn token and the tokenizer's end of text."""
         return end_ids(self.tokenizer, self._template)
+
+    @cached_property
+    def _decoder(self) -> AnswerDecoder:
+        return AnswerDecoder(self.tokenizer, self.end_of_turn_ids())
 
     @cached_property
     def _chat(self) -> ChatTemplate:

@@ -123,13 +123,13 @@ class TemplateRows:
         if isinstance(sample, Conversation):
             *before, answer = sample.messages[: answers_of(sample.messages)[-1] + 1]
             asked = [m for m in before if m["role"] == "user"][-1]["content"]
-            reference = self.chat.as_decoded(str(answer["content"]))
+            reference = str(answer["content"])
         else:
             asked, reference = sample.prompt, sample.completion
         return {
             "prompt_ids": self.chat.prompt_ids(sample),
             "prompt": asked,
-            "reference": reference,
+            "reference": self.chat.as_decoded(reference),
             "chat": isinstance(sample, Conversation),
         }
 
