@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import lmtrain
@@ -124,6 +125,88 @@ def test_an_epoch_is_every_row_once_in_an_order_of_its_own(jsonl: Any, tmp_path:
     assert seen[0] == seen[1]
     assert len(set(seen[0])) == 40
     assert not torch.equal(module.batches[0]["input_ids"][:, :40], module.batches[10]["input_ids"][:, :40])
+
+
+def conversations(path: str, folder: Path, **keys: Any) -> ChatDataModule:
+    settings = {"tokenizer": "bytes", "seq_len": 128, "batch_size": 4, "chat_template": "zephyr", "packing": "off",
+                "val_fraction": 0.0, "cache_dir": str(folder / "cache")}  # fmt: skip
+    return lmtrain.ChatDataModule("chat_jsonl", path=path, **{**settings, **keys})
+
+
+class Killed(pl.Callback):
+    """Ends the training as a kill would: nothing is saved after step `at`."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.at:
+            raise KeyboardInterrupt
+
+
+def rows_of(module: Plain) -> list[list[list[int]]]:
+    return [batch["input_ids"].tolist() for batch in module.batches]
+
+
+@pytest.mark.filterwarnings("error:You're resuming from a checkpoint that ended before the epoch")
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_plain_trainers_resume_trains_on_the_rows_that_are_left(workers: int, jsonl: Any, tmp_path: Path) -> None:
+    """Of 3 epochs of 10 batches, each checkpoint is continued: within epochs, at their last batches, at their ends."""
+    path = jsonl(CHAT)
+
+    def train(module: Plain, *callbacks: pl.Callback, ckpt_path: Path | None = None) -> Plain:
+        trainer = pl.Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=3,
+            default_root_dir=tmp_path, callbacks=list(callbacks), enable_checkpointing=bool(callbacks),
+        )  # fmt: skip
+        data = conversations(path, tmp_path, num_workers=workers)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=False)
+        return module
+
+    whole = rows_of(train(Plain()))
+    assert len(whole) == 30
+    kept: dict[str, Any] = {"save_top_k": -1, "filename": "{step}"}
+    saves = [ModelCheckpoint(tmp_path / "steps", every_n_train_steps=7 if workers else 5, **kept),
+             ModelCheckpoint(tmp_path / "epochs", every_n_epochs=1, **kept)]  # fmt: skip
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        train(Plain(), *saves, Killed(at=28))
+    found = sorted(tmp_path.glob("*/step=*.ckpt"))
+    assert len(found) >= 5
+    for checkpoint in found:
+        done = int(checkpoint.stem.removeprefix("step="))
+        assert rows_of(train(Plain(), ckpt_path=checkpoint)) == whole[done:], checkpoint
+
+
+def test_a_resume_in_another_order_is_reported(jsonl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loader: Any = conversations(path := jsonl(CHAT), tmp_path)
+    loader.setup("fit")
+    saved = loader.train_dataloader().state_dict()
+    other: Any = conversations(path, tmp_path, batch_size=8, seed=2)
+    other.setup("fit")
+    other.train_dataloader().load_state_dict(saved)
+    words = "the checkpoint was trained with seed=1337 (now 2), batch_size=4 (now 8)"
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_alone_without_a_trainer(jsonl: Any, tmp_path: Path) -> None:
+    data = conversations(jsonl(CHAT), tmp_path, val_fraction=0.1)
+    for loader in (data.train_dataloader, data.val_dataloader):
+        with pytest.raises(UserError, match=r"ChatDataModule has no rows before setup\(\): call it first"):
+            loader()
+    data.setup("fit")
+    loader = data.train_dataloader()
+    epochs = [[batch["input_ids"].tolist() for batch in loader] for _ in range(2)]
+    assert [len(epoch) for epoch in epochs] == [len(loader)] * 2 == [9, 9]
+    with_trainer = rows_of(trained(conversations(data.config.data.path, tmp_path, val_fraction=0.1), tmp_path,
+                                   max_epochs=2))  # fmt: skip
+    assert epochs[0] + epochs[1] == with_trainer
+    assert len(list(data.val_dataloader())) == 1
+
+
+def test_a_plain_trainer_overfits_a_few_batches(jsonl: Any, tmp_path: Path) -> None:
+    rows = rows_of(trained(conversations(jsonl(CHAT), tmp_path), tmp_path, max_epochs=2, overfit_batches=3))
+    assert len(rows) == 6
+    assert rows[:3] == rows[3:]
 
 
 class Seen(Plain):

@@ -12,6 +12,7 @@ import lmtrain
 from inprocess import train_tiny
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.errors import UserError
+from lmtrain.objectives.causal_lm import CausalLM
 from lmtrain.run_folder import lock
 from support import TINY, rows
 from test_imports import python
@@ -85,6 +86,46 @@ def test_under_a_stock_trainer(typed: list[dict[str, Any]], corpus: Path, tmp_pa
     last = [row["val/loss"] for row in typed if "val/loss" in row][-1]
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(last, rel=1e-6)
     assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(losses[-1], rel=1e-6)
+
+
+def losses_of(words: list[str], ckpt_path: Path | None = None, **arguments: Any) -> list[float]:
+    """Trains a built run under a stock Trainer; returns the losses of the steps."""
+    run = lmtrain.build(lmtrain.compose(words))
+    losses = []
+
+    class Reads(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            losses.append(pl_module.step_means()["train/loss"])
+
+    settings: dict[str, Any] = {"limit_val_batches": 0, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[Reads()], **settings, **arguments)
+    trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=ckpt_path, weights_only=False)
+    return losses
+
+
+def test_a_stock_trainers_length_is_the_runs(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the config, by steps, by epochs or after a resume, it gives the losses of a config of that length."""
+    monkeypatch.chdir(tmp_path)
+    more = ["schedule=cosine", "schedule.warmup_steps=1", "optimizer.lr=0.01"]
+    words = [*settings(corpus, *more), "trainer.max_steps=3"]
+    assert train_tiny(corpus, *STEPS, *more, "trainer.max_steps=6", "run.dir=typed").code == 0
+    expected = [row["train/loss"] for row in rows(tmp_path / "typed" / "metrics.jsonl") if "train/loss" in row]
+    for i, length in enumerate(({"max_steps": 6}, {"max_epochs": 2})):
+        found = losses_of([*words, f"run.dir=built_{i}"], enable_checkpointing=False, **length)
+        assert found == pytest.approx(expected, rel=1e-6), length
+    constant = [*words, "schedule=constant"]
+    whole = losses_of([*constant, "run.dir=whole"], enable_checkpointing=False, max_steps=6)
+    begun = losses_of([*constant, "run.dir=first"], default_root_dir=tmp_path / "begun", max_steps=3)
+    (checkpoint,) = (tmp_path / "begun").rglob("*.ckpt")
+    rest = losses_of([*constant, "run.dir=rest"], ckpt_path=checkpoint, enable_checkpointing=False, max_steps=6)
+    assert begun + rest == pytest.approx(whole, rel=1e-6)
+    with pytest.raises(UserError, match=r"predict\(run.objective, datamodule=run.datamodule, ckpt_path='.*ckpt'\)"):
+        CausalLM.load_from_checkpoint(checkpoint)
+    run = lmtrain.build(lmtrain.compose([*constant, "run.dir=loaded"]))
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer.validate(run.objective, datamodule=run.datamodule, ckpt_path=checkpoint, verbose=False)
+    saved = torch.load(checkpoint, weights_only=False)["state_dict"]
+    assert all(torch.equal(saved[name], value) for name, value in run.objective.state_dict().items())
 
 
 def test_a_stock_trainers_metrics_test_and_predict(typed: list[dict[str, Any]], corpus: Path, tmp_path: Path) -> None:

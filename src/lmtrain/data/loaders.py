@@ -2,13 +2,14 @@
 
 import resource
 import signal
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, DistributedSampler, SequentialSampler
 
 from lmtrain.config.batch import Stages
 from lmtrain.config.schema import Config
@@ -125,17 +126,24 @@ class StepDataset(Dataset):
         return {"step": step, "rows": f"{zlib.crc32(chosen.tobytes()):08x}", "micro_batches": micro_batches}
 
 
-class StepSampler(Sampler[int]):
-    """A sampler of steps start .. total - 1 with length `total`: Lightning counts a resumed run's batches from zero."""
+class StepSampler(DistributedSampler[int], SequentialSampler):
+    """A sampler of consecutive items, each of which is already a rank's own, in their order.
 
-    def __init__(self, start: int, total: int) -> None:
-        self.start, self.total = start, total
+    Its length is that of a whole epoch even if an iterator begins in the middle: Lightning counts a resumed epoch's
+    batches from zero. Its base classes keep Lightning from replacing it: that would divide the items among the ranks
+    once more (DistributedSampler), or undo a shuffle that it isn't (SequentialSampler, for overfit_batches).
+    """
+
+    def __init__(self, items: int, begin: Callable[[], int] = lambda: 0, stop: int = sys.maxsize) -> None:
+        """begin: returns the first item; asked again by each iterator. No item is `stop` or later."""
+        self.items, self.begin, self.stop = items, begin, stop
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self.start, self.total))
+        first = self.begin()
+        return iter(range(first, min(first + self.items, self.stop)))
 
     def __len__(self) -> int:
-        return self.total
+        return self.items
 
 
 def seen_rows(rows: Rows, micro_batch_size: int, limit: int | None) -> int:

@@ -7,14 +7,17 @@ In a run, a training batch is a whole optimizer step (`for_run`); otherwise it i
 """
 
 import functools
+import itertools
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Self
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar, Self, cast
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lmtrain import terminal
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import Stages, batch_split
 from lmtrain.config.defaults import conf_dir, options_of
@@ -25,7 +28,7 @@ from lmtrain.config.targets import find_class
 from lmtrain.data.corpus import Corpus, prepare_corpus
 from lmtrain.data.loaders import StepDataset, StepSampler, ValidationDataset, check_descriptors, start_worker
 from lmtrain.data.order import MicroBatch, Rows
-from lmtrain.distributed.devices import data_parallel
+from lmtrain.distributed.devices import data_parallel, trainer_steps
 from lmtrain.errors import UserError
 
 
@@ -61,8 +64,8 @@ class TokenDataModule(pl.LightningDataModule):
         own = {"": val_rows} if val_rows is not None else {}
         self.val_sets: dict[str, Rows] = own | (val_sets or {})  # by name; the validation split's name is empty
 
-    def _loader(self, dataset: Dataset, sampler: Sampler[int] | None) -> DataLoader:
-        return DataLoader(
+    def _loader(self, dataset: Dataset, sampler: Sampler[int] | None) -> "Resumable":
+        return Resumable(
             dataset,
             batch_size=None,  # an item is already a whole step or micro-batch
             sampler=sampler,
@@ -74,26 +77,47 @@ class TokenDataModule(pl.LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader:
-        trainer = self.trainer
-        assert trainer is not None
-        part = data_parallel(trainer)
+        """Returns the loader of the steps from the Trainer's current one on; without a Trainer, of all of them.
+
+        A Trainer that trains longer than the config continues with further steps, as a longer config would.
+        """
+        trainer: Any = self.trainer
+        if trainer is None:
+            return self._loader(self._step_dataset(self.max_epochs), StepSampler(self.total_steps))
+        if trainer.overfit_batches > 0:
+            raise UserError(
+                f"Trainer(overfit_batches={trainer.overfit_batches}): the steps of a run are overfitted by its config: "
+                f"trainer.overfit_batches={trainer.overfit_batches:g}"
+            )
+        most = trainer_steps(trainer, self.total_steps)
+        mixture = getattr(self.train_rows, "mixture", None)
+        end = mixture.end if mixture is not None and most > self.total_steps else None
+        if end is not None and self.sizes.before(most) > end:
+            raise UserError(
+                f"data.mixture: every source that has a weight is used up before the Trainer's {most:,} steps: set its "
+                f"max_steps to {self.sizes.step_of(end):,}, or raise or leave out a max_epochs of data.mixture"
+            )
+        items = max(self.total_steps, trainer.max_steps)
+        stop = items if trainer.max_steps > 0 or trainer.max_epochs == 1 else sys.maxsize
+        dataset = self._step_dataset(self.max_epochs if stop == self.total_steps else None)
+        return self._loader(dataset, StepSampler(items, lambda: trainer.global_step, stop))
+
+    def _step_dataset(self, max_epochs: int | None) -> StepDataset:
+        part = data_parallel(self.trainer)
         batch_split(self.sizes.last, self.micro_batch_size, part.size)
-        dataset = StepDataset(
+        return StepDataset(
             self.train_rows,
             seed=self.seed,
             sizes=self.sizes,
             micro_batch_size=self.micro_batch_size,
-            max_epochs=self.max_epochs,
+            max_epochs=max_epochs,
             rank=part.rank,
             world_size=part.size,
             lengths=self.lengths,
         )
-        return self._loader(dataset, StepSampler(trainer.global_step, self.total_steps))
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         """Returns one loader for each of `val_sets`, in their order."""
-        if self.trainer is None:
-            return []
         part = data_parallel(self.trainer)
         datasets = [
             ValidationDataset(
@@ -105,7 +129,7 @@ class TokenDataModule(pl.LightningDataModule):
             )
             for rows in self.val_sets.values()
         ]
-        loaders = [self._loader(dataset, None) for dataset in datasets]
+        loaders: list[DataLoader] = [self._loader(dataset, None) for dataset in datasets]
         return loaders[0] if len(loaders) == 1 else loaders
 
     def test_dataloader(self) -> DataLoader | list[DataLoader]:
@@ -191,17 +215,35 @@ class CorpusDataModule(TokenDataModule):
         self.total_steps = max(1, len(self.train_rows) // self.sizes.last)
 
     def train_dataloader(self) -> DataLoader:
-        loader = super().train_dataloader()
-        if self.config is None:
-            return loader
-        trainer, steps = self.trainer, self.total_steps
-        assert trainer is not None
-        # The steps of the current epoch, so that each epoch has its own order of rows.
-        return self._loader(_MicroBatches(loader.dataset), _InOrder(steps, lambda: trainer.current_epoch * steps))
+        """Returns the loader of an epoch, which begins after the batches that the Trainer has trained on.
 
-    def _loader(self, dataset: Dataset, sampler: Sampler[int] | None) -> DataLoader:
+        Without a Trainer, every iterator of the loader is the next epoch, from the first one on.
+        """
+        if self.config is None:
+            return super().train_dataloader()
+        self._check_set_up()
+        steps, trainer = self.total_steps, cast(Any, self.trainer)
+        if trainer is None:
+            begin: Callable[[], int] = functools.partial(next, itertools.count(0, steps))
+        else:
+            # Batches that were trained on, in all epochs: Lightning restores this count before it asks for an iterator.
+            done = trainer.fit_loop.epoch_loop.batch_progress.total
+            begin = lambda: 0 if trainer.overfit_batches else done.processed  # noqa: E731
+        loader = self._loader(_MicroBatches(self._step_dataset(None)), StepSampler(steps, begin))
+        loader.order = {"seed": self.seed, "rows": len(self.train_rows), "batch_size": self.sizes.last}
+        return loader
+
+    def val_dataloader(self) -> DataLoader | list[DataLoader]:
+        self._check_set_up()
+        return super().val_dataloader()
+
+    def _check_set_up(self) -> None:
+        if self.train_rows is None:
+            raise UserError(f"{type(self).__name__} has no rows before setup(): call it first, or pass it to a Trainer")
+
+    def _loader(self, dataset: Dataset, sampler: Sampler[int] | None) -> "Resumable":
         if sampler is None and self.config is not None:
-            sampler = _InOrder(len(dataset))  # type: ignore[arg-type]  # of validation, whose datasets have a length
+            sampler = StepSampler(len(dataset))  # type: ignore[arg-type]  # of validation, whose datasets have a length
         return super()._loader(dataset, sampler)
 
 
@@ -228,22 +270,22 @@ class _MicroBatches(Dataset):
         return dict(micro_batch)
 
 
-class _InOrder(DistributedSampler[int]):
-    """A sampler of items in their order, each of which is already a rank's own.
+class Resumable(DataLoader):
+    """A loader that Lightning takes for resumable: its position follows from the Trainer's counts.
 
-    As a DistributedSampler it is not replaced by Lightning, which would divide the items among the ranks once more.
+    Its state is what the order of the rows depends on, so that a resume with another order is reported.
     """
 
-    def __init__(self, items: int, begin: Callable[[], int] = lambda: 0) -> None:
-        """begin: returns the first item; asked again by each iterator."""
-        self.items, self.begin = items, begin
+    order: dict[str, int] = {}  # noqa: RUF012  # replaced, never changed
 
-    def __iter__(self) -> Iterator[int]:
-        first = self.begin()
-        return iter(range(first, first + self.items))
+    def state_dict(self) -> dict[str, int]:
+        return self.order
 
-    def __len__(self) -> int:
-        return self.items
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        then = {name: state.get(name, now) for name, now in self.order.items()}
+        changed = [f"{name}={old} (now {self.order[name]})" for name, old in then.items() if old != self.order[name]]
+        if changed:
+            terminal.note(f"the checkpoint was trained with {', '.join(changed)}: the rows go on in another order")
 
 
 def module_class(config: Config) -> type[CorpusDataModule]:

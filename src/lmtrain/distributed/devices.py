@@ -143,12 +143,21 @@ class DataParallel(NamedTuple):
     slices: int = 1  # number of ranks that share each row of that part, each holding a slice of the tokens
 
 
-def data_parallel(trainer: pl.Trainer) -> DataParallel:
+def data_parallel(trainer: pl.Trainer | None) -> DataParallel:
     """Returns the position of this rank. Neighbouring ranks form a group, as in the strategy's device mesh."""
+    if trainer is None:
+        return DataParallel(1, 0, 1)
     copies = getattr(trainer.strategy, "tensor_parallel_size", 1)
     slices = getattr(trainer.strategy, "context_parallel_size", 1)
     together = copies * slices
     return DataParallel(trainer.world_size // together, trainer.global_rank // together, copies, slices)
+
+
+def trainer_steps(trainer: pl.Trainer, epoch: int) -> int:
+    """Returns how many steps a Trainer trains: max_steps, else max_epochs times the steps of an `epoch`, or one."""
+    if trainer.max_steps > 0:
+        return trainer.max_steps
+    return epoch * max(1, trainer.max_epochs or 1)
 
 
 def total(trainer: pl.Trainer, sums: Tensor) -> Tensor:

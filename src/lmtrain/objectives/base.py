@@ -20,9 +20,9 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.order import step_seed
 from lmtrain.distributed import dtensor as layout
-from lmtrain.distributed.devices import agreed, data_parallel, total
+from lmtrain.distributed.devices import agreed, data_parallel, total, trainer_steps
 from lmtrain.distributed.stop_signals import StopRequest
-from lmtrain.errors import RunError
+from lmtrain.errors import RunError, UserError
 from lmtrain.models.denoising import set_mask_token
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.guard import StepGuard
@@ -92,6 +92,22 @@ class Objective(pl.LightningModule):
         Raises:
             UserError: the options, the model and the data are incompatible.
         """
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **arguments: Any) -> Any:
+        """Works as Lightning's if `arguments` are those of the constructor, which a checkpoint does not hold.
+
+        Raises:
+            UserError: they are missing.
+        """
+        if "model" not in arguments:
+            raise UserError(
+                f"{cls.__name__}.load_from_checkpoint: a checkpoint holds weights, not the model and the functions "
+                f"that the objective is made of. Make it with run = lmtrain.build(lmtrain.compose([...])), from its "
+                f"run's overrides, and load the weights with trainer.fit, validate, test or predict(run.objective, "
+                f"datamodule=run.datamodule, ckpt_path={str(checkpoint_path)!r})"
+            )
+        return super().load_from_checkpoint(checkpoint_path, *args, **arguments)
 
     @classmethod
     def settle_model(cls, config: Config, model: PreTrainedModel, tokenizer: Any) -> None:
@@ -363,6 +379,8 @@ class Objective(pl.LightningModule):
         self.guard.load_state_dict(checkpoint["guard"])
 
     def on_train_start(self) -> None:
+        if self.logs_itself:  # the user's own Trainer, whose length is the run's
+            self.total_steps = self.schedule_steps = trainer_steps(self.trainer, self.total_steps)
         self.guard.to(self.device)
         # A checkpoint restores its own learning rates and weight decays; those of this run's config take precedence.
         for group, settings in zip(self._optimizer.param_groups, self._group_settings, strict=True):
