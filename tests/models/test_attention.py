@@ -291,16 +291,18 @@ def test_capped_scores_and_sinks_equal_their_formula(extra, method, kv_heads, wi
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("extra", [{"position_bias": torch.zeros(4)}, {"is_causal": False}])
-def test_what_it_does_not_do_is_refused(extra):
+def test_what_it_does_not_do_is_refused():
     q, k, v = projections()
     with pytest.raises(UserError, match=r"model\.attention=transformers"):
-        call(q, k, v, **extra)
+        call(q, k, v, position_bias=torch.zeros(4))
+    with pytest.raises(UserError, match="see those that come after them") as refused:
+        call(q, k, v, is_causal=False)
+    assert "model.attention" not in str(refused.value)
 
 
 def test_no_mask_is_built(family, monkeypatch):
     """transformers passes our attention no mask, so none costs time or memory."""
-    masks = []
+    masks, model = [], wrapped(family)
     original = attention.attention
 
     def watch(module, query, key, value, attention_mask, **kwargs):
@@ -309,7 +311,7 @@ def test_no_mask_is_built(family, monkeypatch):
 
     attention.AttentionInterface.register(attention.NAME, watch)
     try:
-        wrapped(family)(**packed())
+        model(**packed())
     finally:
         attention.AttentionInterface.register(attention.NAME, original)
     assert masks == [None, None]

@@ -3,15 +3,17 @@
 from pathlib import Path
 
 import pytest
+import torch
 from family_variants import Variant, build, config_of
-from transformers import NemotronForCausalLM
+from transformers import AutoModelForCausalLM, NemotronForCausalLM
 
 from chats import write_chats
 from inprocess import message, run
 from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import tokenizers
+from lmtrain.models.folder import change_config
 from support import rows
-from tiny_pretrained import SHORT
+from tiny_pretrained import SHORT, save_pretrained
 
 STEPS = ["trainer.max_steps=2", "data.chat_template=zephyr", "data.seq_len=128"]
 SFT = [*SHORT, *STEPS, "objective=sft", "data=chat_jsonl"]
@@ -78,3 +80,23 @@ def test_logits_made_in_a_way_of_their_own_are_one_message(tmp_path: Path) -> No
     ended = run("train", *SHORT, *arguments(tmp_path, "modernbert-decoder", tmp_path / "text.txt"))
     assert ended.code == 2
     assert "ModernBertDecoderForCausalLM" in message(ended.err)
+
+
+@pytest.mark.parametrize("chosen", ["auto", "transformers"])
+def test_a_config_that_shows_the_future_is_refused_before_the_plan(tmp_path: Path, chosen: str) -> None:
+    """transformers gives such a model a mask that hides nothing: its loss would be of tokens that it sees."""
+    folder = save_pretrained(tmp_path / "model")
+    change_config(folder, is_causal=False)
+    model, ids = AutoModelForCausalLM.from_pretrained(folder).eval(), torch.arange(8)[None]
+    changed = ids.index_fill(1, torch.tensor([7]), 33)
+    assert not torch.equal(model.model(ids)[0][:, 0], model.model(changed)[0][:, 0])
+    (tmp_path / "text.txt").write_text("a line of text\n" * 400)
+    asked = [*SHORT, f"model.name_or_path={folder}", f"data.path={tmp_path}/text.txt", f"model.attention={chosen}"]
+    refused = run("train", *asked, "data.isolate_documents=false", f"run.dir={tmp_path}/run")
+    assert refused.code == 2
+    assert "see those that come after them" in message(refused.err)
+    assert "is_causal: false" in message(refused.err)
+    assert "model.attention" not in message(refused.err)
+    assert not refused.out
+    scored = run("evaluate", f"run_dir={folder}", "data=text", f"data.val_path={tmp_path}/text.txt")
+    assert (scored.code, "see those that come after them" in message(scored.err)) == (2, True)

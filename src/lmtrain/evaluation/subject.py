@@ -9,6 +9,8 @@ from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.models.denoising import refuse_denoising
 from lmtrain.models.language_model import LanguageModel
+from lmtrain.models.probe import check_causal
+from lmtrain.models.scalar_head import has_scalar_head
 from lmtrain.objectives.reference import weights_hash
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
@@ -35,7 +37,7 @@ def load(name: str, which: str, config: Config) -> Subject:
     """Loads the model `name` in evaluation mode, on the device of `config.trainer.accelerator`.
 
     Raises:
-        UserError: the model can't be loaded (see `trained.load`), or it is a masked diffusion model.
+        UserError: the model can't be loaded (see `trained.load`), or its tokens see those that come after them.
     """
     path = Path(name).expanduser()
     own: Config | None = None
@@ -51,6 +53,8 @@ def load(name: str, which: str, config: Config) -> Subject:
         own = rules.load(written, grants) if written.exists() else None
         label, source = path.resolve().name if path.exists() else name.replace("/", "-"), Path(name)
     refuse_denoising(hf_model, "an evaluation")
+    if not has_scalar_head(hf_model):
+        check_causal(hf_model, "an evaluation")
     trained.place(hf_model, config.trainer.accelerator)
     model = LanguageModel(hf_model, config.objective).eval()
     return Subject(name, label, model, tokenizer, source if path.exists() else name, folder, own)

@@ -110,7 +110,7 @@ def attention(
 def _refuse_what_is_not_done_here(module: nn.Module, sliding_window: int | None, asked: dict[str, Any]) -> None:
     extras = [name for name in ("position_bias", "attention_mask") if asked.get(name) is not None]
     if getattr(module, "is_causal", True) is False or asked.get("is_causal") is False:
-        extras.append("is_causal=False")
+        raise UserError(f"{type(module).__name__} lets tokens see those that come after them (is_causal=False)")
     slides = getattr(module, SLIDES, None)
     if sliding_window is None and (_is_sliding(module) if slides is None else slides):
         extras.append("a sliding window that it doesn't pass on")
