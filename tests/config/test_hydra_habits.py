@@ -6,9 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hydra
 import pytest
 import torch
 import yaml
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.version import VersionBase
+from omegaconf import DictConfig
+
+import lmtrain
 
 from inprocess import message, run
 from lmtrain.config.compose import check, compose
@@ -143,3 +150,30 @@ def test_another_schedule_or_optimizer_than_an_experiments_takes_its_keys_along(
     assert not hasattr(config.schedule, "decay_ratio")
     with pytest.raises(UserError, match=r"schedule.decay_ratio has no meaning with schedule=cosine"):
         check(compose([*words, "schedule.decay_ratio=0.5"]))
+
+
+@pytest.mark.parametrize("version", ["1.2", None])
+def test_inside_an_application_of_hydras(
+    version: str | None, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`@hydra.main` holds Hydra while it runs; the application finds its own again, with its version and config."""
+    (tmp_path / "app.yaml").write_text("seed: 7\n")
+    seen = []
+
+    @hydra.main(version_base=version, config_path=str(tmp_path), config_name="app")
+    def main(config: DictConfig) -> None:
+        before, base = GlobalHydra.instance().hydra, VersionBase.instance().getbase()
+        composed = lmtrain.compose(["model=gpt_nano", f"seed={config.seed}"])
+        data = lmtrain.TextDataModule("text", path=str(corpus), tokenizer="bytes", seq_len=32, batch_size=2)
+        with pytest.raises(UserError, match="no_such_key"):
+            lmtrain.compose(["no_such_key=1"])
+        assert (GlobalHydra.instance().hydra, VersionBase.instance().getbase()) == (before, base)
+        assert hydra.compose("app").seed == 7
+        assert HydraConfig.get().job.name
+        seen.append((composed.seed, composed.model.name, data.config.data.seq_len))
+
+    off = ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
+    monkeypatch.setattr(sys, "argv", ["app.py", f"hydra.run.dir={tmp_path}", *off])
+    main()
+    assert seen == [(7, "gpt_nano", 32)]
+    assert not GlobalHydra.instance().is_initialized()

@@ -13,6 +13,7 @@ import yaml
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
+from hydra.version import VersionBase
 
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.keys import at
@@ -54,9 +55,19 @@ def folders_of(config_dir: str | None, config_name: str) -> tuple[list[Path], li
 
 @contextmanager
 def hydra_over(folders: Sequence[Path]) -> Iterator[Any]:
-    """Yields Hydra, initialized with the first of these folders as its root; an override has to name the others."""
-    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
-        yield GlobalHydra.instance().hydra
+    """Yields Hydra, initialized with the first of these folders as its root; an override has to name the others.
+
+    Hydra allows one initialization at a time. That of an application around this call (`@hydra.main`) is restored.
+    """
+    held, version = GlobalHydra.instance(), VersionBase.instance()
+    outer, base = held.hydra, version.version_base
+    held.clear()
+    try:
+        with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="lmtrain"):
+            yield held.hydra
+    finally:
+        held.hydra, version.version_base = outer, base
+        GlobalHydra.set_instance(held)
 
 
 def composed_files(overrides: Sequence[str], config_dir: str | None, config_name: str) -> list[ConfigFile]:
