@@ -16,7 +16,6 @@ from hydra.version import VersionBase
 from omegaconf import DictConfig
 
 import lmtrain
-
 from inprocess import message, run
 from lmtrain.config.compose import check, compose
 from lmtrain.errors import UserError

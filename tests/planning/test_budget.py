@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 import lmtrain
+from chats import write_rows
 from inprocess import message, run
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.time_budget import Length, TimeBudget
@@ -324,6 +325,28 @@ def test_a_typed_length_wins(corpus: Path, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert "trainer.max_steps=3 was typed and decides the length: budget.minutes is left out" in done.out
     assert "measuring" not in done.err
+
+
+@pytest.mark.parametrize("model", ["gpt_nano", "dial"])
+def test_a_length_that_lmtrain_proposes_is_not_typed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file named alone is trained on for at most three epochs, which a budget outranks, also where the command is
+    composed again for the depth of a dial, and where the stopped run is continued."""
+    started = list[Config]()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(budget, "measure", lambda *_: Measured(starting=1.0, step=0.5, validation=0.1))
+    monkeypatch.setattr("lmtrain.run.start.start", lambda c: started.append(c) or 0)
+    write_rows(Path("qa.jsonl"), "chat_jsonl", 2000)
+    words = ["qa.jsonl", f"model={model}", "tokenizer=bytes", "budget.minutes=1", "trainer.accelerator=cpu"]
+    done = run("train", *words, "data.seq_len=256", "data.chat_template=alpaca", "data.global_batch_size=8")
+    assert done.code == 0, done.err
+    assert "was typed and decides the length" not in done.out
+    (found,) = started
+    assert (found.objective.name, found.budget.minutes, found.trainer.max_epochs) == ("sft", 1, 3)
+    if model == "gpt_nano":
+        assert found.trainer.max_steps == pytest.approx(50 / 0.5, rel=0.2)
+    assert ranks.typed()[:4] == words[:4]  # what a stopped run is continued with
 
 
 @pytest.mark.parametrize(

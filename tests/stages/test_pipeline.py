@@ -172,6 +172,8 @@ def test_a_stage_with_another_budget_runs_again(tree: Tree) -> None:
     for word in ("pretrain.seed=1337", "pretrain.budget.tokens=1e4", "pretrain.budget.tokens=2e4"):
         made = planned(tree, word)
         known.append(made.identity(made.stages[0], {}))
+        of_file = any(w.startswith("trainer.max_steps=") for w in made.stages[0].words)
+        assert of_file is ("budget" not in word), "a length in the file does not outrank a budget that was typed"
     assert len(set(known)) == 3
 
 

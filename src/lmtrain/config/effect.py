@@ -213,9 +213,10 @@ def inferred_source(overrides: Sequence[str], tree: DictConfig, folders: Sequenc
 
 
 EPOCHS = {"text": 15, "rows": 3}  # maximum over a user's file if no run length is typed; more epochs rarely help
+LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.fast_dev_run")  # typed, they override a budget
 # Keys that say, or may say, how long a run is.
-_LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.overfit_batches", "trainer.fast_dev_run", "experiment",
-            "debug", "data.streaming", "data.ring_bytes", "budget.tokens", "budget.flops"}  # fmt: skip
+_LENGTHS = {*LENGTHS, "trainer.overfit_batches", "experiment", "debug", "data.streaming", "data.ring_bytes",
+            "budget.tokens", "budget.flops"}  # fmt: skip
 
 
 def epochs_at_most(overrides: Sequence[str], option: str) -> list[str]:
@@ -272,7 +273,7 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
             f"model={typed['model']} trains {weights} further, in rows of {config.data.seq_len:,} tokens (data.seq_len)"
         )
     t = config.trainer
-    inferred = "data.path" in typed and not {"data", "data.source"} & typed.keys()
+    inferred = (bool(proposed) or "data.path" in typed) and not {"data", "data.source"} & typed.keys()
     no_length = not _LENGTHS & typed.keys() and config.budget.chosen is None
     if inferred and no_length and t.max_epochs in EPOCHS.values():
         notes.append(

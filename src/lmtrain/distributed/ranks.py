@@ -29,7 +29,10 @@ _here: list[str] | None = None  # the command line of this process
 
 
 def note_typed(argv: list[str], says: str = "") -> None:
-    """Records the words a verb was given, for messages that repeat them, and `says`, how a file named alone is read."""
+    """Records the words a verb was given, as typed: no override that lmtrain proposes is among them.
+
+    says: how a file named alone is read.
+    """
     global _here
     _here = list(argv)
     os.environ[PROPOSED] = says

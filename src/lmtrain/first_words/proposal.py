@@ -35,8 +35,7 @@ def propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
     found = _propose(paths, typed)
     option = typed_keys(found.overrides).get("data")
     epochs = epochs_at_most([*found.overrides, *typed], option) if option is not None else []
-    ends = f"; at most {epochs[0].partition('=')[2]} epochs ({epochs[0]}), as no length was given" if epochs else ""
-    return Proposal([*found.overrides, *epochs], f"{found.says}{ends}")
+    return Proposal([*found.overrides, *epochs], found.says)
 
 
 def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:

@@ -7,7 +7,7 @@ other word raises a UserError with the command that was probably meant. Imports 
 import difflib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
@@ -45,7 +45,6 @@ class Read:
 
     overrides: list[str]  # all overrides, those of a config file first
     typed: list[str]  # the overrides without those of a config file
-    instead: dict[str, list[str]] = field(default_factory=dict)  # bare word -> the overrides that replace it
     says: str = ""
     config: Path | None = None  # the yaml file that was named
 
@@ -75,8 +74,7 @@ def read(
     """
     bare, typed = [w for w in words if is_bare(w)], [w for w in words if not is_bare(w)]
     if bare and verb in OF_MODELS:
-        instead = _of_model(verb, bare, typed)
-        return Read(overrides := [*typed, *(o for new in instead.values() for o in new)], overrides, instead)
+        return Read(overrides := [*typed, *_of_model(verb, bare, typed)], overrides)
     configs = [Path(w).expanduser() for w in bare if w.endswith(CONFIGS) and Path(w).expanduser().is_file()]
     data = [w for w in bare if Path(w).expanduser() not in configs[:1]]
     for word in data:
@@ -87,9 +85,8 @@ def read(
         keys = typed_keys(typed)
         of_file = [o for o in file_words(configs[0], typed) if o.lstrip("+").partition("=")[0] not in keys]
     found = propose(data, [*of_file, *typed]) if data else Proposal([], "")
-    instead = {word: found.overrides if word == data[0] else [] for word in data}
     typed = [*found.overrides, *typed]
-    return Read([*of_file, *typed], typed, instead, found.says, next(iter(configs), None))
+    return Read([*of_file, *typed], typed, found.says, next(iter(configs), None))
 
 
 def _is_data(word: str) -> bool:
@@ -105,19 +102,19 @@ def _holds_model(path: Path) -> bool:
     return any((path / name).is_file() for name in ("config.yaml", "config.json", "adapter_config.json"))
 
 
-def _of_model(verb: str, bare: list[str], typed: list[str]) -> dict[str, list[str]]:
-    """Maps the first word to run_dir, and the second to generate.prompt or, for `chat`, a folder to chat.against."""
+def _of_model(verb: str, bare: list[str], typed: list[str]) -> list[str]:
+    """Sets run_dir to the first word, and generate.prompt or, for `chat`, chat.against (a folder) to the second."""
     first, *rest = bare
     keys = typed_keys(typed)
     if "run_dir" in keys:
         first, rest = keys["run_dir"].strip("'\""), bare
-        found = {}
+        found = list[str]()
     else:
-        found = {first: [as_typed("run_dir", _model_of(verb, first, rest))]}
+        found = [as_typed("run_dir", _model_of(verb, first, rest))]
     second = _SECOND.get(verb)
     fits = len(rest) == 1 and second not in keys and (verb != "chat" or Path(rest[0]).expanduser().is_dir())
     if second is not None and fits:
-        found[rest[0]] = [as_typed(second, rest[0])]
+        found.append(as_typed(second, rest[0]))
     elif rest:
         raise UserError(_too_many(verb, first, rest))
     return found

@@ -21,7 +21,7 @@ from lmtrain.callbacks.stopping import EndsEarly
 from lmtrain.callbacks.time_budget import ENDING_S, steps_of_validation
 from lmtrain.config import safe_yaml
 from lmtrain.config.batch import step_sizes
-from lmtrain.config.effect import EPOCHS
+from lmtrain.config.effect import EPOCHS, LENGTHS
 from lmtrain.config.keys import value_of
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
@@ -45,7 +45,6 @@ _VALIDATIONS = 10.5  # per run; the half keeps the last of them away from the va
 # On a CPU, uncompiled steps are measured: the share of their time that compiled ones take, and seconds of compiling.
 _COMPILED, _COMPILING_S = 0.68, 20.0
 _FEWEST, _MOST, _RANKS = 4, 400, 20  # numbers of measured steps; the last one with several ranks
-_LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.fast_dev_run")  # typed, they override a budget
 # What a budget does before ranks are started, and what may be set instead where torchrun or SLURM has started them.
 _BEFORE_RANKS = {
     "minutes": ("measures this machine", "trainer.max_steps"),
@@ -75,7 +74,7 @@ def settle(config: Config, began: float) -> list[str]:
             see `_settle_minutes` and `_settle_amount`.
     """
     typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
-    by_hand = [key for key in _LENGTHS if key in typed and value_of(config, key)]
+    by_hand = [key for key in LENGTHS if key in typed and value_of(config, key)]
     if typed.get("debug", "null") != "null":
         by_hand.append("debug")
     if by_hand:

@@ -171,6 +171,8 @@ class _Composer:
         written = one.words[: len(one.words) - len(typed)]
         trust.refuse_words(written, [*self.typed.common, *typed], f"{kind} {one.name} of {self.typed.pipeline}")
         in_file, own = command.resolved(written, self.folder), command.resolved(typed, self.folder)
+        if any(command.key_of(word).startswith("budget.") for word in (*before, *own)):
+            in_file = [word for word in in_file if command.key_of(word) not in effect.LENGTHS]
         words, told = [*in_file, *before, *own, *after], [*self.typed.common, *own, *after[-1:]]
         untyped = [word for word in in_file if word not in told]
         # lmtrain.evaluate composes its overrides in the same way.
