@@ -102,17 +102,42 @@ def test_a_finished_run_that_is_asked_for_no_more_steps_is_left_as_it_is(length:
     assert {name: content for name, (_, content) in snapshot(here).items()} == before
 
 
+def test_a_finished_run_is_not_taken_for_one_that_trains_differently(here: Path) -> None:
+    """It is refused as a longer run would be; what only computes or shows the same elsewhere is no difference."""
+    Path("book.txt").write_text("".join(f"line {i} of a book\n" for i in range(400)))
+    assert train_tiny(Path("book.txt"), "run.name=first").code == 0
+    before = {name: content for name, (_, content) in snapshot(here / "outputs").items()}
+    for word, said in {
+        "seed=6": "seed (then 1337, now 6)",
+        "model.hidden_size=16": "model.hidden_size (then 32, now 16)",
+        "optimizer.lr=5e-4": "is finished, with other settings: optimizer.lr 0.002 -> 0.0005. Put them back",
+        "callbacks.early_stopping.patience=9": "callbacks.early_stopping.enabled False -> True",
+    }.items():
+        other = train_tiny(Path("book.txt"), "run.name=first", word)
+        assert (other.code, "nothing to do" in other.out) == (2, False), word
+        assert said in other.err
+    for word in ("trainer.num_threads=2", "callbacks.samples.top_k=3", "trainer.precision=32-true"):
+        assert "is finished: nothing to do" in train_tiny(Path("book.txt"), "run.name=first", word).out
+    with Path("book.txt").open("a") as file:
+        file.write("one more line, which this run has not learned\n")
+    other = train_tiny(Path("book.txt"), "run.name=first")
+    assert (other.code, "data (then " in other.err) == (2, True)
+    assert {name: content for name, (_, content) in snapshot(here / "outputs").items()} == before
+
+
 def test_a_run_that_stopped_early_says_what_trains_it_further(corpus: Path, here: Path) -> None:
-    """Twice the steps it has taken may be what it was asked for before, and would do nothing."""
+    """More patience does; the steps it has taken may be fewer than it was asked for before."""
     stop = [f"callbacks.early_stopping.{key}" for key in ("enabled=true", "patience=1", "threshold=100")]
     words = ["run.name=first", "trainer.max_steps=4", "export.enabled=false", *stop]
     assert train_tiny(corpus, *words).code == 0
     again = train_tiny(corpus, *words)
     assert "stopped early: nothing to do after 2 steps" in again.out
-    told = re.search(r"the same command with (\S+ \S+);", again.out)
+    told = re.search(r"the same command with (\S+);", again.out)
     assert told is not None
-    assert train_tiny(corpus, *words, *told[1].split()).code == 0
-    assert trained_steps(here / "outputs" / "first")[-1] == 8
+    assert train_tiny(corpus, *words, told[1]).code == 0
+    assert trained_steps(here / "outputs" / "first")[-1] == 3, "one more validation without a better score"
+    assert train_tiny(corpus, *words, "callbacks.early_stopping.enabled=false").code == 0
+    assert trained_steps(here / "outputs" / "first")[-1] == 4
 
 
 @pytest.mark.parametrize("resume", ["/long/checkpoints/step_00000006", "none", "auto"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmtrain.config import environment
-from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION
+from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION, Shapes
 from lmtrain.config.keys import annotations_of, flat, keys_in, keys_of, unread, value_of, values
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, did_you_mean
@@ -146,10 +146,21 @@ def read_config(tree: Any, config: Config) -> dict[str, Any]:
     return found
 
 
-def changed_since(before: dict[str, Any], config: Config) -> list[str]:
-    """Describes the changed values of keys that may change on resume, as "key old -> new"."""
-    now = {k: environment.written(k, v, config.kept) for k, v in values(config, RATE, MACHINE, VALIDATION).items()}
-    return [f"{key} {before[key]} -> {now[key]}" for key in now if key in before and before[key] != now[key]]
+# Keys that may change on resume. Of those that shape the rates, these matter only to a run that goes on.
+MAY_CHANGE = (RATE, MACHINE, VALIDATION)
+_GOES_ON = ("trainer.max_steps", "trainer.max_epochs", "run.schedule_on_resume")
+
+
+def changed_since(before: dict[str, Any], config: Config, *shapes: Shapes) -> dict[str, str]:
+    """Maps the keys that affect one of `shapes` and have changed to both values, as "old -> new"."""
+    now = {k: environment.written(k, v, config.kept) for k, v in values(config, *shapes).items()}
+    return {key: f"{before[key]} -> {now[key]}" for key in now if key in before and before[key] != now[key]}
+
+
+def trained_otherwise(before: dict[str, Any], config: Config, *shapes: Shapes) -> dict[str, str]:
+    """Returns `changed_since` for a finished run, which trains no step; `auto` agrees with what it was resolved to."""
+    changed = changed_since(before, config, *shapes).items()
+    return {key: both for key, both in changed if key not in _GOES_ON and value_of(config, key) != "auto"}
 
 
 def check_names(allowed: list[str], ours: Fingerprint, config: Config) -> None:

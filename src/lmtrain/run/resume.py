@@ -9,7 +9,16 @@ from lmtrain.callbacks.time_budget import TimeBudget
 from lmtrain.checkpoints import retention, store
 from lmtrain.checkpoints.checksums import Compare
 from lmtrain.config import compose as rules
-from lmtrain.config.fingerprint import Fingerprint, changed_since, changes, check_names, not_compared, read_config
+from lmtrain.config.constraints import RATE
+from lmtrain.config.fingerprint import (
+    MAY_CHANGE,
+    Fingerprint,
+    changed_since,
+    changes,
+    check_names,
+    not_compared,
+    trained_otherwise,
+)
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.override_text import shell_word, typed_keys
 from lmtrain.config.schema import Config
@@ -131,7 +140,7 @@ def check_fingerprint(
     """
     allowed = config.run.allow_change
     check_names(allowed, ours, config)
-    before = _last_start(checkpoint, config)
+    before = run_dir.last_start(RunDir(checkpoint.parent.parent), config)
     refused = [c for c in changes(theirs, ours, before, config) if not c.is_allowed(allowed)]
     if refused:
         raise UserError(
@@ -145,20 +154,23 @@ def check_fingerprint(
             f"{config.checkpoint.monitor} is measured on other rows than up to step {max(others):,}: scores are "
             f"not compared with those before; `best` and early stopping start over with the next validation"
         )
-    changed = changed_since(before, config)
+    changed = changed_since(before, config, *MAY_CHANGE)
     if changed:
-        tell(f"changed since this run's last start: {', '.join(changed)}")
+        tell(f"changed since this run's last start: {', '.join(f'{key} {both}' for key, both in changed.items())}")
     unknown = not_compared(theirs, ours, config)
     if unknown:
         tell(f"{checkpoint.name} is of an earlier version: what it had for {', '.join(unknown)} could not be compared")
 
 
-def _last_start(checkpoint: Path, config: Config) -> dict[str, Any]:
-    """Returns the values that the run's config.yaml has for the keys of `config`; {} if it can't be read."""
-    try:
-        return read_config(rules.read(checkpoint.parent.parent / "config.yaml"), config)
-    except UserError:
-        return {}
+def refuse_other_rates(checkpoint: Path, config: Config) -> None:
+    """Raises UserError if a run that has trained all of its steps is asked for with other rates, as none remains."""
+    changed = trained_otherwise(run_dir.last_start(RunDir(checkpoint.parent.parent), config), config, RATE)
+    if changed:
+        raise UserError(
+            f"{checkpoint.parent.parent} is finished, with other settings: "
+            f"{', '.join(f'{key} {both}' for key, both in changed.items())}. Put them back, train more steps with "
+            "them, or give this run another run.name"
+        )
 
 
 def fit_schedule(run: Run, saved: dict[str, Any], tell: Callable[[str], None]) -> None:

@@ -74,6 +74,8 @@ class Session:
         self.is_done = world.from_first(
             lambda: self.done >= run.total_steps and run_dir.has_ended(self.folder, self.done)
         )
+        if self.is_done and self.checkpoint is not None:
+            resume.refuse_other_rates(self.checkpoint, config)
         if not self.is_done:
             world.together(lambda: loggers.start_loggers(run.metrics.records.joined, self.done, tell))
         return run

@@ -4,6 +4,7 @@ A run writes only inside its own folder, even if the folder came from someone el
 """
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.config import compose as config_rules
+from lmtrain.config.constraints import MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION
+from lmtrain.config.fingerprint import read_config, trained_otherwise
+from lmtrain.config.keys import flat, keys_in, value_of
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import BUDGETS, Config
 from lmtrain.errors import UserError
@@ -156,15 +160,43 @@ def asked(config: Config) -> dict[str, Any]:
 
 
 def is_finished(config: Config) -> bool:
-    """Returns whether the run of this config has ended with the same requested length; prints a message if so."""
+    """Returns whether the run of this config has ended with the same length and settings; prints a message if so.
+
+    Settings that only say how a result is computed or shown are not compared. Of a run with others, the session finds
+    out whether it may go on.
+    """
     folder = RunDir(locate(config))
     if resume_mode(config) != "auto" or not folder.config.exists():
         return False
     summary = ended(folder)
     if summary is None or summary.get("asked") != asked(config):
         return False
+    if trained_otherwise(last_start(folder, config), config, PREPARED, MODEL, TRAJECTORY, RATE, VALIDATION):
+        return False
+    if any(_touched_since(path, folder.summary.stat().st_mtime) for path in _named_files(config)):
+        return False
     print(nothing_to_do(folder))
     return True
+
+
+def _named_files(config: Config) -> Iterator[Path]:
+    """Yields the files and folders here that the config names, of which a resumed run compares the content."""
+    values = (value_of(config, key.name) for key in keys_in(config) if key.by_content)
+    for _, name in (pair for value in values for pair in flat(value)):
+        if isinstance(name, str):
+            yield from (Path(path) for path in glob.iglob(os.path.expanduser(name), recursive=True))
+
+
+def _touched_since(path: Path, seconds: float) -> bool:
+    return any(p.stat().st_mtime > seconds for p in (path, *path.rglob("*")) if p.exists())
+
+
+def last_start(run: RunDir, config: Config) -> dict[str, Any]:
+    """Returns the values that the run's config.yaml has for the keys of `config`; {} if it can't be read."""
+    try:
+        return read_config(config_rules.read(run.config), config)
+    except UserError:
+        return {}
 
 
 def has_ended(folder: RunDir, step: int) -> bool:
@@ -190,6 +222,10 @@ def nothing_to_do(folder: RunDir) -> str:
     for budget in BUDGETS:
         if asked.get(budget) is not None:
             key = f"budget.{budget}={2 * asked[budget]:g}"
+    stopping = config_rules.read(folder.config).get("callbacks", {}).get("early_stopping", {}) if early else {}
+    if stopping.get("enabled"):
+        more, reached = f"patience={2 * stopping['patience']}", stopping.get("stop_at") is not None
+        key = f"callbacks.early_stopping.{'enabled=false' if reached else more}"
     finished = (
         f"{folder.path} {'stopped early' if early else 'is finished'}: nothing to do after {counted(step, 'step')}"
     )
@@ -201,7 +237,6 @@ def nothing_to_do(folder: RunDir) -> str:
             f"{finished}, where {by} it: more minutes add no step, and further passes over "
             f"its data rarely help. For a new run, another run.name"
         )
-    key += " callbacks.early_stopping.enabled=false" if early else ""
     return f"{finished}. To train it further, the same command with {key}; for a new run, another run.name"
 
 
