@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -67,6 +68,27 @@ def test_the_student_comes_nearer_on_its_own_answers(folder: Path, tmp_path: Pat
         assert whole["grad_norm"] == pytest.approx(split["grad_norm"], rel=1e-3)
     own = [row["train/loss"] for row in found[4] if row["train/on_policy"]]
     assert own[-1] < 0.8 * own[0]
+
+
+def test_rows_with_one_prompt_get_answers_of_their_own(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight rows ask the same: their sampled answers differ, and are the same however the step is split."""
+    row = {"messages": [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "so"}]}
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    written, compute = list[list[int]](), Distill._written
+
+    def kept(*args: Any) -> list[list[int]]:
+        written.extend(answers := compute(*args))
+        return answers
+
+    monkeypatch.setattr(Distill, "_written", kept)
+    for micro in (8, 2):
+        ended = distill(folder, tmp_path / str(micro), "objective.on_policy=1", SHORT, "trainer.max_steps=1",
+                        f"data.path={tmp_path}/same.jsonl", f"data.micro_batch_size={micro}")  # fmt: skip
+        assert ended.code == 0, ended.err
+    assert written[:8] == written[8:]
+    assert len(set(map(tuple, written))) == 8
 
 
 def test_the_routers_of_a_student_are_balanced(folder: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from inprocess import Ended, run
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.callbacks.rollouts import shown_prompt
 from lmtrain.data.examples.prompt_rows import PromptRow
+from lmtrain.data.order import step_rows
 from lmtrain.rollouts.rollout import Group
 from support import REPO, Run, rows
 from tiny_pretrained import save_pretrained
@@ -206,6 +207,26 @@ def test_groups_without_signal_are_replaced(prompts: Path, llama: Path, tmp_path
     for table, record in zip(tables, records, strict=True):
         assert record["train/resampled"] == pytest.approx(sum(row["resampled"] for row in table) / len(table))
     assert any(row["resampled"] for table in tables for row in table)
+
+
+@pytest.mark.parametrize("others", [12, 1])
+def test_replacements_are_new_prompts_and_new_completions(others: int, llama: Path, tmp_path: Path) -> None:
+    """Without any signal, every slot of a step of 4 prompts is replaced three times, by 12 others if there are so many.
+
+    If all slots get the same prompt, their completions are still independent.
+    """
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(4 + others)))
+    never = ["reward=regex", "reward.pattern=never", "data.val_path=null", "data.val_fraction=0"]
+    ended = grpo(path, llama, tmp_path / "run", *never, "objective.loss=dapo", "objective.keep_rollouts=true")
+    assert ended.code == 0, ended.err
+    for step, file in enumerate(sorted((tmp_path / "run" / "rollouts").iterdir())):
+        table = parquet.read_table(file).to_pylist()
+        own = {int(row) for _, row in step_rows(step, rows=4 + others, global_batch_size=4, seed=1337)}
+        used = {row["row"] for row in table}
+        assert not used & own
+        assert len(used) == min(4, others)
+        assert len({tuple(row["completion_ids"]) for row in table}) == len(table) == 12
 
 
 @pytest.mark.parametrize(("role", "content"), [("role", "content"), ("from", "value")])

@@ -58,7 +58,7 @@ class Samples(pl.Callback):
 
     def write(self, trainer: pl.Trainer, module: Objective) -> dict[str, float]:
         """Generates the texts if they are due and returns their scores; every rank must call it at each validation."""
-        self.texts = []
+        self.texts, places = [], list(range(len(self.prompts)))
         # The validation before training is not counted, and always generates samples.
         if trainer.global_step > 0 and trainer.state.fn == TrainerFn.FITTING:
             self.validations += 1
@@ -66,15 +66,16 @@ class Samples(pl.Callback):
             return {}
         if sharding.is_sharded(module.model):  # generation needs all ranks
             with sharding.root_gathered(module.model):
-                self.texts = [self._continue(module, prompt, True) for prompt in self.prompts]
+                self.texts = [self._continue(module, i, True) for i in places]
         else:
-            self.texts = world.shared_out(self.prompts, lambda prompt: self._continue(module, prompt, False))
+            self.texts = world.shared_out(places, lambda i: self._continue(module, i, False))
         pairs = [(t, p.reference) for t, p in zip(self.texts, self.prompts, strict=True) if p.reference is not None]
         if not pairs or not self.text_metrics.metrics:
             return {}
         return world.from_first(lambda: self.text_metrics.score(*map(list, zip(*pairs, strict=True))))
 
-    def _continue(self, module: Objective, prompt: Prompt, together: bool) -> str:
+    def _continue(self, module: Objective, place: int, together: bool) -> str:
+        prompt = self.prompts[place]
         return sample_text(
             module.model.model,
             self.tokenizer,
@@ -82,7 +83,7 @@ class Samples(pl.Callback):
             max_new_tokens=self.cfg.max_new_tokens,
             temperature=self.cfg.temperature if prompt.reference is None else 0.0,
             top_k=self.cfg.top_k,
-            seed=self.seed,
+            seed=self.seed + place,  # a prompt that is given twice shows two samples
             end_ids=self.end_ids,
             together=together,
         )
@@ -92,7 +93,7 @@ class Samples(pl.Callback):
             assert isinstance(pl_module, Objective)
             began = time.perf_counter()
             with self.clock.pause():
-                self.texts = [self._continue(pl_module, prompt, False) for prompt in self.prompts]
+                self.texts = [self._continue(pl_module, i, False) for i in range(len(self.prompts))]
                 self._show(trainer)
             self.early_seconds = time.perf_counter() - began
 

@@ -4,7 +4,6 @@ The loss is forward KL, reverse KL or a divergence between them (Agarwal et al. 
 language models", GKD, arXiv:2306.13649), as a mean over learned tokens.
 """
 
-import zlib
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, cast
 
@@ -22,7 +21,7 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.rows import PaddedRows, padded
 from lmtrain.data.order import mix64
 from lmtrain.data.text.windows import IGNORE
-from lmtrain.distributed.devices import total
+from lmtrain.distributed.devices import data_parallel, total
 from lmtrain.errors import UserError
 from lmtrain.losses.distillation import OutputHead
 from lmtrain.models.blocks import output_head
@@ -161,22 +160,30 @@ class Distill(Objective):
         if not self.is_on_policy:
             return
         prompts = [prompts_of(batch) for batch in micro_batches]
+        part = data_parallel(self.trainer)
         with sharding.gathered(self.model):
-            written = self._written(step, [p for some in prompts for p in some])
+            written = self._written(step, [p for some in prompts for p in some], part.rank, part.size)
         for batch, some in zip(micro_batches, prompts, strict=True):
-            if some:
-                rows = padded([after_prompt(prompt, written.pop(0)) for prompt in some])
+            if any(some):
+                rows = padded([after_prompt(prompt, written.pop(0)) for prompt in some if prompt])
                 batch.clear()
                 batch.update({name: value.to(self.device) for name, value in rows.items()})
         counted = sum((self.count_tokens(batch) for batch in micro_batches), torch.zeros((), device=self.device))
         # The step's sums are divided by the number of labels in the data, and the samples have another.
         self.scale = n_tokens / total(self.trainer, counted.double()).clamp(min=1)
 
-    def _written(self, step: int, prompts: list[list[int]]) -> list[list[int]]:
+    def _written(self, step: int, prompts: list[list[int]], part: int = 0, parts: int = 1) -> list[list[int]]:
+        """Returns an answer to each prompt that isn't empty, in their order.
+
+        The seed of an answer is its row's place in the step, so that rows with the same prompt get different answers.
+
+        Args:
+            prompts: of the rows at the places part, part + parts, part + 2 * parts, ... of the step.
+        """
         o = self.options
         sampling = Sampling(o.max_new_tokens, o.sampling_temperature, 1.0, self.end_ids, len(self.tokenizer))
-        keys = (mix64(_STUDENT, self.seed, step, zlib.crc32(np.array(p, dtype="<i8").tobytes())) for p in prompts)
-        requests = [Request(p, key) for p, key in zip(prompts, keys, strict=True)]
+        keys = (mix64(_STUDENT, self.seed, step, part + parts * row) for row in range(len(prompts)))
+        requests = [Request(p, key) for p, key in zip(prompts, keys, strict=True) if p]
         engine = InProcess(self.model.model, o.rollout_batch_size)
         return [completion.ids for completion in engine.generate(requests, sampling)]
 
@@ -213,10 +220,9 @@ def check_tokenizer(teacher: str, tokenizer: Any) -> None:
 
 
 def prompts_of(batch: dict[str, Tensor]) -> list[list[int]]:
-    """Returns the tokens before the first learned one of each row of a padded micro-batch; skips rows without any."""
+    """Returns the tokens before the first learned one of each row of a padded micro-batch; [] for rows without any."""
     found = []
     for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
-        first = next((i for i, label in enumerate(labels) if label != IGNORE), None)
-        if first is not None:
-            found.append(ids[: first + 1])
+        first = next((i for i, label in enumerate(labels) if label != IGNORE), -1)
+        found.append(ids[: first + 1])
     return found

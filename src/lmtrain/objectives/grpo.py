@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from lmtrain.data.chat.decoding import AnswerDecoder
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prompt_rows import PromptRow, PromptRows, prompts_of
 from lmtrain.data.loaders import rows_used
-from lmtrain.data.order import mix64
+from lmtrain.data.order import mix64, permute
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import data_parallel, total
 from lmtrain.errors import RunError, UserError
@@ -197,20 +198,34 @@ class GRPO(ReferenceObjective):
             idle = [i for i, group in enumerate(groups) if not group.has_signal]
             if not idle:
                 break
-            others = [self._other(step, prompts[i], attempt) for i in idle]
-            for i, group in zip(idle, self._groups(step, others, attempt), strict=True):
+            slots = [prompts[i] for i in idle]
+            others = self._others(step, slots, attempt)
+            for i, group in zip(idle, self._groups(step, others, attempt, slots), strict=True):
                 groups[i] = group
         return groups
 
-    def _groups(self, step: int, prompts: Sequence[PromptRow], attempt: int) -> list[Group]:
-        groups, reasons = self.maker.groups(step, prompts, attempt)
+    def _groups(
+        self, step: int, prompts: Sequence[PromptRow], attempt: int, slots: Sequence[PromptRow] = ()
+    ) -> list[Group]:
+        groups, reasons = self.maker.groups(step, prompts, attempt, slots)
         self.failures.update(reasons)
         return groups
 
-    def _other(self, step: int, prompt: PromptRow, attempt: int) -> PromptRow:
-        """Draws a random prompt to replace one whose group had no signal."""
-        row = mix64(self.seed, step, prompt.epoch, prompt.row, attempt) % self.prompts_used
-        return self.prompts.prompt(prompt.epoch, row)
+    def _others(self, step: int, slots: Sequence[PromptRow], attempt: int) -> list[PromptRow]:
+        """Draws random prompts that the step doesn't have, to replace those at `slots`, whose groups had no signal.
+
+        Each slot of the step and each attempt gets another one, as long as there are enough. The draw follows from the
+        step and the slot, so it is the same however many ranks share the step.
+        """
+        held: np.ndarray = self.trainer.train_dataloader.dataset.row_ids(step)  # type: ignore[union-attr]
+        count = min(self.prompts_used, (attempt + 1) * len(held))
+        drawn = permute(np.arange(count), self.prompts_used, mix64(self.seed, step), 0)
+        free = drawn[~np.isin(drawn, held[:, 1])]
+        free = free if len(free) else drawn  # the step has all prompts
+        place = {row: i for i, row in enumerate(held[:, 1].tolist())}
+        numbers = (place[slot.row] + (attempt - 1) * len(held) for slot in slots)
+        chosen = (int(free[number % len(free)]) for number in numbers)
+        return [self.prompts.prompt(slot.epoch, row) for slot, row in zip(slots, chosen, strict=True)]
 
     def _judged(self, batch: dict[str, Tensor]) -> list[Group]:
         """Samples and scores a greedy completion of each prompt."""

@@ -56,16 +56,20 @@ class Maker:
     data: DataConfig  # data.columns tells which column is the prompt
     seed: int
 
-    def groups(self, step: int, prompts: Sequence[PromptRow], attempt: int = 0) -> tuple[list[Group], Counter[str]]:
+    def groups(
+        self, step: int, prompts: Sequence[PromptRow], attempt: int = 0, slots: Sequence[PromptRow] = ()
+    ) -> tuple[list[Group], Counter[str]]:
         """Returns the groups of prompts of a step, and the number of occurrences of each reward failure.
 
-        attempt: 0 for the step's own prompts; higher for those that replace groups without signal.
+        Args:
+            attempt: 0 for the step's own prompts; higher for those that replace groups without signal.
+            slots: the step's own prompts that these replace; they seed the completions, as two may get one prompt.
         """
         if not prompts:
             return [], Counter()
         requests = [
-            Request(p.ids, mix64(_ROLLOUT, self.seed, step, p.epoch, p.row, sample, attempt))
-            for p in prompts for sample in range(self.group_size)
+            Request(p.ids, mix64(_ROLLOUT, self.seed, step, slot.epoch, slot.row, sample, attempt))
+            for p, slot in zip(prompts, slots or prompts, strict=True) for sample in range(self.group_size)
         ]  # fmt: skip
         completions = self.engine.generate(requests, self.sampling)
         texts = [self.decoder.decode(c.ids) for c in completions]
