@@ -170,8 +170,28 @@ def parse_row(line: bytes) -> dict[str, Any]:
     return row
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def tail_from(path: Path, is_start: Callable[[dict[str, Any]], bool], window: int = 1 << 16) -> int:
+    """Returns the byte at which a line that satisfies `is_start` begins, near the end of a JSON-lines file.
+
+    Looks at the first line of the last `window` bytes, then of four times as many, and so on; returns 0 if none does.
+    """
+    size = path.stat().st_size
+    with open_regular(path) as file:
+        while window < size:
+            file.seek(size - window)
+            start = file.tell() + len(file.readline())
+            with contextlib.suppress(ValueError):
+                if is_start(parse_row(file.readline())):
+                    return start
+            window *= 4
+    return 0
+
+
+def read_jsonl(path: Path, holding: bytes = b"") -> Iterator[dict[str, Any]]:
     """Yields the rows of a JSON-lines file, none if it doesn't exist; skips a last line truncated by a kill.
+
+    Args:
+        holding: lines without these bytes are skipped unparsed.
 
     Raises:
         UserError: the file or any other line can't be read.
@@ -179,16 +199,18 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     try:
-        yield from _rows(path)
+        yield from _rows(path, holding)
     except OSError as error:
         raise UserError(f"{path} can't be read: {reason(error)}") from None
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path, holding: bytes) -> Iterator[dict[str, Any]]:
     with open_regular(path) as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
+            if holding not in line:
+                continue
             try:
                 row = parse_row(line)
             except ValueError as error:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
@@ -51,8 +51,8 @@ class Joined:
         """Opens files and connections; the run continues after step `after`."""
         _ = self.experiment  # type: ignore[attr-defined]
 
-    def note_sent(self, rows: list[Row]) -> None:
-        """Sets `sent` if the tracker can't withdraw what earlier processes sent; `rows` holds what they logged."""
+    def note_sent(self, rows: Iterable[Row]) -> None:
+        """Sets `sent` if the tracker can't withdraw what earlier processes sent; `rows` are those logged again."""
 
     def finalize(self, status: str = "success") -> None:
         """Finalizes the tracker; a failure is only reported, since the run is already trained."""

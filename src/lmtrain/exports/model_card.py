@@ -108,7 +108,7 @@ def _hub_name(name: Any) -> str | None:
 def _scores(metrics: Path, step: int) -> dict[str, float]:
     """Returns the val/ metrics of the validation at `step`, or {} if there was none."""
     found: dict[str, float] = {}
-    for row in read_jsonl(metrics):
+    for row in read_jsonl(metrics, b'"val/'):
         numbers = {k: v for k, v in row.items() if k.startswith("val/") and isinstance(v, int | float)}
         found = numbers if numbers and row["step"] == step else found
     return found

@@ -4,6 +4,7 @@ Curves are grouped into charts and thinned so that no peak is lost. A heat map s
 over the course of training: steps on the x axis, choices on the y axis.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,6 +30,14 @@ class Curve:
     name: str
     x: list[int] = field(default_factory=list)
     y: list[float] = field(default_factory=list)
+
+    def add(self, step: int, value: float) -> None:
+        """Adds a point; of a long curve, no more than a few times MAX_POINTS are held."""
+        self.x.append(step)
+        self.y.append(value)
+        if len(self.x) >= 4 * MAX_POINTS:
+            few = thinned(self)
+            self.x, self.y = few.x, few.y
 
 
 def with_names_of_today(row: dict[str, Any]) -> dict[str, Any]:
@@ -57,9 +66,9 @@ def charts(rows: Iterable[dict[str, Any]]) -> dict[str, list[Curve]]:
         for key, value in row.items():
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if number and key not in _LEFT_OUT:
-                curve = curves.setdefault(key, Curve(key))
-                curve.x.append(int(row["step"]))
-                curve.y.append(float(value))
+                if key not in curves:
+                    curves[key] = Curve(key)
+                curves[key].add(int(row["step"]), float(value))
     found: dict[str, list[Curve]] = {}
     for key, curve in curves.items():
         found.setdefault(_chart_of(key), []).append(thinned(curve))
@@ -75,14 +84,15 @@ def _chart_of(key: str) -> str:
 
 
 def thinned(curve: Curve, most: int = MAX_POINTS) -> Curve:
-    """Thins a curve to about `most` points: the minimum and maximum of each interval, and both ends."""
+    """Thins a curve to about `most` points: the minimum and maximum of each interval of steps, and both ends."""
     count = len(curve.x)
     if count <= most:
         return curve
-    stretches, kept = most // 2, {0, count - 1}
-    for i in range(stretches):
-        part = range(i * count // stretches, (i + 1) * count // stretches)
-        kept |= {min(part, key=curve.y.__getitem__), max(part, key=curve.y.__getitem__)}
+    first, stretch = curve.x[0], (curve.x[-1] - curve.x[0] + 1) / (most // 2)
+    kept = {0, count - 1}
+    for _, part in itertools.groupby(range(count), key=lambda i: int((curve.x[i] - first) / stretch)):
+        inside = list(part)
+        kept |= {min(inside, key=curve.y.__getitem__), max(inside, key=curve.y.__getitem__)}
     chosen = sorted(kept)
     return Curve(curve.name, [curve.x[i] for i in chosen], [curve.y[i] for i in chosen])
 
@@ -110,22 +120,43 @@ class HeatMap:
 
 def heat_maps(rows: Iterable[dict[str, Any]]) -> list[HeatMap]:
     """Returns heat maps of how often routers chose each expert or chapter; none if the rows have no such metrics."""
-    found: dict[str, list[tuple[int, list[float]]]] = {}
+    found: dict[str, _Columns] = {}
     for row in rows:
         for key in TITLES:
             if isinstance(row.get(key), list):
-                found.setdefault(key, []).append((int(row["step"]), row[key]))
+                found.setdefault(key, _Columns(int(row["step"]))).add(int(row["step"]), row[key])
     return [
-        HeatMap(TITLES[key][0], told[0][0], told[-1][0], _columns([use for _, use in told]), TITLES[key][1])
-        for key, told in found.items()
+        HeatMap(TITLES[key][0], columns.first, columns.last, columns.shares(), TITLES[key][1])
+        for key, columns in found.items()
     ]
 
 
-def _columns(told: list[list[float]]) -> list[list[float]]:
-    count = min(COLUMNS, len(told))
-    parts = [told[i * len(told) // count : (i + 1) * len(told) // count] for i in range(count)]
-    summed = [[sum(values) for values in zip(*part, strict=True)] for part in parts]
-    return [[value / max(sum(column), 1e-9) for value in column] for column in summed]
+class _Columns:
+    """Sums of neighbouring steps' choices: at most 2 * COLUMNS of them, each of `width` steps but the last."""
+
+    def __init__(self, first: int) -> None:
+        self.first = self.last = first
+        self.width, self.count = 1, 0
+        self.sums: list[list[float]] = []
+
+    def add(self, step: int, use: list[float]) -> None:
+        if self.count % self.width == 0:
+            self.sums.append(use)
+        else:
+            self.sums[-1] = _sum([self.sums[-1], use])
+        self.last, self.count = step, self.count + 1
+        if len(self.sums) == 2 * COLUMNS and self.count % self.width == 0:
+            self.sums = [_sum(self.sums[i : i + 2]) for i in range(0, 2 * COLUMNS, 2)]
+            self.width *= 2
+
+    def shares(self) -> list[list[float]]:
+        count = min(COLUMNS, len(self.sums))
+        parts = [self.sums[i * len(self.sums) // count : (i + 1) * len(self.sums) // count] for i in range(count)]
+        return [[value / max(sum(column), 1e-9) for value in column] for column in map(_sum, parts)]
+
+
+def _sum(uses: list[list[float]]) -> list[float]:
+    return [sum(values) for values in zip(*uses, strict=True)]
 
 
 def level(share: float, choices: int) -> int:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,13 @@ from rich.table import Table
 
 from lmtrain import errors, terminal
 from lmtrain.errors import UserError
-from lmtrain.files import read_regular
+from lmtrain.files import CHECKPOINT, read_regular
 from lmtrain.run_folder import lock
+from lmtrain.run_folder.cut_back import last_rows, parsed
 from lmtrain.run_folder.folder import RunDir, checkpoint_names
 
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former, in C, may be missing
+_SECTIONS = re.compile(r"^(?:checkpoint|trainer):.*\n(?:[ \t].*\n|\n)*", re.MULTILINE)  # of config.yaml, parsed alone
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
@@ -76,8 +80,9 @@ def read(run: RunDir) -> Listed:
     config = _config(run)
     summary = _json(run.summary)
     monitor, mode = config["checkpoint"]["monitor"], config["checkpoint"]["mode"]
-    step, best = _last_and_best(run.metrics, monitor, mode)
-    status, step = _status(run, summary), max(step, whole(summary.get("step")) or 0)
+    best = _best_told(summary, monitor) or _best(run.metrics, monitor, mode)
+    last = max((row["step"] for row in last_rows(run.metrics)), default=0) if run.metrics.is_file() else 0
+    status, step = _status(run, summary), max(last, whole(summary.get("step")) or 0)
     files = [p for p in (run.config, run.metrics, run.summary) if p.exists()]
     return Listed(
         run.path,
@@ -93,7 +98,9 @@ def read(run: RunDir) -> Listed:
 def _config(run: RunDir) -> dict[str, Any]:
     nothing: dict[str, Any] = {"checkpoint": {"monitor": "val/loss", "mode": "min"}, "trainer": {"max_steps": None}}
     try:
-        tree = yaml.safe_load(read_regular(run.config))
+        text = read_regular(run.config)
+        part = "".join(_SECTIONS.findall(text))
+        tree = yaml.load(text if "*" in part else part or text, _LOADER)  # *name refers to another section
         return {section: {**nothing[section], **tree[section]} for section in nothing}
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
         return nothing
@@ -122,25 +129,24 @@ def _status(run: RunDir, summary: dict[str, Any]) -> str:
     return "interrupted" if run.metrics.exists() or checkpoint_names(run.checkpoints) else "not begun"
 
 
-def _last_and_best(metrics: Path, monitor: str, mode: str) -> tuple[int, tuple[int, float] | None]:
-    """Returns the last logged step, and step and value of the best `monitor`; unreadable lines are skipped.
+def _best_told(summary: dict[str, Any], monitor: str) -> tuple[int, float] | None:
+    """Returns step and value of the best checkpoint that summary.json names, or None."""
+    named = CHECKPOINT.search(str(summary.get("best")))
+    value: Any = found.get(monitor) if isinstance(found := summary.get("best_metric"), dict) else None
+    return (int(named[1]), value) if named and _is_score(value) else None
+
+
+def _best(metrics: Path, monitor: str, mode: str) -> tuple[int, float] | None:
+    """Returns step and value of the best `monitor` in the run's records; unreadable lines are skipped.
 
     The score before training (trainer.val_before_training) is no score of the run: no checkpoint has it.
     """
-    last, best = 0, None
     if not metrics.is_file():
-        return last, best
-    with metrics.open("rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-                step, value = whole(row["step"]), row.get(monitor)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                continue
-            if step is None:
-                continue
-            last = max(last, step)
-            if step > 0 and isinstance(value, int | float) and math.isfinite(value):
-                better = best is None or (value < best[1] if mode == "min" else value > best[1])
-                best = (step, float(value)) if better else best
-    return last, best
+        return None
+    rows = (row for _, row, _ in parsed(metrics, holding=json.dumps(monitor).encode()) if row is not None)
+    scores = ((row["step"], row[monitor]) for row in rows if row["step"] > 0 and _is_score(row.get(monitor)))
+    return (min if mode == "min" else max)(scores, key=lambda one: one[1], default=None)
+
+
+def _is_score(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -20,6 +20,7 @@ from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import charts, heat_maps, with_names_of_today
 from lmtrain.reports.report_page import Told
+from lmtrain.run_folder.cut_back import last_rows
 from lmtrain.run_folder.folder import (
     RunDir,
     brings_code,
@@ -75,7 +76,6 @@ def _reading(file: Path) -> Iterator[None]:
 def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     """Collects the contents of a run's page; UserError if the folder is not a run's, or a file of it can't be read."""
     config, listed = shown_in(rules.read(run.config)), listing.read(run)
-    rows = [with_names_of_today(row) for row in read_jsonl(run.metrics)]
     summary = _summary(run)
     if ended:
         listed = dataclasses.replace(listed, status=str(summary.get("status", listed.status)))
@@ -84,7 +84,9 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     with _reading(run.samples):
         samples = _samples(run)
     with _reading(run.metrics):
-        drawn, maps = charts(rows), heat_maps(rows)
+        drawn = charts(map(with_names_of_today, read_jsonl(run.metrics)))
+        maps = heat_maps(map(with_names_of_today, read_jsonl(run.metrics, holding=b'": [')))  # rows with a list
+        rows = last_rows(run.metrics)
     with _reading(run.config):
         trained, changed, typed = _trained(config), _changed(config), _typed(config, summary)
         for heat in maps:
@@ -94,7 +96,8 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     with _reading(run.summary):
         facts = _facts(trained, listed, summary, rows)
         headline = _headline(listed, summary, rows, monitor)
-    scores = [row[monitor] for row in rows if isinstance(row.get(monitor), int | float) and row.get("step") != 0]
+    validated = (row for row in read_jsonl(run.metrics, json.dumps(monitor).encode()) if row.get("step") != 0)
+    scores = (row[monitor] for row in validated if isinstance(row.get(monitor), int | float))
     score = (max if higher else min)(scores, default=None)
     return Told(
         name=name or run.path.name,
@@ -235,7 +238,7 @@ def _words(value: Any) -> str:
 
 
 def _samples(run: RunDir) -> dict[str, list[tuple[int, str, str | None]]]:
-    found: dict[str, list[tuple[int, str, str | None]]] = {}
+    found: dict[str, _Spread] = {}
     for row in read_jsonl(run.samples):
         prompt, step = str(row.get("prompt", "")), listing.whole(row.get("step"))
         if step is None:
@@ -244,15 +247,30 @@ def _samples(run: RunDir) -> dict[str, list[tuple[int, str, str | None]]]:
         if "reward" in row:  # from a rollout, whose prompts differ at each step
             prompt, text = f"{row.get('which')} completion of a rollout", f"{prompt}{text}\n(reward {row['reward']})"
         if prompt in found or len(found) < _PROMPTS:
-            found.setdefault(prompt, []).append((step, text, row.get("reference")))
-    return {prompt: _spread(texts) for prompt, texts in found.items()}
+            found.setdefault(prompt, _Spread()).add((step, text, row.get("reference")))
+    return {prompt: texts.chosen() for prompt, texts in found.items()}
 
 
-def _spread(texts: list[Any]) -> list[Any]:
-    """Returns at most _STEPS evenly spaced texts, including the first and the last."""
-    if len(texts) <= _STEPS:
-        return texts
-    return [texts[i * (len(texts) - 1) // (_STEPS - 1)] for i in range(_STEPS)]
+class _Spread:
+    """Of any number of texts, about _STEPS evenly spaced ones, including the first and the last."""
+
+    def __init__(self) -> None:
+        self.texts: list[Any] = []  # every n-th, and the last
+        self.every, self.count = 1, 0
+
+    def add(self, text: Any) -> None:
+        if self.count and (self.count - 1) % self.every:  # what was the last is no n-th
+            self.texts.pop()
+        self.texts.append(text)
+        if len(self.texts) > 64 * _STEPS and self.count % self.every == 0:
+            self.texts, self.every = self.texts[::2], 2 * self.every
+        self.count += 1
+
+    def chosen(self) -> list[Any]:
+        """Returns at most _STEPS of them."""
+        if len(self.texts) <= _STEPS:
+            return self.texts
+        return [self.texts[i * (len(self.texts) - 1) // (_STEPS - 1)] for i in range(_STEPS)]
 
 
 def _evaluations(run: RunDir) -> list[tuple[str, dict[str, float]]]:

@@ -21,8 +21,8 @@ from lmtrain import secrets
 from lmtrain.callbacks.records import Joined, Records, Row
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError, UserError, disk_full, first_line, reason
-from lmtrain.files import read_jsonl, write_atomic
-from lmtrain.run_folder.cut_back import of_validation, readable_rows
+from lmtrain.files import write_atomic
+from lmtrain.run_folder.cut_back import of_validation, rows_from
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.strategies import lightning_private
 
@@ -76,7 +76,7 @@ class WandB(Joined, WandbLogger):
         if media:
             WandbLogger.log_metrics(self, media, self.records.step)
 
-    def note_sent(self, rows: list[Row]) -> None:
+    def note_sent(self, rows: Iterable[Row]) -> None:
         """Marks all of `rows` as sent, even those that W&B's own process had not written yet when a run was killed."""
         sent: dict[str, set[int]] = {}
         for row in rows:
@@ -161,7 +161,7 @@ class MLflow(Joined, MLFlowLogger):
         named = flatten_dict(params, delimiter="/")  # as all of Lightning's loggers name them
         super().log_hyperparams({name: value for name, value in named.items() if name not in known})
 
-    def note_sent(self, rows: list[Row]) -> None:
+    def note_sent(self, rows: Iterable[Row]) -> None:
         """Marks as sent what the MLflow run holds, which may be less than `rows`."""
         client: Any = self.experiment
         names = client.get_run(self.run_id).data.metrics
@@ -250,21 +250,22 @@ def log_config(loggers: Iterable[Logger], config: dict[str, Any]) -> None:
         logger.log_hyperparams(config)
 
 
-def note_sent(loggers: Iterable[Joined], run_dir: RunDir) -> None:
-    """Tells W&B and MLflow which rows earlier processes have sent; must be called before metrics.jsonl is truncated."""
-    rows = readable_rows(run_dir.metrics)
-    for logger in loggers if rows else ():
-        logger.note_sent(rows)
+def note_sent(loggers: Iterable[Joined], run_dir: RunDir, step: int) -> None:
+    """Tells W&B and MLflow which rows of `step` and later, which will be logged again, earlier processes have sent.
+
+    Must be called before metrics.jsonl is truncated.
+    """
+    for logger in loggers if run_dir.metrics.exists() else ():
+        logger.note_sent(rows_from(run_dir.metrics, step))
 
 
 def write_again(loggers: Iterable[Joined], run_dir: RunDir, step: int) -> None:
     """Writes again the records that a logger lost when the run was resumed after `step`, or had not yet sent.
 
-    Lightning starts its CSV file anew, so it gets all records; TensorBoard, which drops what it had from `step` on,
-    gets those of that step. Trackers skip what they have been sent before.
+    Lightning starts its CSV file anew, and MLflow may have lost any, so they get all records; TensorBoard, which drops
+    what it had from `step` on, gets those of that step. Trackers skip what they have been sent before.
     """
     for logger in loggers:
-        first = step if isinstance(logger, TensorBoard) else 0
-        for row in read_jsonl(run_dir.metrics):
-            if row["step"] >= first:
-                logger.write_record({k: v for k, v in row.items() if k != "time"}, of_validation(row))
+        first = 0 if isinstance(logger, CSV | MLflow) else step
+        for row in rows_from(run_dir.metrics, first):
+            logger.write_record({k: v for k, v in row.items() if k != "time"}, of_validation(row))

@@ -254,7 +254,7 @@ def rewind(run: Run, checkpoint: Path | None, tell: Callable[[str], None]) -> No
         store.sweep(run.dir.path)
         store.sweep(run.dir.checkpoints)
         _set_damaged_aside(run.dir.checkpoints, checkpoint, tell)
-        note_sent(run.metrics.records.joined, run.dir)
+        note_sent(run.metrics.records.joined, run.dir, step)
         run.metrics.records.rows = cut_back(run.dir.metrics, step, validated, tell)
         cut_back(run.dir.samples, step, validated, tell)
         run.dir.summary.unlink(missing_ok=True)

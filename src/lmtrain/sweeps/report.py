@@ -1,5 +1,6 @@
 """The report of `lmtrain sweep_report`: a table of a sweep's trials, best first, and a plot of their scores."""
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,5 +126,6 @@ def _against(axis: Any, key: str, scored: list[Trial]) -> None:
 
 def curve(run: Path, monitor: str) -> tuple[list[int], list[float]]:
     """Returns the steps at which a run measured `monitor`, and the measured values."""
-    rows = [row for row in read_jsonl(run / "metrics.jsonl") if row.get(monitor) is not None]
+    found = read_jsonl(run / "metrics.jsonl", json.dumps(monitor).encode())
+    rows = [row for row in found if row.get(monitor) is not None]
     return [row["step"] for row in rows], [row[monitor] for row in rows]
