@@ -86,7 +86,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     with _reading(run.metrics):
         drawn = charts(map(with_names_of_today, read_jsonl(run.metrics)))
         maps = heat_maps(map(with_names_of_today, read_jsonl(run.metrics, holding=b'": [')))  # rows with a list
-        rows = last_rows(run.metrics)
+        rows = last_rows(run.metrics, 1 << 16)
     with _reading(run.config):
         trained, changed, typed = _trained(config), _changed(config), _typed(config, summary)
         for heat in maps:

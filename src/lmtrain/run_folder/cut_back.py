@@ -61,11 +61,11 @@ def rows_from(path: Path, step: int) -> Iterator[dict[str, Any]]:
         yield from (row for row in rows if row["step"] >= step)
 
 
-def last_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the readable rows at the end of a file, about 64 KiB; none if it is missing."""
+def last_rows(path: Path, window: int = 1 << 12) -> list[dict[str, Any]]:
+    """Returns the readable rows at the end of a file, in about `window` bytes or more; none if it is missing."""
     if not path.exists():
         return []
-    return [row for _, row, _ in parsed(path, tail_from(path, bool)) if row is not None]
+    return [row for _, row, _ in parsed(path, tail_from(path, bool, window)) if row is not None]
 
 
 def _start(path: Path, step: int) -> int:
