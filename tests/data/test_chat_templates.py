@@ -37,14 +37,16 @@ UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}",
 def bytes_tokenizer(tokenizer_config):
     """Returns a factory: bytes_tokenizer("<|a|>", ...) has bytes as their own ids, and the named tokens from 257 on."""
 
-    def make(*tokens: str, template: str | None = None, adds_bos: bool = False) -> PreTrainedTokenizerFast:
+    def make(
+        *tokens: str, template: str | None = None, adds_bos: bool = False, adds_eos: bool = False
+    ) -> PreTrainedTokenizerFast:
         tokenizer = tokenizers.load_or_train(tokenizer_config("bytes"), lambda _: iter(()))
         tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
         tokenizer.chat_template = template
-        if adds_bos:
+        if adds_bos or adds_eos:
             bos = tokenizer.bos_token
             tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-                single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+                single=f"{bos} $A" if adds_bos else f"$A {bos}", special_tokens=[(bos, tokenizer.bos_token_id)]
             )
         return tokenizer
 
@@ -337,6 +339,13 @@ def test_completions(bytes_tokenizer, data_config) -> None:
     assert plain.template is None
     with pytest.raises(UserError, match=r"no chat template: choose one with data.chat_template \(alpaca, chatml"):
         plain.encode(conversation(*TURNS))
+
+
+def test_a_tokenizer_that_ends_every_text_ends_no_prompt(bytes_tokenizer, data_config) -> None:
+    encoder = ChatEncoder(bytes_tokenizer(adds_eos=True), data_config("chat", max_length=None))
+    sample = Completion("1+1=", "2", "here")
+    assert encoder.prompt_ids(sample) == [*b"1+1="]
+    assert encoder.encode(sample) == [Example([*b"1+1=2", EOS], [False] * 4 + [True] * 2)]
 
 
 def test_a_token_across_the_border_of_prompt_and_completion_is_learned(data_config) -> None:

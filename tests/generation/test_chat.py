@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from chats import write_chats
@@ -107,6 +108,21 @@ def test_a_model_without_a_template_continues_text(tmp_path: Path, monkeypatch: 
     assert rows(saved) == [{"text": f"the queen {written.strip()}"}]
     refused = typed(monkeypatch, "chat", "", str(tmp_path / "base"), "generate.system_prompt=Hi")
     assert "no chat template" in message(refused.err)
+
+
+def test_a_text_that_goes_on_is_not_ended_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tokenizer that puts the end of text after every text (add_eos_token), the model continues the same ids."""
+    lines = ["the king", f"/save {tmp_path / 'texts.jsonl'}"]
+    for ends in (False, True):
+        base = save_pretrained(tmp_path / f"base_{ends}", "gpt2")
+        if ends:
+            made = AutoTokenizer.from_pretrained(base)
+            eos = (made.eos_token, made.eos_token_id)
+            made.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {eos[0]}", special_tokens=[eos])
+            made.save_pretrained(base)
+        assert typed(monkeypatch, "chat", "\n".join(lines), str(base), *GREEDY).code == 0
+    first, second = rows(tmp_path / "texts.jsonl")
+    assert first == second
 
 
 @pytest.mark.parametrize("form", ["txt", "jsonl", "-"])

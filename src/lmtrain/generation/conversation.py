@@ -73,6 +73,8 @@ class Talk:
         room = most - min(self.settings.max_new_tokens, most // 2)  # if positions are few, half are kept for the answer
         if self.template is None:
             text: list[int] = self.tokenizer(self.turns[-1]["content"])["input_ids"]
+            if text[-1:] == [self.tokenizer.eos_token_id]:  # some tokenizers end every text, and this one goes on
+                del text[-1]
             return text[-max(1, room) :]
         while True:
             try:

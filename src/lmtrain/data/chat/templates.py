@@ -96,7 +96,7 @@ class ChatEncoder:
         self.tokenizer, self.cfg = tokenizer, cfg
         # Plain texts need no template, so it is not an error here if neither config nor tokenizer names one.
         self._template = self._chat if cfg.chat_template or tokenizer.chat_template else None
-        start = tokenizer("")["input_ids"][:1]
+        start = tokenizer("a")["input_ids"][:1]  # of a text: some tokenizers put the same token after it
         self._bos = start if start == [tokenizer.bos_token_id] else []
         self._special = pattern_of(special_tokens(tokenizer))
         self._plain = PlainText(tokenizer) if cfg.allow_special_text is False else None
