@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -51,6 +52,20 @@ def test_loss_and_gradients_equal_transformers(family):
     assert ours.keys() == theirs.keys() == {n for n, _ in model.model.named_parameters()}
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_angles_of_positions_are_exact_in_half_precision():
+    """However it is converted, the model sees the positions that transformers' own bf16 model sees."""
+    ours, exact, x = wrapped("llama"), wrapped("llama").model.model.rotary_emb, torch.zeros(1, 1, 8)
+    HalfPrecision("bf16-true").convert_module(nn.ModuleList([ours]))
+    assert ours.model.lm_head.weight.dtype == torch.bfloat16
+    theirs = AutoModelForCausalLM.from_config(ours.model.config, dtype=torch.bfloat16).model.rotary_emb
+    places = torch.tensor([[2047]])
+    for one, other, true in zip(
+        ours.model.model.rotary_emb(x, places), theirs(x, places), exact(x, places), strict=True
+    ):
+        assert torch.equal(one, other)
+        assert torch.equal(one, true)
 
 
 def test_packed_documents_equal_documents_on_their_own(family):
