@@ -20,9 +20,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from lmtrain.data.byte_bpe.tables import LETTERS
-from lmtrain.data.byte_bpe.words import GPT2
-
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # the pattern of its words
 CONTENDERS = ("lmtrain", "datasets", "datasets_threads", "nanogpt_way")
 
 
@@ -61,9 +59,10 @@ def in_nanogpts_way(options: argparse.Namespace) -> int:
     import numpy as np
     import tiktoken
     from datasets import load_dataset
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     vocabulary = json.loads((options.tokenizer / "vocab.json").read_text())
-    letters = {letter: byte for byte, letter in LETTERS.items()}
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
     end = vocabulary.pop("<|endoftext|>")
     ranks = {bytes(letters[letter] for letter in token): rank for token, rank in vocabulary.items()}
     encoding = tiktoken.Encoding("gpt2", pat_str=GPT2, mergeable_ranks=ranks, special_tokens={"<|end|>": end})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lmtrain.data.byte_bpe import training
+from lmtrain.data import bpe_training as training
 from lmtrain.data.tokenizers import END_OF_TEXT
 from lmtrain.errors import RunError
 from processes import Process, started_by, wait_until_gone
@@ -51,7 +51,7 @@ def test_an_error_while_the_text_is_read_comes_through() -> None:
 
 def trainers_of(parent: int) -> list[Process]:
     """Returns the processes that train a BPE for the process `parent`."""
-    return started_by(parent, "lmtrain.data.byte_bpe.training")
+    return started_by(parent, "lmtrain.data.bpe_training")
 
 
 @LINUX

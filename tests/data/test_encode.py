@@ -81,6 +81,17 @@ def hub_folder(name):
     return HUB / name
 
 
+def indented(python_text):
+    """Returns texts whose lines all begin with white space: Chinese paragraphs, code, a table, words with accents."""
+    draw = random.Random(0)
+    words = ["".join(chr(0x4E00 + draw.randrange(3000)) for _ in range(draw.randint(4, 60))) for _ in range(500)]
+    paragraphs = "".join(f"\u3000\u3000{'，'.join(draw.choices(words, k=4))}。\n" for _ in range(1500))
+    code = "".join(line + "\n" for line in python_text.split("\n") if line.startswith(" "))
+    table = "".join(f"  {n}\t{n * n}  {n % 7}\n" for n in range(9000))
+    accents = "  e\u0301te\u0301\u0302'n'’s\r\n" * 9000
+    return paragraphs, code, table, accents
+
+
 def cut_up(text, size):
     return [*(Piece(text[i : i + size], False) for i in range(0, len(text), size)), Piece("", True)]
 
@@ -91,7 +102,8 @@ def test_segments_give_the_tokens_of_the_whole(name, python_text):
     encoder = Encoder(tokenizer, eos_id=None)
     one_line = " ".join(python_text.split("\n"))
     known = set(python_text)
-    for text in (python_text[:300_000], one_line[:100_000], "a\n" * 30_000, "ähm, 日本 12 34\n\n 5\n" * 3000):
+    texts = (python_text[:300_000], one_line[:100_000], "a\n" * 30_000, "ähm, 日本 12 34\n\n 5\n" * 3000)
+    for text in (*texts, *(lines[:70_000] for lines in indented(python_text))):
         if name == "char":  # its vocabulary has only the characters of python_text
             text = "".join(c for c in text if c in known)
         whole = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
@@ -109,6 +121,15 @@ def test_long_documents_are_really_cut(python_text):
         assert "".join(s.text for s in segments) == python_text
         assert max(len(s.text) for s in segments) < 3 * SEGMENT
         assert [s.continues for s in segments] == [False] + [True] * (len(segments) - 1)
+
+
+@pytest.mark.parametrize("name", ["bpe", "sentencepiece-like", "llama3-like", "gpt2"])
+def test_lines_that_begin_with_white_space_are_cut(name, python_text):
+    encoder = Encoder(TOKENIZERS[name](python_text), eos_id=None)
+    for text in indented(python_text):
+        segments = list(encoder.segments([Piece(text, True)]))
+        assert "".join(s.text for s in segments) == text
+        assert max(len(s.text) for s in segments) < 3 * SEGMENT
 
 
 def test_a_document_that_cannot_be_cut_stays_whole():

@@ -20,11 +20,11 @@ from huggingface_hub import hf_hub_download
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lmtrain.config.schema_data import TokenizerConfig
+from lmtrain.data import bpe_training as training
 from lmtrain.data import hub
-from lmtrain.data.byte_bpe import training
-from lmtrain.data.byte_bpe.tables import LETTERS
 from lmtrain.errors import UserError, first_line
 from lmtrain.files import open_regular, read_regular
 
@@ -296,7 +296,7 @@ def _at_most(text: Iterator[str], characters: int | None) -> Iterator[str]:
 
 def _bytes() -> Backend:
     """Builds a byte-level BPE without merges: id b is byte b, id 256 the end of text."""
-    backend = Backend(models.BPE(vocab={LETTERS[byte]: byte for byte in range(256)}, merges=[]))
+    backend = Backend(models.BPE(vocab={letter: byte for byte, letter in bytes_to_unicode().items()}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([END_OF_TEXT])

@@ -64,10 +64,11 @@ class PrepareProgress:
         for task in self.bar.task_ids:
             self.bar.remove_task(task)
 
-    def finish(self) -> None:
+    def finish(self, by: str = "") -> None:
+        """Says what was done; by: the library that tokenized it."""
         self.finish_bar()
         self.total = None
-        self.say(f"tokenized {self.name}: {self._counts()}")
+        self.say(f"tokenized {self.name}: {self._counts()}{f' (by {by})' if by else ''}")
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +101,7 @@ def _size(size: float) -> str:
 class RowProgress(PrepareProgress):
     """Progress over a known number of rows: `start("rows", n, doing="score")`, then `advance(n, 0)`."""
 
-    def finish(self) -> None:
+    def finish(self, by: str = "") -> None:
         self.finish_bar()
         self.say(f"{self.title}: {self._counts()}")
 

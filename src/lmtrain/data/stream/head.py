@@ -97,4 +97,4 @@ def _write_head(
         meta["splits"]["val"] = writer.close()
     (folder / _BEGIN).write_text(json.dumps(begin._asdict()), encoding="utf-8")
     bins.save_meta(meta, folder)
-    show.finish()
+    show.finish(encoder.ids.by)

@@ -209,7 +209,7 @@ def segments(source: StreamSource, encoder: Encoder, start: Place) -> Iterator[S
         place = reading.place(inside)._replace(skip=skip)
         reading.done, inside = reading.done + found.characters, not found.ends
         yield StreamSegment(found.ids[skip:], found.ends, place, found.text_bytes)
-        skip = 0
+        skip = max(0, skip - len(found.ids))  # segments may be shorter than those of the version that saved the place
     if reading.error is not None:
         raise reading.error
 

@@ -1,16 +1,15 @@
 """Converts documents to token ids, with bounded memory, on all cores.
 
 A long document is cut into segments that are tokenized separately. A cut is made only where tokenizers end a word
-anyway (after a single newline before a letter or digit, or before a single space between two), and only where
-tokenizing the surroundings whole and in two parts gives the same ids. A segment after a cut is tokenized with a newline
-before it, whose ids are then dropped, so that tokenizers that treat the start of a text specially (Llama's puts a space
-there) don't see the segment as one.
+anyway: after a newline before a letter or digit, or behind a letter or digit before white space or a symbol other than
+an apostrophe; and only where tokenizing the surroundings whole and in two parts gives the same ids. A segment after a
+cut is tokenized with a word that it can't continue before it ("\\n" or "a", by its first character), whose ids are then
+dropped, so that tokenizers that treat the start of a text specially (Llama's puts a space there) don't see the segment
+as one.
 """
 
-import functools
-import os
 import re
-from collections import deque
+import unicodedata
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -19,8 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.byte_bpe.encoder import ByteBPE
-from lmtrain.data.byte_bpe.processes import EncodeProcesses
+from lmtrain.data.fast_ids import TextIds
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.tokenizers import plain_backend, unknown_token
 from lmtrain.errors import UserError
@@ -29,10 +27,10 @@ SEGMENT = 1 << 15  # characters; long enough that checking a cut is cheap, short
 # Characters tokenized at a time: long arrays need few operations, but the tokenizers library takes about 100 bytes for
 # each of their tokens.
 PART = 1 << 20
-_PROCESSES = 4  # more would wait for this process to read the text
 _SURROUNDINGS = 48  # characters compared on either side of a cut: longer than any token
 _TRIES = 8
-_CUT = re.compile(r"(?<=\S)\n(?=[^\W_])|(?<=[^\W_])(?= [^\W_])")
+# Where to cut: between lines or words, else, in text without such places, before other white space and symbols.
+_CUTS = (re.compile(r"(?<=\S)\n(?=[^\W_])|(?<=[^\W_])(?= [^\W_])"), re.compile(r"(?<=[^\W_])(?=[^\w'’])"))
 
 
 class Segment(NamedTuple):
@@ -41,10 +39,6 @@ class Segment(NamedTuple):
     text: str
     continues: bool
     ends: bool
-
-
-_Found = list[np.ndarray]  # token ids of each segment, uint32 [n]
-_Begun = tuple[list[Segment], Future[_Found]]
 
 
 class EncodedSegment(NamedTuple):
@@ -57,8 +51,7 @@ class EncodedSegment(NamedTuple):
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerFast, cfg: DataConfig) -> "Encoder":
-    """Builds the encoder of `cfg`: with or without an end-of-text token after documents, data.num_proc processes at
-    most.
+    """Builds the encoder of `cfg`: with or without an end-of-text token after documents.
 
     Raises:
         UserError: the tokenizer has no end-of-text token.
@@ -68,41 +61,38 @@ def make_encoder(tokenizer: PreTrainedTokenizerFast, cfg: DataConfig) -> "Encode
             "the tokenizer has no end-of-text token to put after each document: set data.append_eos=false, or choose "
             "one that has"
         )
-    return Encoder(tokenizer, tokenizer.eos_token_id if cfg.append_eos else None, cfg.num_proc)
+    return Encoder(tokenizer, tokenizer.eos_token_id if cfg.append_eos else None)
 
 
 class Encoder:
     """A tokenizer of streams of documents; special tokens that occur in the text are encoded as plain text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_id: int | None, processes: int | None = None) -> None:
-        """eos_id: the token put after each document, None for none; processes: their maximum, None for one per core."""
-        self.backend = plain_backend(tokenizer)  # "<|endoftext|>" written in a document is text, not the end of it
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_id: int | None) -> None:
+        """eos_id: the token put after each document, None for none."""
+        # "<|endoftext|>" written in a document is text, not the end of it
+        self.ids = TextIds(plain_backend(tokenizer))
         self.eos = np.array([] if eos_id is None else [eos_id], dtype=np.uint32)
         self.unk = unknown_token(tokenizer)
         self.unknown = 0  # how many of its tokens were found so far
-        self.newline = self._ids("\n")
-        self.processes = min(processes or os.cpu_count() or 1, _PROCESSES)
-
-    @functools.cached_property
-    def fast(self) -> bool:
-        """Whether ByteBPE gives the same ids; for less text than a part it isn't worth starting its processes."""
-        return ByteBPE.covers(self.backend)
+        self.before = {text: self.ids.of(text) for text in ("\n", "a")}
 
     def encode(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[EncodedSegment]:
         """Yields the documents' token ids, in order; `continues` if the first piece begins at a cut in a document."""
-        begun: deque[_Begun] = deque()  # parts being encoded while the next are read
-        fast = False
-        with EncodeProcesses(self.backend) as processes, ThreadPoolExecutor(self.processes) as pool:
+        begun: tuple[list[Segment], Future[list[np.ndarray]]] | None = None  # encoded while the next part is read
+        with ThreadPoolExecutor(1) as pool:
             for part in _parts(self.segments(pieces, continues), PART):
-                fast = fast or (sum(len(s.text) for s in part) >= PART and self.fast)
-                if not fast:
-                    yield from self._finish(part, self._by_library(part))
-                    continue
-                begun.append((part, pool.submit(processes.encode, _texts(part))))
-                if len(begun) > 2 * self.processes:
-                    yield from self._finish_first(begun)
-            while begun:
-                yield from self._finish_first(begun)
+                found = pool.submit(self._ids_of, part)
+                if begun is not None:
+                    yield from self._finish(*begun)
+                begun = part, found
+            if begun is not None:
+                yield from self._finish(*begun)
+
+    def _ids_of(self, part: list[Segment]) -> list[np.ndarray]:
+        texts = [_before(s.text) + s.text if s.continues else s.text for s in part]
+        if sum(map(len, texts)) >= PART:  # loading fastokens isn't worth it for less
+            self.ids.hurry(texts)
+        return self.ids(texts)
 
     def segments(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Segment]:
         """Cuts documents where it doesn't change their tokens, into segments of SEGMENT characters or somewhat more."""
@@ -122,38 +112,36 @@ class Encoder:
                 text, continues, done, searched = "", False, 0, 0
 
     def _find_cut(self, text: str, start: int) -> int | None:
-        """Returns where to cut, at `start` or later; None if none of the first _TRIES candidates is safe."""
-        for _, match in zip(range(_TRIES), _CUT.finditer(text, start, len(text) - _SURROUNDINGS), strict=False):
-            cut = match.end()
-            left, right = text[cut - _SURROUNDINGS : cut], text[cut : cut + _SURROUNDINGS]
-            after = self._ids("\n" + right)
-            starts_alike = after[: len(self.newline)] == self.newline
-            if starts_alike and self._ids(left + right) == self._ids(left) + after[len(self.newline) :]:
-                return cut
+        """Returns where to cut, at `start` or later; None if no place was found, of _TRIES in each SEGMENT."""
+        last = len(text) - _SURROUNDINGS
+        for begin in range(start, last, SEGMENT):
+            for pattern in _CUTS:
+                found = pattern.finditer(text, begin, min(begin + SEGMENT, last))
+                for _, match in zip(range(_TRIES), found, strict=False):
+                    if self._is_safe(text, match.end()):
+                        return match.end()
         return None
 
-    def _ids(self, text: str) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False).ids
+    def _is_safe(self, text: str, cut: int) -> bool:
+        if unicodedata.category(text[cut])[0] == "M":  # an accent belongs to the letter before it
+            return False
+        left, right = text[cut - _SURROUNDINGS : cut], text[cut : cut + _SURROUNDINGS]
+        first = self.before[_before(right)]
+        after = self.ids.of(_before(right) + right)
+        starts_alike = after[: len(first)] == first
+        return starts_alike and self.ids.of(left + right) == self.ids.of(left) + after[len(first) :]
 
-    def _finish_first(self, begun: deque[_Begun]) -> Iterator[EncodedSegment]:
-        part, found = begun.popleft()
-        yield from self._finish(part, found.result())
-
-    def _by_library(self, part: list[Segment]) -> _Found:
-        # A separate method, so that the encodings, 100 bytes per token, are freed when it returns.
-        encodings = self.backend.encode_batch_fast(_texts(part), add_special_tokens=False)
-        return [np.array(e.ids, dtype=np.uint32) for e in encodings]
-
-    def _finish(self, part: list[Segment], found: _Found) -> Iterator[EncodedSegment]:
-        for segment, ids in zip(part, found, strict=True):
-            ids = ids[len(self.newline) :] if segment.continues else ids
+    def _finish(self, part: list[Segment], found: Future[list[np.ndarray]]) -> Iterator[EncodedSegment]:
+        for segment, ids in zip(part, found.result(), strict=True):
+            ids = ids[len(self.before[_before(segment.text)]) :] if segment.continues else ids
             self.unknown += 0 if self.unk is None else int(np.count_nonzero(ids == self.unk))
             ids = np.concatenate([ids, self.eos]) if segment.ends else ids
             yield EncodedSegment(ids, len(segment.text.encode()), segment.ends, len(segment.text))
 
 
-def _texts(segments: list[Segment]) -> list[str]:
-    return ["\n" + s.text if s.continues else s.text for s in segments]
+def _before(text: str) -> str:
+    """Returns what is put before a segment after a cut: a word that the segment doesn't continue."""
+    return "\n" if text[:1].isalnum() else "a"
 
 
 def _parts(segments: Iterable[Segment], least: int) -> Iterator[list[Segment]]:

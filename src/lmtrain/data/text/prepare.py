@@ -157,7 +157,7 @@ class _Filling:
                 show.advance(part.text_bytes, len(part.ids))
             counts = writer.close()
         if counts["tokens"] > 0:
-            show.finish()
+            show.finish(encoder.ids.by)
             return counts
         if name == "train":
             raise UserError(

@@ -1,20 +1,21 @@
 """Trains a BPE tokenizer in a child process, so that a signal can interrupt it at once.
 
 The tokenizers library handles no signals while it trains, which takes minutes on a large corpus. The process reads
-pieces of text from standard input and writes the trained tokenizer's JSON to standard output.
+pieces of text from standard input, a JSON string on each line, and writes the trained tokenizer's JSON to standard
+output.
 """
 
 import contextlib
-import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lmtrain.data.byte_bpe import processes
 from lmtrain.distributed.ranks import end_with_parent
 from lmtrain.errors import RunError
 
@@ -28,28 +29,39 @@ def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text:
         RunError: the training process ended unexpectedly, for example for lack of memory.
     """
     asked = {"vocab_size": vocab_size, "min_frequency": min_frequency, "end_of_text": end_of_text}
-    process = processes.start("lmtrain.data.byte_bpe.training", json.dumps({**asked, "parent": os.getpid()}))
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmtrain.data.bpe_training", json.dumps({**asked, "parent": os.getpid()})],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         with contextlib.suppress(BrokenPipeError):  # the process has ended, and its exit code says how
             for part in text:
-                processes.send(process.stdin, part.encode())
+                process.stdin.write(json.dumps(part).encode() + b"\n")
             process.stdin.close()
         trained = process.stdout.read()
     except BaseException:  # Ctrl-C too
         process.kill()
         raise
     finally:
-        code = processes.end(process)
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+        code = process.wait()
     if code != 0:
-        raise RunError(f"the process that trained the tokenizer {processes.why(code, 'tokenizer.train_characters')}")
+        memory = ": out of memory, most likely; lower tokenizer.train_characters" if code == -signal.SIGKILL else ""
+        raise RunError(f"the process that trained the tokenizer ended with exit code {code}{memory}")
     return Tokenizer.from_str(trained.decode())
 
 
 def main(vocab_size: int, min_frequency: int, end_of_text: str, parent: int) -> None:
     """Runs in the training process. Ctrl-C, which a terminal sends to it too, is left to the parent process."""
-    processes.ignore_interrupts()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent, signal.SIGKILL)
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,8 +73,7 @@ def main(vocab_size: int, min_frequency: int, end_of_text: str, parent: int) -> 
         initial_alphabet=ALPHABET,
         show_progress=False,
     )
-    parts = iter(functools.partial(processes.receive, sys.stdin.buffer), None)
-    backend.train_from_iterator((part.decode() for part in parts), trainer=trainer)
+    backend.train_from_iterator(map(json.loads, sys.stdin.buffer), trainer=trainer)
     sys.stdout.buffer.write(backend.to_str().encode())
 
 
