@@ -54,6 +54,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "untied": save_pretrained(root / "untied"),
         "tied": save_pretrained(root / "tied", tie_word_embeddings=True),
         "gpt2": save_pretrained(root / "gpt2", "gpt2"),
+        "experts": save_pretrained(root / "experts", "qwen3_moe"),
     }
 
 
@@ -291,6 +292,9 @@ def test_an_adapter_is_continued(bases: dict[str, Path], tmp_path: Path) -> None
         ("tied", {"target_modules": ["q_proj", "lm_head"]}, "one matrix"),
         ("tied", {"target_modules": ["embed_tokens"]}, "one matrix"),
         ("untied", {"target_modules": ["lm_head"], "use_dora": True}, "use_dora=true on the output layer"),
+        ("experts", {"init_weights": "pissa"}, r"init_weights=pissa\): set peft\.init_weights=default.*stacked"),
+        ("experts", {"init_weights": "olora"}, r"init_weights=olora\): set peft\.init_weights=default"),
+        ("experts", {"init_weights": "orthogonal"}, r"init_weights=orthogonal\): set peft\.init_weights=default"),
     ],
 )
 def test_what_can_not_be_right_is_refused(
@@ -298,6 +302,11 @@ def test_what_can_not_be_right_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=f"(?s){message}"):
         adapted(bases[base], **changes)
+
+
+def test_what_is_advised_for_stacked_experts_works(bases: dict[str, Path]) -> None:
+    model = adapted(bases["experts"], target_modules=["q_proj", "v_proj"], init_weights="pissa")
+    assert adapter_of(model) is not None
 
 
 def test_a_tokenizer_of_another_model_is_no_reason_to_grow(bases: dict[str, Path]) -> None:

@@ -108,8 +108,14 @@ def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> 
     )
     try:
         return get_peft_model(model, config)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"peft refuses this adapter: {error}") from error
+    except Exception as error:  # peft raises AttributeError where its other initializations need a single matrix
+        remedy = ""
+        if cfg.init_weights not in ("default", "gaussian"):
+            remedy = (
+                f" (peft.init_weights={cfg.init_weights}): set peft.init_weights=default, or leave stacked experts out, "
+                f"as peft.target_modules=[q_proj,v_proj] does"
+            )
+        raise UserError(f"peft refuses this adapter: {first_line(error)}{remedy}") from error
 
 
 def _continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> PeftModel:
