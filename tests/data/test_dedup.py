@@ -77,6 +77,29 @@ def test_near_repeats_are_left_out_and_no_others(texts: list[str], tmp_path: Pat
     assert f"data.dedup left out {100 - len(kept)} of 100 documents" in " ".join(bins.load_meta(folder)["notes"])
 
 
+def test_the_share_of_near_repeats_that_is_found() -> None:
+    """By their true similarity, that of complete sets: the recall that docs/pretraining.md states."""
+    draw, found = random.Random(5), {0.6: [0, 0], 0.8: [0, 0], 0.85: [0, 0], 0.9: [0, 0]}
+    index = repeats._Near()
+    for number in range(600):
+        words = [f"{number}-{place}" for place in range(200)]
+        changed = list(words)
+        for _ in range(draw.randint(1, 10)):
+            changed[draw.randrange(len(words))] = "another"
+        alike = similarity(" ".join(words), " ".join(changed))
+        assert index.is_new([" ".join(words)])
+        least = max((border for border in found if border <= alike), default=None)
+        if least is not None:
+            found[least][0] += 1
+            found[least][1] += not index.is_new([" ".join(changed)])
+    shares = {least: left_out / count for least, (count, left_out) in found.items()}
+    assert min(count for count, _ in found.values()) >= 50
+    assert shares[0.6] < 0.1
+    assert 0.65 < shares[0.8] < 0.8
+    assert shares[0.85] > 0.95
+    assert shares[0.9] == 1
+
+
 def test_exact_is_the_text_without_its_repeats(texts: list[str], tmp_path: Path) -> None:
     spaced = [t.replace(" ", "  ", 3) if i % 7 == 0 else t for i, t in enumerate(texts)]
     folder = prepare(tmp_path, write(tmp_path / "t.jsonl", spaced), "data.dedup=exact", "data.val_fraction=0")
