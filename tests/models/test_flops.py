@@ -35,6 +35,18 @@ def test_flops_per_token_equal_the_counted_ones(family, tied):
     assert flops.flops_per_token(model, 128) == pytest.approx(counter.get_total_flops() / ids.numel(), rel=0.02)
 
 
+@pytest.mark.parametrize("family", ["jetmoe", "deepseek_v3", "ernie4_5_moe", "granitemoe"])
+def test_flops_of_mixtures_equal_the_counted_ones(family):
+    """Whatever their experts are called, in attention or not; 2 of 4 are chosen. Norms and biases cost torch nothing."""
+    model = build(config_of(Variant(family, {}))).train()
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    ids = torch.arange(2 * 32).view(2, 32)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False).logits.sum().backward()
+    assert flops.flops_per_token(model, 32) == pytest.approx(counter.get_total_flops() / ids.numel(), rel=0.02)
+
+
 def test_idle_experts_cost_nothing():
     """A mixture that activates 2 of 8 experts costs as much as one with 2 of 2, except for its router."""
     shape = {"hidden_size": 64, "moe_intermediate_size": 96, "num_experts_per_tok": 2}

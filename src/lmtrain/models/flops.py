@@ -82,11 +82,16 @@ def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
 
 
 def _attention_widths(config: Any) -> tuple[int, int]:
-    """Returns the widths of all heads of (queries, keys), (0, 0) if there are none; the first may differ from D."""
+    """Returns the widths of all heads of (queries, keys), (0, 0) if there are none; the first may differ from D.
+
+    With latent attention (DeepSeek), whose values have another width than queries and keys, it is the mean of both.
+    """
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads == 0:
         return 0, 0
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "qk_head_dim", None) and getattr(config, "v_head_dim", None):
+        width = (config.qk_head_dim + config.v_head_dim) // 2
     return heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
 
 
@@ -119,7 +124,12 @@ def _idle_expert_parameters(model: nn.Module) -> int:
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if not chosen or not experts:
         return 0
-    in_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    # Stacked experts have a first dimension for them, whatever their name (JetMoE's are in attention, too).
+    in_experts = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if ".experts." in name or (p.ndim == 3 and p.shape[0] == experts)
+    )
     return in_experts * (experts - chosen) // experts
 
 
