@@ -37,7 +37,7 @@ def test_flops_per_token_equal_the_counted_ones(family, tied):
 
 @pytest.mark.parametrize("family", ["jetmoe", "deepseek_v3", "ernie4_5_moe", "granitemoe"])
 def test_flops_of_mixtures_equal_the_counted_ones(family):
-    """Whatever their experts are called, in attention or not; 2 of 4 are chosen. Norms and biases cost torch nothing."""
+    """Whatever their experts are called, in attention or not; 2 of 4 are chosen. torch doesn't count norms."""
     model = build(config_of(Variant(family, {}))).train()
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")

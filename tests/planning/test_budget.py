@@ -223,6 +223,22 @@ def test_the_clock_counts_an_early_sample_as_no_step(monkeypatch: pytest.MonkeyP
     assert chosen == [12 + (600 - 42 - 4)]
 
 
+def test_the_learning_rate_does_not_rise_while_it_decays(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that finds more and fewer steps in turn: after the warmup the rate only falls, to the schedule's end."""
+    monkeypatch.setattr(TimeBudget, "_look", lambda _, step, first: max(40 + step * 7 % 11, step + 1))
+    ended = run("train", *TINY, "data=text", f"data.path={corpus}", "budget.minutes=10", "schedule=cosine",
+                "schedule.warmup_steps=5", "trainer.val_check_interval=1000", "trainer.limit_val_batches=1",
+                "trainer.log_every_n_steps=1", f"run.dir={tmp_path}/run")  # fmt: skip
+    assert ended.code == 0, ended.err
+    rates = [row["lr"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "lr" in row]
+    assert len(rates) >= 40
+    falling = rates[5:]
+    assert falling == sorted(falling, reverse=True)
+    assert falling[-1] < 0.11 * falling[0]  # schedule.min_lr_ratio is 0.1
+
+
 @pytest.mark.parametrize(
     ("minutes", "step", "saved", "steps"),
     [

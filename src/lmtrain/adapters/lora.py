@@ -112,8 +112,8 @@ def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> 
         remedy = ""
         if cfg.init_weights not in ("default", "gaussian"):
             remedy = (
-                f" (peft.init_weights={cfg.init_weights}): set peft.init_weights=default, or leave stacked experts out, "
-                f"as peft.target_modules=[q_proj,v_proj] does"
+                f" (peft.init_weights={cfg.init_weights}): set peft.init_weights=default, or leave stacked experts "
+                f"out, as peft.target_modules=[q_proj,v_proj] does"
             )
         raise UserError(f"peft refuses this adapter: {first_line(error)}{remedy}") from error
 

@@ -139,7 +139,8 @@ class TimeBudget(pl.Callback):
         """Sets the number of steps in all objects that depend on it."""
         for part in self.parts:
             part.total_steps = steps
-        module.total_steps = module.schedule_steps = steps
+        module.total_steps = steps
+        module.set_schedule(trainer.global_step, steps)
         trainer.fit_loop.epoch_loop.max_steps = steps
 
 

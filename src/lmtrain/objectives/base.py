@@ -5,6 +5,7 @@ divides by that count once, so accumulation, varying lengths, a short last step 
 nothing. An objective only defines the loss of a micro-batch.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -76,6 +77,7 @@ class Objective(pl.LightningModule):
         self._group_settings = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
         self.seed, self.total_steps = seed, total_steps
         self.schedule_steps = total_steps  # length of the schedule; differs if a resumed run was extended
+        self.most_lr = math.inf  # the largest factor of the learning rate until the schedule is below it
         self.gradient_clip_val = gradient_clip_val
         self.guard = guard
         self.step_loss: Tensor | None = None  # mean loss of the current step, if the guard checks for spikes
@@ -247,6 +249,19 @@ class Objective(pl.LightningModule):
         if self.first_steps:
             self._look_at_start(self.trainer.global_step)
 
+    def _lr_factor(self, step: int) -> float:
+        factor = self.schedule(step, self.schedule_steps)
+        if factor <= self.most_lr:
+            self.most_lr = math.inf
+        return min(factor, self.most_lr)
+
+    def set_schedule(self, step: int, steps: int) -> None:
+        """Sets the schedule's number of steps before `step`; a learning rate that is falling doesn't rise by that."""
+        last, planned = (self.schedule(at, self.schedule_steps) for at in (step - 1, step))
+        if step and planned <= last:
+            self.most_lr = min(last, self.most_lr)
+        self.schedule_steps = steps
+
     def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
         """Returns the checks to run after the first steps of a run; called before them, with the first micro-batch.
 
@@ -265,7 +280,7 @@ class Objective(pl.LightningModule):
 
     def set_rate(self, step: int) -> None:
         """Sets the learning rate that the schedule gives for the step, counted from 0."""
-        set_lr(self._optimizer, self.schedule(step, self.schedule_steps))
+        set_lr(self._optimizer, self._lr_factor(step))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.logs_itself:
@@ -369,7 +384,7 @@ class Objective(pl.LightningModule):
         adapter = adapter_of(self.model.model)
         checkpoint["adapter_start"] = adapter.start if adapter is not None else {}
         checkpoint["fingerprint"] = self.fingerprint
-        checkpoint["schedule_steps"] = self.schedule_steps
+        checkpoint["schedule_steps"], checkpoint["most_lr"] = self.schedule_steps, self.most_lr
         checkpoint["guard"] = self.guard.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -377,6 +392,8 @@ class Objective(pl.LightningModule):
         self.strict_loading = trainable_names(self) is None  # frozen weights are not in it
         restore_start(self.model.model, checkpoint.get("adapter_start", {}))
         self.guard.load_state_dict(checkpoint["guard"])
+        if checkpoint["schedule_steps"] == self.schedule_steps:  # a larger budget begins a longer schedule
+            self.most_lr = checkpoint.get("most_lr", math.inf)
 
     def on_train_start(self) -> None:
         if self.logs_itself:  # the user's own Trainer, whose length is the run's

@@ -42,8 +42,8 @@ _WORDS = 5
 _SIGNATURE = 128  # hashes; the standard error of a similarity of 0.8 is 0.035
 _RUNS_AT_ONCE = 4096  # n-grams that are hashed together: 4 MB
 _COUNTED, _MANY = 1_000_000, 0.01  # documents (about 100 MB of memory); share of repeats that is worth a note
-# Bands of hashes, and hashes in each, by which candidates are found: 99.8 % of documents at a similarity of 0.8, and 27 %
-# at 0.5, which the comparison of signatures then rejects. What is missed is due to the standard error of the estimate.
+# Bands of hashes, and hashes in each, by which candidates are found: 99.8 % of documents with a similarity of 0.8, and
+# 27 % of those with 0.5, which comparing the signatures rejects. What is missed is due to that estimate's error.
 _BANDS = (20, 6)
 _VERSION = 2  # to be raised when other documents of the same text are left out than before
 _ENDS_WORD = re.compile(r"\s(?=\S*$)")
