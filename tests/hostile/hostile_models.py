@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from cases import STEERS, Case, Place
 from hostile_targets import payloads
+from safetensors import safe_open
 
 ASK = ("generate.prompt=a", "generate.max_new_tokens=2")
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -156,6 +157,18 @@ def _weights() -> Iterator[Case]:
             (export / "model.safetensors.index.json").write_text(json.dumps(index))
 
         yield Case("weights", f"an index with {name}", changed(sharded), (), "refused")
+    for name, absolute in (("beside the folder", False), ("with an absolute name", True)):
+        for verb in ("generate", "train"):
+
+            def outside(place: Place, export: Path, absolute: bool = absolute) -> None:
+                """Whole weights, which load: their file is not the stranger's."""
+                moved = Path(shutil.move(export / "model.safetensors", place.stranger / "outside.safetensors"))
+                with safe_open(moved, "pt") as file:
+                    names = dict.fromkeys(file.keys(), str(moved) if absolute else f"../{moved.name}")
+                index = {"metadata": {}, "weight_map": names}
+                (export / "model.safetensors.index.json").write_text(json.dumps(index))
+
+            yield Case("weights", f"an index with a file {name}, {verb}", changed(outside, verb), (), "refused")
 
 
 def _code() -> Iterator[Case]:

@@ -37,6 +37,7 @@ from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of
 from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError, first_line
+from lmtrain.models.folder import check_shards
 from lmtrain.models.scalar_head import auto_class, has_scalar_head
 
 # Initializations that subtract the initial A and B from the base weight, which becomes W - s B A.
@@ -269,7 +270,12 @@ def gives_rewards(folder: Path) -> bool:
 
 
 def load_adapter(folder: Path, **options: Any) -> PreTrainedModel:
-    """Loads an exported adapter onto its base model; `options` are those of from_pretrained."""
+    """Loads an exported adapter onto its base model; `options` are those of from_pretrained.
+
+    Raises:
+        UserError: see `check_shards`.
+    """
+    check_shards(Path(str(StoredConfig.from_pretrained(str(folder)).base_model_name_or_path)))
     if gives_rewards(folder):
         return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).get_base_model()
     return AutoPeftModelForCausalLM.from_pretrained(folder, **options).get_base_model()

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lmtrain.adapters import memory
 from lmtrain.adapters.memory import MemorySettings, attach_memory
 from lmtrain.errors import UserError
-from lmtrain.models.folder import PREFIX, change_config, written_config
+from lmtrain.models.folder import PREFIX, change_config, check_shards, written_config
 
 MODELING = "modeling_memory"
 
@@ -122,8 +122,9 @@ def load(folder: Path, **options: Any) -> PreTrainedModel:
     """Loads the model of a folder that `write` made, with lmtrain's own code; `options` are those of from_pretrained.
 
     Raises:
-        UserError: see `settings_in`.
+        UserError: see `settings_in` and `check_shards`.
     """
+    check_shards(folder)
     base, _ = written_config(folder)
     settings = settings_in(folder)
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base])

@@ -1,7 +1,7 @@
 """Model folders, with or without a memory; loading refuses missing weights, which transformers would draw at random."""
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
@@ -76,6 +76,19 @@ def export_of(name: str) -> str:
     return next((str(path) for path in exports if any(path.glob("*config.json"))), name)
 
 
+def check_shards(folder: Path) -> None:
+    """Raises UserError if an index of weights in the folder names a file outside it, which transformers would read."""
+    for index in folder.expanduser().glob("*.index.json"):
+        try:
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue  # transformers refuses it
+        for file in files:
+            parts = PurePath(str(file).replace("\\", "/"))
+            if parts.is_absolute() or ".." in parts.parts:
+                raise UserError(f"{index} names weights outside its folder ({file}): they are not read")
+
+
 def from_pretrained(name: str, *, scalar_head: bool | None = None, **options: Any) -> PreTrainedModel:
     """Loads a model with `AutoModelForCausalLM.from_pretrained`, or with the auto class for scalar heads.
 
@@ -87,12 +100,13 @@ def from_pretrained(name: str, *, scalar_head: bool | None = None, **options: An
 
     Raises:
         UserError: the files lack weights of the model, or hold unquantised ones where config.json says that they are
-            quantised; or config.json has too many layers (see `checked`).
+            quantised; config.json has too many layers (see `checked`); or see `check_shards`.
     """
     config = options.get("config")
     if config is None:
         kept = {k: v for k, v in options.items() if k in ("revision", "trust_remote_code", "local_files_only")}
         config = AutoConfig.from_pretrained(name, **kept)
+    check_shards(Path(name))
     checked(config, f"{name}/config.json")
     cls = auto_class(says_scalar_head(config) if scalar_head is None else scalar_head)
     model, info = cls.from_pretrained(name, output_loading_info=True, **options)
