@@ -232,6 +232,17 @@ def test_disabled_is_the_base(bases: dict[str, Path]) -> None:
     assert torch.allclose(hidden.loss_sum, base.loss_sum, rtol=1e-6)
 
 
+def test_experts_that_share_one_tensor_are_adapted(tmp_path: Path) -> None:
+    """transformers keeps a layer's experts in one parameter, which LoRA on linear layers alone would leave out."""
+    model = adapted(save_pretrained(tmp_path / "experts", "qwen3_moe"))
+    experts = {n: p for n, p in trained_state(model).items() if ".experts." in n and "lora_B" in n}
+    assert len(experts) == 2 * 2  # both products of both layers
+    train(model, steps=2)
+    assert all(p.abs().max() > 0 for p in experts.values())
+    live = logits(model)
+    assert torch.allclose(logits(merged(model)), live, atol=1e-4)
+
+
 @pytest.mark.parametrize("names", [["lm_head"], ["embed_tokens", "lm_head"], ["lm_head", "embed_tokens"]], ids=str)
 def test_a_tied_matrix_is_trained_once_whatever_it_is_called(names: list[str], bases: dict[str, Path]) -> None:
     made, one = (adapted(bases["tied"], modules_to_save=n) for n in (names, ["embed_tokens"]))

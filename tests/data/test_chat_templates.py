@@ -299,6 +299,19 @@ def test_what_is_learned(train_on: str, learned: list[str], chatml) -> None:
     assert stretches(example, encoder.tokenizer) == learned
 
 
+@pytest.mark.parametrize("template", ["mistral", "vicuna", "gemma"])
+def test_an_answer_is_not_looked_for_in_its_question(template: str, bytes_tokenizer, data_config) -> None:
+    """Questions contain their answers, the names of roles and the signs of the template."""
+    said = [("user", "not yes"), ("assistant", "yes"), ("user", "assistant ASSISTANT: [/INST]"), ("assistant", "yes")]
+    turns = [{"role": role, "content": content} for role, content in said]
+    for train_on, learned in (("assistant", 2), ("last_assistant", 1)):
+        cfg = data_config("chat", chat_template=template, train_on=train_on, max_length=None)
+        encoder = ChatEncoder(bytes_tokenizer(*NAMED[template]), cfg)
+        (example,) = encoder.encode(conversation(*turns))
+        found = stretches(example, encoder.tokenizer)
+        assert [text.strip().removeprefix("yes") for text in found] == [encoder._chat.end_of_turn] * learned
+
+
 def test_everything_is_learned_but_the_first_token(chatml) -> None:
     (example,) = chatml(train_on="all").encode(conversation(*TURNS))
     assert example.trained == [False] + [True] * (len(example.input_ids) - 1)

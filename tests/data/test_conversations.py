@@ -177,8 +177,9 @@ def test_null_in_json_text_is_an_argument(data_config) -> None:
 
 def test_turns_that_are_shown_and_not_learned(data_config) -> None:
     turns = [{**ASKED[0], "weight": 1}, {**ASKED[1], "weight": 0}, ASKED[0], {**ASKED[1], "train": False}]
+    turns += [ASKED[0], {"role": "tool_call", "content": json.dumps(CALL), "loss": False}]
     sample = to_sample({"messages": turns}, "messages", data_config("chat"), "x")
-    assert [t.get("train", True) for t in sample.messages] == [True, False, True, False]
+    assert [t.get("train", True) for t in sample.messages] == [True, False, True, False, True, False]
 
 
 USER, ANSWER = ASKED

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inprocess import Ended, message, run
+from inprocess import Ended, message, run, train_tiny
 from lmtrain.models.attention import generation_mode
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
@@ -82,3 +82,11 @@ def test_export_verb_and_generate(corpus: Path, tmp_path: Path, monkeypatch: pyt
 
 def generated(where: str) -> Ended:
     return run("generate", f"run_dir={where}", "generate.prompt=line", "generate.max_new_tokens=8")
+
+
+def test_an_export_keeps_its_cache_of_keys_and_values(corpus: Path, tmp_path: Path) -> None:
+    """Trainers switch the cache off for activation checkpointing, and save that: generation becomes slow."""
+    ended = train_tiny(corpus, "trainer.activation_checkpointing=true", f"run.dir={tmp_path / 'run'}")
+    assert ended.code == 0, ended.err
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "run" / "export" / name).read_text())["use_cache"] is True

@@ -1,0 +1,18 @@
+"""The page of known reports: each row has a report of its own and names a test that exists."""
+
+import re
+
+from support import REPO
+
+
+def test_each_report_has_a_test_that_exists() -> None:
+    lines = (REPO / "docs" / "known_reports.md").read_text().splitlines()
+    table = [line.strip("|").split("|") for line in lines if line.startswith("| [")]
+    links = [link for first, *_ in table for link in re.findall(r"\]\((https://github.com/\S+)\)", first)]
+    assert len(table) > 60
+    assert len(links) == len(set(links)) >= len(table)
+    for report, _, shown in table:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", shown)
+        assert named, report
+        for file, name in named:
+            assert re.search(rf"^def {name}\(", (REPO / file).read_text(), re.MULTILINE), f"{report}: {file}::{name}"
