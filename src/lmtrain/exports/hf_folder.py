@@ -67,8 +67,9 @@ def export_model(
     remedy = f"the checkpoints are untouched, so once there is room {again} writes it"
     with replacing(folder, f"the export {folder}", remedy) as temporary:
         write_weights(model, temporary, cfg.dtype, merge)
-        if has_scalar_head(model) and tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token  # matches config.json; batched scoring needs padding
+        if has_scalar_head(model):
+            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # as in config.json, for batches
+            tokenizer.padding_side = "right"  # transformers would count positions from the padding on the left
         save_tokenizer(tokenizer, temporary)
         # save_pretrained rejects settings of some published models, such as a temperature with greedy decoding.
         if not has_scalar_head(model):

@@ -28,6 +28,7 @@ _SETTINGS = (
 )  # fmt: skip
 
 
+HERE = '"."  # this folder, or its name on the hub'
 _BEFORE_SHARING = (
     "Add what the data is and its licence, the model's own licence, and what it should not be used for: nothing of "
     "that is in a config."
@@ -150,17 +151,28 @@ def reader(folder: Path) -> str:
     return f"{'peft.' * (package == 'peft')}{cls}.from_pretrained{trust}"
 
 
-def _python(folder: Path, lines: str, model_options: str = "") -> str:
-    """Returns a block of Python code that loads the model and the tokenizer of the folder and then runs `lines`."""
+def loading_code(folder: Path, named: str) -> str:
+    """Returns Python code that loads the model and the tokenizer of the folder; `named` is the name it has there.
+
+    An adapter's folder has no config of the model, so the code sets what a reward adapter was trained with.
+    """
     package, cls = loading_class(folder)
     between = "\nfrom transformers import " if package == "peft" else ", "
     trust = ", trust_remote_code=True" if brings_code(folder) else ""  # lets transformers run the code in this folder
+    rewards = package == "peft" and gives_rewards(folder)
     return (
-        f"```python\nfrom {package} import {cls}{between}AutoTokenizer\n\n"
-        f'folder = "."  # this folder, or its name on the hub\n'
-        f"model = {cls}.from_pretrained(folder{model_options}{trust})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})\n{lines}\n```"
+        f"from {package} import {cls}{between}AutoTokenizer\n\n"
+        f"folder = {named}\n"
+        f"model = {cls}.from_pretrained(folder{', num_labels=1' * rewards}{trust})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})"
+        + "\nmodel.config.pad_token_id = tokenizer.pad_token_id  # where an answer ends"
+        * rewards
     )
+
+
+def _python(folder: Path, lines: str) -> str:
+    """Returns a block of Python code that loads the model and the tokenizer of the folder and then runs `lines`."""
+    return f"```python\n{loading_code(folder, HERE)}\n{lines}\n```"
 
 
 def _use(folder: Path, chat: bool) -> str:
@@ -179,15 +191,17 @@ def _use(folder: Path, chat: bool) -> str:
 def _use_rewards(folder: Path, chat: bool) -> str:
     given = (
         'messages = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]\n'
-        'inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)'
+        'inputs = tokenizer.apply_chat_template([messages], padding=True, return_tensors="pt", return_dict=True)'
         if chat
-        else 'inputs = tokenizer("a prompt and its answer", return_tensors="pt")'
+        else 'inputs = tokenizer(["a prompt and its answer"], padding=True, return_tensors="pt")'
     )
-    lines = f'{given}\nprint(model(input_ids=inputs["input_ids"]).logits[0, 0].item())'
-    labels = ", num_labels=1" if loading_class(folder)[0] == "peft" else ""
+    lines = (
+        f'{given}\nscores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits\n'
+        "print(scores[:, 0].tolist())  # one reward per conversation"
+    )
     return (
         "This model gives an answer a reward: one number, the higher the better; only differences between answers to "
-        f"the same prompt mean something.\n\n{_python(folder, lines, labels)}"
+        f"the same prompt mean something. Batches are padded on the right.\n\n{_python(folder, lines)}"
     )
 
 

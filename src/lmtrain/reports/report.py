@@ -16,6 +16,7 @@ from lmtrain import errors, terminal
 from lmtrain.config import compose as rules
 from lmtrain.config.override_text import leaves_of, typed_keys
 from lmtrain.errors import UserError
+from lmtrain.exports.model_card import loading_code
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import charts, heat_maps, with_names_of_today
@@ -23,10 +24,8 @@ from lmtrain.reports.report_page import Told
 from lmtrain.run_folder.cut_back import last_rows
 from lmtrain.run_folder.folder import (
     RunDir,
-    brings_code,
     checkpoint_names,
     gives_rewards,
-    loading_class,
     predicts_masked_tokens,
 )
 from lmtrain.secrets import shown_in
@@ -321,11 +320,5 @@ def _how_to_use(run: RunDir) -> list[str]:
     found = [f"python -m lmtrain.{verb} {here}" for verb in verbs]
     for folder in (run.export, run.export_merged):
         if folder.is_dir():
-            package, cls = loading_class(folder)
-            trusting = ", trust_remote_code=True" if brings_code(folder) else ""
-            found.append(
-                f"from {package} import {cls}\nfrom transformers import AutoTokenizer\n\n"
-                f'model = {cls}.from_pretrained("{folder}"{trusting})\n'
-                f'tokenizer = AutoTokenizer.from_pretrained("{folder}"{trusting})'
-            )
+            found.append(loading_code(folder, f'"{folder}"'))
     return found
