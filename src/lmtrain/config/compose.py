@@ -15,8 +15,9 @@ from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values
-from lmtrain.config.config_files import folders_of, hydra_over
+from lmtrain.config.config_files import composed_files, folders_of, hydra_over
 from lmtrain.config.defaults import conf_dir, options_of
+from lmtrain.config.keys import at, flat
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.override_text import to_hydra, typed_keys
 from lmtrain.config.schema import Config
@@ -51,6 +52,7 @@ def settled(
     safe_yaml.check_words(overrides)
     overrides = [to_hydra(override) for override in overrides]
     composed, overrides, refused = _hydra_composed(overrides, folders, search, config_name, for_sweep)
+    _keep_texts(composed, overrides, config_dir, config_name)
     ours = OmegaConf.masked_copy(composed, [str(k) for k in composed if k != "hydra"]) if for_sweep else composed
     interpolations.resolved(ours)
     typed = {k: OmegaConf.select(composed, k) for k in trust.CLOSED if k in typed_keys(overrides)}
@@ -142,6 +144,18 @@ def _refuse_gone(composed: DictConfig, overrides: list[str]) -> None:
     for key in sections.GONE:
         if key in typed_keys(overrides) and "_target_" not in composed[key.partition(".")[0]]:
             raise UserError(explain.unknown_key(key, ()))
+
+
+def _keep_texts(composed: DictConfig, overrides: list[str], config_dir: str | None, config_name: str) -> None:
+    """Gives keys whose type is text what a file has for them, where Hydra read a number or boolean (1.10, 007, no)."""
+    plain = OmegaConf.to_container(composed, resolve=False)
+    found = {key: dict(flat(at(plain, key.split(".")))) for key in sections.text_keys()}
+    wrong = [key for key, values in found.items() if any(isinstance(v, int | float) for v in values.values())]
+    for file in reversed(composed_files(overrides, config_dir, config_name)) if wrong else ():
+        tree = safe_yaml.parse(safe_yaml.text_of(file.path), str(file.path), file.package)
+        for key in [key for key in wrong if at(tree, file.way_to(key) or [""]) is not None]:
+            OmegaConf.update(composed, key, at(tree, file.way_to(key)), merge=False)
+            wrong.remove(key)
 
 
 def _leave_to_replaced(composed: DictConfig, typed_words: list[str]) -> None:

@@ -6,11 +6,12 @@ checkpoint, the hash key of a precomputed reference.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
-from lmtrain.config.constraints import CONTENT, Constraint, ReadWhere, Shapes, representable
+from lmtrain.config.constraints import CONTENT, Constraint, ReadWhere, Shapes, name_or_names, representable
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,12 @@ class Key:
     by_content: bool
     may_be_absent: bool  # may be left out of YAML for which it has no meaning; it is None then
     constraints: tuple[Constraint, ...]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether all values of the key are text, or lists or mappings of text."""
+        types = set(re.findall(r"\w+", str(self.type)))
+        return name_or_names in self.constraints or ("str" in types and not types & {"int", "float", "bool", "Any"})
 
 
 @functools.cache

@@ -12,15 +12,20 @@ from hydra.errors import HydraException
 
 from lmtrain.config.interpolations import escaped
 from lmtrain.config.keys import flat
-from lmtrain.config.sections import all_keys
+from lmtrain.config.sections import all_keys, text_keys
 
 
 def to_hydra(override: str) -> str:
     """Returns an override with the quotes and plus signs that Hydra's grammar needs, inferred from the schema.
 
-    Text that doesn't parse is quoted, as are the entries of a list of texts. A mapping with keys chosen by the user, or
-    a key of such a mapping, gets the prefix ++, which adds it to the config.
+    Text that doesn't parse is quoted, as are the entries of a list of texts, and text that looks like a number or
+    boolean. A mapping with keys chosen by the user, or a key of such a mapping, gets the prefix ++, which adds it to
+    the config.
     """
+    return as_text(_parsable(override))
+
+
+def _parsable(override: str) -> str:
     key, _, value = override.partition("=")
     if key == "reward.parts":  # the option's keys are arguments of a class and so not in the schema
         return f"++{override}"
@@ -50,6 +55,29 @@ _ONE_WORD = re.compile(r"[\w.-]*|\$\{.*\}", re.ASCII)
 def as_typed(key: str, text: str) -> str:
     """Returns the override that sets a key to exactly this text; it is quoted and `${` is escaped."""
     return f"{key}={quoted(escaped(text))}"
+
+
+_AS_IT_IS = r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\$\{[^}]*\}"""  # quoted text and interpolations
+_WORD = r"[+-]?(?:\.?\d[\w.+-]*|inf|nan|true|false)"  # read by Hydra as a number or boolean
+_NUMBER = re.compile(rf"({_AS_IT_IS})|(^|[\[,({{:])(\s*)({_WORD})(?=\s*(?:$|[\],)}}]))", re.IGNORECASE | re.ASCII)
+
+
+def as_text(override: str) -> str:
+    """Returns an override whose key takes text with each number or boolean in quotes, so that it stays as typed.
+
+    This applies to all values of a sweep, and to those in a list or mapping of texts. A null stays null.
+    """
+    key, equals, value = override.partition("=")
+    name = key.lstrip("+")
+    if name not in text_keys() and name.rpartition(".")[0] not in text_keys():
+        return override
+
+    def in_quotes(match: re.Match[str]) -> str:
+        quoted_, before, space, word = match.groups()
+        is_part = quoted_ is not None or (before == ":" and not value.startswith("{"))  # of 11:50:00
+        return match[0] if is_part else f"{before}{space}{quoted(word)}"
+
+    return key + equals + _NUMBER.sub(in_quotes, value)
 
 
 _BOOLEANS = {"yes": "true", "no": "false", "on": "true", "off": "false"}

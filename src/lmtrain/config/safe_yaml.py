@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lmtrain.config.sections import text_keys
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 
@@ -109,6 +110,23 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Texts(_Loader):
+    """Reads numbers, booleans and dates as the text that they are written as."""
+
+
+for _kind in ("int", "float", "bool", "timestamp"):
+    _Texts.add_constructor(f"tag:yaml.org,2002:{_kind}", yaml.SafeLoader.construct_yaml_str)
+
+
+def _with_texts(value: Any, written: Any, key: str) -> Any:
+    if key in text_keys():
+        return written
+    if not isinstance(value, dict):
+        return value
+    pairs = zip(value.items(), written.values(), strict=True)
+    return {name: _with_texts(v, text, f"{key}.{name}" if key else str(name)) for (name, v), text in pairs}
+
+
 def text_of(path: Path) -> str:
     """Returns the text of a YAML file; raises UserError if it can't be read."""
     try:
@@ -119,11 +137,18 @@ def text_of(path: Path) -> str:
         raise UserError(f"{path} can't be read: {' '.join(str(error).split())}") from None
 
 
-def parse(text: str, where: str) -> Any:
-    """Returns the plain values of a YAML text; raises UserError, prefixed with `where`, if it can't be parsed."""
+def parse(text: str, where: str, section: str = "") -> Any:
+    """Returns the plain values of a YAML text; a key whose type is text has the text written there (1.10, 007, no).
+
+    Args:
+        section: the section of the config that the text fills; '' is the root.
+
+    Raises:
+        UserError: the text can't be parsed; the message begins with `where`.
+    """
     check_text(text, where)
     try:
-        return yaml.load(text, _Loader)  # a safe loader
+        return _with_texts(yaml.load(text, _Loader), yaml.load(text, _Texts), section)  # safe loaders
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: invalid dates
         raise UserError(f"{where} can't be read: {' '.join(str(error).split())}") from None
 

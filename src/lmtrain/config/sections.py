@@ -76,6 +76,12 @@ def all_keys() -> tuple[Key, ...]:
     return tuple({key.name: key for key in (*own, *keys_of(Config))}.values())
 
 
+@functools.cache
+def text_keys() -> frozenset[str]:
+    """Returns those of `all_keys` whose values are text, however much the text looks like a number."""
+    return frozenset(key.name for key in all_keys() if key.is_text)
+
+
 def rows_trained_on(tree: DictConfig) -> str:
     """Returns the kind of rows that the objective of a composed config trains on; see ObjectiveConfig.rows.
 

@@ -12,6 +12,7 @@ from hydra.errors import HydraException, OverrideParseException
 from lmtrain.config import explain
 from lmtrain.config.config_files import hydra_over
 from lmtrain.config.defaults import conf_dir
+from lmtrain.config.override_text import as_text
 from lmtrain.config.schema import SweepConfig
 from lmtrain.errors import UserError
 from lmtrain.sweeps.trials import Trial
@@ -24,7 +25,7 @@ def parse(overrides: list[str]) -> list[Override]:
     with hydra_over([conf_dir()]) as hydra:
         parser = OverridesParser.create(config_loader=hydra.config_loader)
     try:
-        return parser.parse_overrides(overrides)
+        return parser.parse_overrides([as_text(override) for override in overrides])
     except OverrideParseException as error:
         raise UserError(explain.unreadable(error.override)) from None
 
