@@ -1,5 +1,6 @@
 """No setting is ignored: unread keys are refused, a bare data.path chooses its source, odd values are reported."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -252,3 +253,20 @@ def test_a_run_that_ends_on_nan_has_not_finished(corpus: Path, tmp_path: Path) -
     assert "val/loss is nan at step 1: the model has diverged" in ended.err
     assert '"status": "failed"' in (tmp_path / "run" / "summary.json").read_text()
     assert not (tmp_path / "run" / "export").exists()
+
+
+def test_after_a_divergence_the_newest_sound_checkpoint_is_named(corpus: Path, tmp_path: Path) -> None:
+    """The newest one has a score that is NaN; the one named can be continued as the message says."""
+    short = [f"run.dir={tmp_path / 'run'}", "trainer.val_check_interval=1", "checkpoint.keep_last=5", "schedule=constant",
+             "trainer.gradient_clip_val=null", "schedule.warmup_steps=0", "optimizer=adamw"]  # fmt: skip
+    assert train_tiny(corpus, *short, "trainer.max_steps=1", "optimizer.lr=1e-3").code == 0
+    wild = ["optimizer.lr=1e38", "run.resume=auto", "trainer.max_steps=2"]
+    ended = train_tiny(corpus, *short, *wild)
+    assert ended.code == 1, ended.out
+    assert "val/loss is nan at step 2" in ended.err
+    assert "the newest checkpoint with a finite val/loss is step_00000001; go on from it" in ended.err
+    (words,) = re.findall(r"with (run.resume=\S+) run.dir=NEW", ended.err)
+    again = [*short[1:], f"run.dir={tmp_path / 'new'}", "optimizer.lr=1e-3", "trainer.max_steps=2", words]
+    ended = train_tiny(corpus, *again)
+    assert ended.code == 0, ended.err
+    assert "continues after step 1" in ended.out

@@ -6,7 +6,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lmtrain import errors
-from lmtrain.checkpoints import store
+from lmtrain.checkpoints import retention, store
 from lmtrain.config.override_text import shell_word
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import data_parallel
@@ -59,11 +59,22 @@ def lost_worker(error: BaseException, run: Run) -> bool:
 
 def last_good(run: Run) -> str:
     """Describes the checkpoint that the run can be continued from."""
-    newest = store.scan(run.dir.checkpoints)
-    if not newest:
+    found = retention.manifests(run.dir.checkpoints)
+    if not found:
         return "no checkpoint had been written yet"
-    here = shell_word("run.dir", str(run.dir.path))
-    return f"the last checkpoint is untouched ({newest[-1].name}); go on with {here} run.resume=auto"
+    losses = {path: content["metrics"].get("val/loss") for path, content in found.items()}
+    known = [loss for loss in (*losses.values(), run.metrics.last_val.get("val/loss")) if loss is not None]
+    unknown = 0.0 if all(map(math.isfinite, known)) else math.nan  # after a divergence only a score tells
+    sound = [path for path, loss in losses.items() if math.isfinite(unknown if loss is None else loss)]
+    if not sound:
+        return "no checkpoint has a finite val/loss to go on from"
+    if sound[-1] == max(found, key=store.step_of):
+        here = shell_word("run.dir", str(run.dir.path))
+        return f"the last checkpoint is untouched ({sound[-1].name}); go on with {here} run.resume=auto"
+    return (
+        f"the newest checkpoint with a finite val/loss is {sound[-1].name}; go on from it in another folder with "
+        f"{shell_word('run.resume', str(sound[-1]))} run.dir=NEW"
+    )
 
 
 def out_of_memory(error: BaseException, run: Run) -> RunError:
