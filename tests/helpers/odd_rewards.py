@@ -1,4 +1,4 @@
-"""Faulty rewards."""
+"""Faulty rewards, and rewards that are functions."""
 
 import math
 import time
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmtrain.rewards.base import Reward
+
+SEEN: list[Any] = []  # what the functions below were called with
 
 
 class Text(Reward):
@@ -40,3 +42,21 @@ class NoValidation(Reward):
         if len(set(prompts)) == len(prompts):
             raise ValueError("no group")
         return [float(len(completion)) for completion in completions]
+
+
+def short(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float]:
+    """Has TRL's signature."""
+    SEEN.append((completions, columns))
+    return [-float(len(ids)) for ids in columns["completion_ids"]]
+
+
+def at_most(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], most: int = 3) -> list[float]:
+    return [float(most + 0 * a) for a in answer]
+
+
+def lacking(completions: Sequence[Any], solution: Sequence[Any]) -> list[float]:
+    return [0.0 for _ in solution]
+
+
+def deaf(prompts: Sequence[Any]) -> list[float]:
+    return [0.0 for _ in prompts]

@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 import torch
 from pyarrow import parquet
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import odd_rewards
 from inprocess import Ended, run
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.callbacks.rollouts import shown_prompt
 from lmtrain.data.examples.prompt_rows import PromptRow
 from lmtrain.data.order import step_rows
+from lmtrain.errors import UserError
+from lmtrain.objectives.grpo import end_ids
 from lmtrain.rollouts.rollout import Group
 from support import REPO, Run, rows
 from tiny_pretrained import save_pretrained
@@ -168,6 +173,16 @@ def compare_runs(one: Path, other: Path) -> None:
         ([*LETTERS, "checkpoint.monitor=val/reward"], "more of it is better: set checkpoint.mode=max"),
         ([*LETTERS, "checkpoint.mode=max"], "less of it is better: set checkpoint.mode=min"),
         ([*LETTERS, "callbacks.early_stopping.monitor=val/reward"], "set callbacks.early_stopping.mode=max"),
+        (["reward=custom", "reward._target_=odd_rewards.lacking", "run.allow_target=[odd_rewards]"],
+         "lacking reads the column solution, and the rows have answer"),
+        (["reward=custom", "reward._target_=odd_rewards.deaf", "run.allow_target=[odd_rewards]"],
+         "the function deaf has no parameter completions"),
+        (["reward=custom", "reward._target_=odd_rewards.short", "+reward.most=3", "run.allow_target=[odd_rewards]"],
+         "the function short has no parameter most"),
+        (["reward=custom", "reward._target_=odd_rewards.short"], r"run.allow_target=\[odd_rewards\]"),
+        (["reward=custom", "reward._target_=odd_rewards.time.sleep", "run.allow_target=[odd_rewards]"],
+         "odd_rewards.time.sleep is not a class"),
+        (["reward=custom", "reward._target_=lmtrain.rewards.text.final_number"], "final_number is not a class"),
         (["reward=custom", "reward._target_=odd_rewards.NoValidation", "run.allow_target=[odd_rewards]"],
          "in the validation after step 2 no completion could be scored: reward raised ValueError: no group"),
     ],
@@ -181,6 +196,31 @@ def test_what_cannot_be_trained_on_is_said_once(
     assert ended.code in (1, 2), ended.err
     assert ended.err.count("error: ") == 1
     assert re.search(words, ended.err), ended.err
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_a_reward_is_a_function_with_trls_signature(messages: bool, llama: Path, tmp_path: Path) -> None:
+    """As in TRL, a function gets completions to messages as messages, and those to text as text."""
+    path, template = tmp_path / "prompts.jsonl", "data.chat_template=zephyr"
+    said = [[{"role": "user", "content": f"say {i}"}] if messages else f"say {i}" for i in range(10)]
+    path.write_text("".join(json.dumps({"prompt": p, "answer": i}) + "\n" for i, p in enumerate(said)))
+    odd_rewards.SEEN.clear()
+    parts = ("+reward.parts={short: {_target_: odd_rewards.short, weight: 2}, "
+             "most: {_target_: odd_rewards.at_most, most: 7}}")  # fmt: skip
+    ended = grpo(path, llama, tmp_path / "run", "reward=sum", parts, "run.allow_target=[odd_rewards]",
+                 "trainer.max_steps=1", *([template] if messages else []))  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert "2 x short (short) + 1 x at_most (most)" in " ".join(ended.out.split())
+    record = next(row for row in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row)
+    assert record["train/reward/most"] == 7
+    assert record["train/reward/short"] == -record["train/response_length"]
+    completions, columns = odd_rewards.SEEN[0]
+    assert set(columns) == {"prompts", "answer", "completion_ids", "cut_off"}
+    assert all(prompt in said for prompt in columns["prompts"])
+    if messages:
+        assert all([turn["role"] for turn in completion] == ["assistant"] for completion in completions)
+        completions = [completion[0]["content"] for completion in completions]
+    assert all(isinstance(completion, str) for completion in completions)
 
 
 def test_rewards_that_fail_for_some_are_counted_and_steps_without_signal_are_said(
@@ -207,6 +247,29 @@ def test_groups_without_signal_are_replaced(prompts: Path, llama: Path, tmp_path
     for table, record in zip(tables, records, strict=True):
         assert record["train/resampled"] == pytest.approx(sum(row["resampled"] for row in table) / len(table))
     assert any(row["resampled"] for table in tables for row in table)
+
+
+@pytest.mark.parametrize("name", ["completions", "cut_off", "completion_ids", "prompts", "self"])
+def test_a_column_with_a_name_that_rewards_use_is_refused(name: str, llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"say {i}", name: [i]}) + "\n" for i in range(10)))
+    ended = grpo(path, llama, tmp_path / "run", *LETTERS)
+    assert ended.code == 2
+    assert f"prompts.jsonl, line 1: the rows have the column {name}, and rewards get something else" in ended.err
+
+
+def test_a_stop_token_is_every_token_that_reads_so(llama: Path) -> None:
+    """SentencePiece's tokenizers have two full stops: at the beginning of a word, and behind one."""
+    words = ["<eos>", "▁", "▁.", ".", "▁x", "▁stop"]
+    made = Tokenizer(models.Unigram([(word, -1.0 - i) for i, word in enumerate(words)], unk_id=0))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    made.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+    assert end_ids(SimpleNamespace(tokenizer=tokenizer, end_ids=[0]), ["."]) == (0, 2, 3)
+    bytes_tokenizer = AutoTokenizer.from_pretrained(llama)
+    assert end_ids(SimpleNamespace(tokenizer=bytes_tokenizer, end_ids=[0]), [".", "\n"]) == (0, ord("."), ord("\n"))
+    with pytest.raises(UserError, match=r"has to be a single token, .* it writes 'o' 'k'. Name one of its tokens"):
+        end_ids(SimpleNamespace(tokenizer=bytes_tokenizer, end_ids=[0]), ["ok"])
 
 
 @pytest.mark.parametrize("others", [12, 1])

@@ -4,7 +4,8 @@
 may be built only if, after all interpolations have been resolved:
 
 - its module is in one of PLACES or in a package listed in run.allow_target; no other module is imported to find it;
-- it is a class defined there, not one imported from elsewhere, and not a function;
+- it is a class defined there, not one imported from elsewhere, and not a function; only a reward may be a function, one
+  that is defined at the top of a module of a package in run.allow_target;
 - it is of the kind that the key needs: a Callback, a Metric, an Optimizer, a class with a source's members, ...;
 - its arguments are plain values, passed on unchanged, or nested targets: modules, metrics and callbacks by the same
   rules, and any class of a package in run.allow_target.
@@ -18,9 +19,9 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from lmtrain.config.keys import flat
@@ -96,6 +97,31 @@ def class_named(target: str, key: str, allow_target: Sequence[str]) -> type:
     Raises:
         UserError: it is not allowed, can't be imported, is not a class, or is defined in a module that is not allowed.
     """
+    found, name = _named(target, key, allow_target)
+    if not isinstance(found, type):
+        raise UserError(f"{key}: _target_={target} is not a class; only classes can be named")
+    if not _is_in(f"{found.__module__}.", (*PLACES, *allow_target)):
+        raise UserError(
+            f"{key}: _target_={target} is {_path(found)}, which {name} only imports, so a config may not name it "
+            f"there; if you trust it: _target_={_path(found)} run.allow_target=[{found.__module__.split('.')[0]}]"
+        )
+    return found
+
+
+def function_named(target: str, key: str, allow_target: Sequence[str]) -> Callable[..., Any] | None:
+    """Returns the function that `target` names if it is defined in `allow_target`, at the top of a module; else None.
+
+    Raises:
+        UserError: the target is not allowed or can't be imported.
+    """
+    found, name = _named(target, key, allow_target)
+    is_plain = isinstance(found, FunctionType) and target.rpartition(".")[0] == name
+    allowed = is_plain and all(_is_in(f"{module}.", allow_target) for module in (name, found.__module__))
+    return found if allowed else None
+
+
+def _named(target: str, key: str, allow_target: Sequence[str]) -> tuple[Any, str]:
+    """Returns what `target` names, imported but not called, and its module; raises UserError as `class_named` does."""
     check_allowed(key, target, allow_target)
     name, attributes = _module_of(target, key, allow_target)
     try:
@@ -108,14 +134,7 @@ def class_named(target: str, key: str, allow_target: Sequence[str]) -> type:
     except Exception as error:  # a user's module may fail in any way
         said = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{key}: _target_={target} can't be imported: {' '.join(said.split())}") from error
-    if not isinstance(found, type):
-        raise UserError(f"{key}: _target_={target} is not a class; only classes can be named")
-    if not _is_in(f"{found.__module__}.", (*PLACES, *allow_target)):
-        raise UserError(
-            f"{key}: _target_={target} is {_path(found)}, which {name} only imports, so a config may not name it "
-            f"there; if you trust it: _target_={_path(found)} run.allow_target=[{found.__module__.split('.')[0]}]"
-        )
-    return found
+    return found, name
 
 
 def _module_of(target: str, key: str, allow_target: Sequence[str]) -> tuple[str, list[str]]:

@@ -175,6 +175,17 @@ def _keep_sentencepiece(tokenizer: PreTrainedTokenizerFast, folder: Path) -> boo
     return True
 
 
+def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Returns the ids of the tokens that read `text`; several if it begins a word in one of them.
+
+    Alone, SentencePiece's tokenizers write a text as the beginning of a word: "." as "▁.", or as "▁" and ".".
+    """
+    alone, after, whole = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (text, "x", f"x{text}"))
+    behind = whole[len(after) :] if whole[: len(after)] == after else []
+    single = {ids[0] for ids in (alone, behind) if len(ids) == 1} | {tokenizer.get_vocab().get(text)} - {None}
+    return sorted(i for i in single if tokenizer.decode([i], clean_up_tokenization_spaces=False) == text)
+
+
 def unknown_token(tokenizer: PreTrainedTokenizerFast) -> int | None:
     """Returns the id that stands for characters which the tokenizer lacks; None if it lacks none.
 

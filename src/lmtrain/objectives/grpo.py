@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lmtrain.config.schema import Config
+from lmtrain.data import tokenizers
 from lmtrain.data.chat.decoding import AnswerDecoder
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prompt_rows import PromptRow, PromptRows, prompts_of
@@ -126,7 +127,7 @@ class GRPO(ReferenceObjective):
         rows.append(("rollouts", f"{o.group_size} completions a prompt, up to {o.max_new_tokens:,} tokens, temperature "
                      f"{o.temperature:g}{updates}; by {o.engine}, {o.rollout_batch_size} at once"))  # fmt: skip
         parts = self.maker.scorer.parts
-        words = [f"{p.weight:g} x {type(p.reward).__name__}" + f" ({p.name})" * (p.name != SOLE) for p in parts]
+        words = [f"{p.weight:g} x {p.reward.label}" + f" ({p.name})" * (p.name != SOLE) for p in parts]
         return [*rows, ("reward", " + ".join(words))]
 
     def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
@@ -342,14 +343,15 @@ class GRPO(ReferenceObjective):
 
 
 def end_ids(corpus: Corpus, stop_tokens: Sequence[str]) -> tuple[int, ...]:
-    """Returns the ids that end a completion; raises UserError for a stop token that is not exactly one token."""
+    """Returns the ids that end a completion; raises UserError for a stop token that is no single token."""
     found = list(corpus.end_ids or [corpus.tokenizer.eos_token_id])
     for text in stop_tokens:
-        ids = corpus.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) != 1:
+        ids = tokenizers.ids_of(corpus.tokenizer, text)
+        if not ids:
+            parts = map(corpus.tokenizer.decode, corpus.tokenizer(text, add_special_tokens=False)["input_ids"])
             raise UserError(
-                f"objective.stop_tokens: the tokenizer writes {text!r} as {len(ids)} tokens, but it has to be a "
-                f"single token: name the last of them, for example {corpus.tokenizer.decode(ids[-1:])!r}"
+                f"objective.stop_tokens: {text!r} has to be a single token, and the tokenizer has none that reads so: "
+                f"it writes {' '.join(map(repr, parts))}. Name one of its tokens"
             )
         found += ids
     return tuple(dict.fromkeys(found))

@@ -1,14 +1,16 @@
-"""The interface of rewards: classes called with completions and the columns of their prompts' rows."""
+"""The interface of rewards: classes or functions called with completions and the columns of their prompts' rows."""
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from lmtrain.data.examples.prompt_rows import RESERVED
 from lmtrain.errors import UserError
 
 
 class Reward(ABC):
-    """Base class of all rewards; your own is a subclass in a package that run.allow_target allows.
+    """Base class of all rewards; your own is a subclass, or a function, in a package that run.allow_target allows.
 
     It is called like TRL's reward functions:
 
@@ -35,12 +37,57 @@ class Reward(ABC):
                 `completion_ids`, lists of ids with their ending token, and `cut_off`, bool: there is no ending token.
         """
 
+    @property
+    def label(self) -> str:
+        """The name in the plan and in messages."""
+        return type(self).__name__
+
     def place(self, device: Any) -> None:  # noqa: B027  # most have nothing to place
         """Called before the first step with the torch.device used for training, for rewards that compute on it."""
 
     def content(self) -> str | None:
         """Returns what a resumed run must find unchanged besides the arguments, such as a checksum of read files."""
         return None
+
+
+class FunctionReward(Reward):
+    """A function of the user's with TRL's signature, called as TRL calls it.
+
+    So it gets each completion to a prompt of messages as messages, [{"role": "assistant", "content": the text}], and
+    each completion to a text prompt as text. A function without ** gets the columns that it names only.
+    """
+
+    def __init__(self, function: Callable[..., Sequence[Any]], arguments: dict[str, Any], key: str) -> None:
+        """
+        Args:
+            arguments: values for some of the function's parameters.
+            key: the config key, for messages.
+
+        Raises:
+            UserError: the function has no parameter `completions`, or none for an argument.
+        """
+        self.function, self.arguments = function, arguments
+        parameters = inspect.signature(function).parameters.values()
+        self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.required = [p.name for p in parameters if p.name in self.names and p.default is p.empty]
+        for name in ("completions", *arguments):
+            if name not in self.names:
+                raise UserError(f"{key}: the function {self.label} has no parameter {name}, but {self.names}")
+
+    @property
+    def label(self) -> str:
+        return self.function.__name__
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Sequence[Any]:
+        said = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+        given = {**columns, "prompts": prompts, "completions": said, **self.arguments}
+        for name in self.required:
+            needed(given, name, self.label)
+        return self.function(**{name: v for name, v in given.items() if self.takes_all or name in self.names})
 
 
 class ComparedWithReference(Reward):
@@ -66,6 +113,6 @@ class ComparedWithReference(Reward):
 def needed(columns: dict[str, Sequence[Any]], name: str, who: str) -> Sequence[Any]:
     """Returns the column that a reward reads; raises UserError if the rows have none of that name."""
     if name not in columns:
-        has = ", ".join(sorted(set(columns) - {"completion_ids", "cut_off"})) or "none besides the prompt"
+        has = ", ".join(sorted(set(columns) - RESERVED)) or "none besides the prompt"
         raise UserError(f"{who} reads the column {name}, and the rows have {has}: set reward.column=...")
     return columns[name]

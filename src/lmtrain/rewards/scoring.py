@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lmtrain.config.targets import build_target
+from lmtrain.config.targets import build_target, check_names, function_named
 from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
 from lmtrain.errors import RunError, UserError
-from lmtrain.rewards.base import Reward
+from lmtrain.rewards.base import FunctionReward, Reward
 
 SOLE = "reward"  # the name of a reward that is the only one
 _NO_OPINION = "no opinion, as where a row has no value in the column that is compared"
@@ -48,7 +48,8 @@ def build_rewards(config: Mapping[str, Any], allow_target: Sequence[str]) -> lis
     if not entries:
         raise UserError(
             "objective=grpo learns from rewards, and there is none: choose one with reward=exact_number, regex, "
-            "format, length, math_verify, code or model, or name a class of yours with reward=custom reward._target_="
+            "format, length, math_verify, code or model, or name a class or a function of yours with reward=custom "
+            "reward._target_="
         )
     found = []
     for name, entry in entries.items():
@@ -59,8 +60,17 @@ def build_rewards(config: Mapping[str, Any], allow_target: Sequence[str]) -> lis
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise UserError(f"{key}.weight={weight}: a number is needed")
         arguments = {k: v for k, v in entry.items() if k != "weight"}
-        found.append(Part(name, float(weight), build_target(arguments, key, Reward, allow_target)))
+        found.append(Part(name, float(weight), _built(arguments, key, allow_target)))
     return found
+
+
+def _built(entry: dict[str, Any], key: str, allow_target: Sequence[str]) -> Reward:
+    """Builds one reward, a class or a function of the user's; raises UserError as `build_target` does."""
+    check_names(key, entry, allow_target)
+    function = function_named(str(entry["_target_"]), key, allow_target)
+    if function is None:
+        return build_target(entry, key, Reward, allow_target)
+    return FunctionReward(function, {name: v for name, v in entry.items() if name != "_target_"}, key)
 
 
 class Scorer:
@@ -125,7 +135,7 @@ class Scorer:
     ) -> list[float | str]:
         with time_limit(self.timeout):
             values = part.reward(prompts=prompts, completions=completions, **columns)
-        who = f"the reward {part.name} ({type(part.reward).__qualname__})"
+        who = f"the reward {part.name} ({part.reward.label})"
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
             raise UserError(f"{who} returned {_shown(values)}: a list with a number for each completion is needed")
         if len(values) != len(completions):

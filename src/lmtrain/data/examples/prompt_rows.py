@@ -10,7 +10,7 @@ import torch
 from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Completion, Conversation, Format, check_renamed, values_of
+from lmtrain.data.chat.conversations import Completion, Conversation, Format, check_renamed, column_of, values_of
 from lmtrain.data.chat.pairs import opening
 from lmtrain.data.chat.turns import BadRow, Remark, check, tools_of, whole_text
 from lmtrain.data.examples.documents import ExampleRows, Examples
@@ -19,6 +19,8 @@ from lmtrain.errors import UserError
 
 PROMPT = "prompt|question|instruction|messages"
 _FORMAT = Format((PROMPT,))
+# Names under which rewards get something else than a column: rewards/base.py.
+RESERVED = frozenset(("self", "prompts", "completions", "completion_ids", "cut_off"))
 
 
 class PromptRowEncoder(TemplateRows):
@@ -44,9 +46,17 @@ class PromptRowEncoder(TemplateRows):
 
         Raises:
             BadRow: there is no prompt, it is longer than data.max_prompt_length, or JSON can't hold a column.
-            UserError: the chat template has no generation prompt.
+            UserError: the chat template has no generation prompt, or a column has a name of `RESERVED`.
         """
         self.chat.begin_row()
+        taken = RESERVED.intersection(row) - {column_of(PROMPT, row, cfg)}
+        if taken:
+            raise UserError(
+                f"{where}: the rows have the column{'s' * (len(taken) > 1)} {' and '.join(sorted(taken))}, and rewards "
+                f"get something else under {'these names' if len(taken) > 1 else 'this name'}: rename or remove "
+                f"{'them' if len(taken) > 1 else 'it'} in the data (of a hub data set, save a copy: "
+                f"load_dataset(NAME, split='train').remove_columns({sorted(taken)}).to_json('prompts.jsonl'))"
+            )
         prompt = values_of(row, _FORMAT, cfg, where)["prompt"]
         if prompt == "" or prompt == []:
             raise BadRow(where, "the prompt is empty")
