@@ -257,8 +257,8 @@ def test_a_run_that_ends_on_nan_has_not_finished(corpus: Path, tmp_path: Path) -
 
 def test_after_a_divergence_the_newest_sound_checkpoint_is_named(corpus: Path, tmp_path: Path) -> None:
     """The newest one has a score that is NaN; the one named can be continued as the message says."""
-    short = [f"run.dir={tmp_path / 'run'}", "trainer.val_check_interval=1", "checkpoint.keep_last=5", "schedule=constant",
-             "trainer.gradient_clip_val=null", "schedule.warmup_steps=0", "optimizer=adamw"]  # fmt: skip
+    short = [f"run.dir={tmp_path / 'run'}", "trainer.val_check_interval=1", "checkpoint.keep_last=5", "optimizer=adamw",
+             "trainer.gradient_clip_val=null", "schedule=constant", "schedule.warmup_steps=0"]  # fmt: skip
     assert train_tiny(corpus, *short, "trainer.max_steps=1", "optimizer.lr=1e-3").code == 0
     wild = ["optimizer.lr=1e38", "run.resume=auto", "trainer.max_steps=2"]
     ended = train_tiny(corpus, *short, *wild)
