@@ -174,7 +174,7 @@ def compare_runs(one: Path, other: Path) -> None:
         ([*LETTERS, "checkpoint.mode=max"], "less of it is better: set checkpoint.mode=min"),
         ([*LETTERS, "callbacks.early_stopping.monitor=val/reward"], "set callbacks.early_stopping.mode=max"),
         (["reward=custom", "reward._target_=odd_rewards.lacking", "run.allow_target=[odd_rewards]"],
-         "lacking reads the column solution, and the rows have answer"),
+         "lacking reads the column solution, and the rows have answer: give the parameter a default"),
         (["reward=custom", "reward._target_=odd_rewards.deaf", "run.allow_target=[odd_rewards]"],
          "the function deaf has no parameter completions"),
         (["reward=custom", "reward._target_=odd_rewards.short", "+reward.most=3", "run.allow_target=[odd_rewards]"],
@@ -268,7 +268,7 @@ def test_a_stop_token_is_every_token_that_reads_so(llama: Path) -> None:
     assert end_ids(SimpleNamespace(tokenizer=tokenizer, end_ids=[0]), ["."]) == (0, 2, 3)
     bytes_tokenizer = AutoTokenizer.from_pretrained(llama)
     assert end_ids(SimpleNamespace(tokenizer=bytes_tokenizer, end_ids=[0]), [".", "\n"]) == (0, ord("."), ord("\n"))
-    with pytest.raises(UserError, match=r"has to be a single token, .* it writes 'o' 'k'. Name one of its tokens"):
+    with pytest.raises(UserError, match=r"writes 'ok' as 2 tokens, .*: name one of 'o' 'k'"):
         end_ids(SimpleNamespace(tokenizer=bytes_tokenizer, end_ids=[0]), ["ok"])
 
 

@@ -348,10 +348,10 @@ def end_ids(corpus: Corpus, stop_tokens: Sequence[str]) -> tuple[int, ...]:
     for text in stop_tokens:
         ids = tokenizers.ids_of(corpus.tokenizer, text)
         if not ids:
-            parts = map(corpus.tokenizer.decode, corpus.tokenizer(text, add_special_tokens=False)["input_ids"])
+            parts = [*map(corpus.tokenizer.decode, corpus.tokenizer(text, add_special_tokens=False)["input_ids"])]
             raise UserError(
-                f"objective.stop_tokens: {text!r} has to be a single token, and the tokenizer has none that reads so: "
-                f"it writes {' '.join(map(repr, parts))}. Name one of its tokens"
+                f"objective.stop_tokens: the tokenizer writes {text!r} as {len(parts)} tokens, and none reads so, but "
+                f"it has to be a single token: name one of {' '.join(map(repr, parts))}"
             )
         found += ids
     return tuple(dict.fromkeys(found))

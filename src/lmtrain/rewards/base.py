@@ -84,9 +84,9 @@ class FunctionReward(Reward):
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, completions, strict=True)
         ]
-        given = {**columns, "prompts": prompts, "completions": said, **self.arguments}
+        given: dict[str, Any] = {**columns, "prompts": prompts, "completions": said, **self.arguments}
         for name in self.required:
-            needed(given, name, self.label)
+            needed(given, name, self.label, "give the parameter a default, or let the rows have the column")
         return self.function(**{name: v for name, v in given.items() if self.takes_all or name in self.names})
 
 
@@ -110,9 +110,11 @@ class ComparedWithReference(Reward):
         return [None if pair[1] is None else self.right if self.is_right(*pair) else self.wrong for pair in pairs]
 
 
-def needed(columns: dict[str, Sequence[Any]], name: str, who: str) -> Sequence[Any]:
+def needed(
+    columns: dict[str, Sequence[Any]], name: str, who: str, remedy: str = "set reward.column=..."
+) -> Sequence[Any]:
     """Returns the column that a reward reads; raises UserError if the rows have none of that name."""
     if name not in columns:
         has = ", ".join(sorted(set(columns) - RESERVED)) or "none besides the prompt"
-        raise UserError(f"{who} reads the column {name}, and the rows have {has}: set reward.column=...")
+        raise UserError(f"{who} reads the column {name}, and the rows have {has}: {remedy}")
     return columns[name]
