@@ -52,16 +52,36 @@ def grpo(prompts: Path, model: Path, run_dir: Path, *argv: str) -> Ended:
     return run("train", *GRPO, f"data.path={prompts}", f"model.name_or_path={model}", f"run.dir={run_dir}", *argv)
 
 
+def leads_with_the_reward(ended: Ended, validated: list[float], run_dir: Path) -> None:
+    """Lines, end table and page show rewards first, and no loss of a validation, which is minus its reward."""
+    assert validated
+    lines = [line.split() for line in ended.out.splitlines() if line.startswith("step ")]
+    assert all(line[2] == "reward" or line[2:4] == ["val", "reward"] for line in lines), lines
+    table = ended.out[ended.out.index("finished at step") :]
+    assert table.index("train/reward") < table.index("val/reward") < table.index("train/loss")
+    assert f"val/reward {max(validated):.4f} at step" in " ".join(table.split())
+    assert "val/loss" not in table
+    page = (run_dir / "report.html").read_text() if (run_dir / "report.html").exists() else None
+    if page is None:
+        assert run("report", str(run_dir)).code == 0
+        page = (run_dir / "report.html").read_text()
+    assert f"<b>{max(validated):.4g}</b>" in page
+    assert page.index('data-chart="reward"') < page.index('data-chart="loss"')
+
+
 def test_a_record_is_what_a_plain_loop_counts(prompts: Path, llama: Path, tmp_path: Path) -> None:
     """Rewards (by part and summed), spreads, lengths, groups without signal and sampler log-probabilities are right."""
     parts = (
         "+reward.parts={letter: {_target_: lmtrain.rewards.text.Regex, pattern: '[a-p]', whole: false, weight: 2}, "
         "short: {_target_: lmtrain.rewards.text.LengthPenalty, most: 4, scale: 10}}"
     )
-    ended = grpo(prompts, llama, tmp_path / "run", "reward=sum", parts, "objective.keep_rollouts=true")
+    ended = grpo(prompts, llama, tmp_path / "run", "reward=sum", parts, "objective.keep_rollouts=true",
+                 "checkpoint.min_val_rows=0")  # fmt: skip
     assert ended.code == 0, ended.err
-    records = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
+    everything = rows(tmp_path / "run" / "metrics.jsonl")
+    records = [row for row in everything if "train/loss" in row]
     assert len(records) == 2
+    leads_with_the_reward(ended, [row["val/reward"] for row in everything if "val/reward" in row], tmp_path / "run")
     for record in records:
         table = parquet.read_table(
             tmp_path / "run" / "rollouts" / f"step_{record['step']:08d}_rank0.parquet"

@@ -10,6 +10,9 @@ import pytest
 
 from inprocess import message, run, train_tiny
 from lmtrain.reports.curves import Curve, charts, heat_maps, thinned, with_names_of_today
+from lmtrain.reports.report import write_own
+from lmtrain.run_folder import lock
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.terminal import visible
 from support import rows
 
@@ -96,6 +99,46 @@ def test_a_resumed_run_says_so_and_runs_are_compared(corpus: Path, tmp_path: Pat
     assert table.index("4 of 4") < table.index("2 of 2")  # the better run comes first
     assert "model.hidden_size" in page.text
     assert "data.path" not in page.text  # the same in both runs
+
+
+def test_runs_are_ranked_among_those_that_measure_the_same(tmp_path: Path) -> None:
+    """A DPO loss below a text's loss is no better, a higher accuracy is, and the order typed changes nothing."""
+    runs = {
+        "text_a": ("causal_lm", "book.txt", "val/loss", "min", 5.4),
+        "text_b": ("causal_lm", "book.txt", "val/loss", "min", 5.2),
+        "other_text": ("causal_lm", "b.txt", "val/loss", "min", 1.0),
+        "dpo": ("dpo", "pairs.jsonl", "val/loss", "min", 0.687),
+        "dpo_a": ("dpo", "pairs.jsonl", "val/rewards/accuracy", "max", 0.6),
+        "dpo_b": ("dpo", "pairs.jsonl", "val/rewards/accuracy", "max", 0.9),
+    }  # fmt: skip
+    for name, (objective, path, monitor, mode, score) in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(json.dumps(
+            {"objective": {"name": objective}, "data": {"path": path}, "model": {"name": "m"},
+             "checkpoint": {"monitor": monitor, "mode": mode}}))  # fmt: skip
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 2, monitor: score}) + "\n")
+    texts = []
+    for names in (list(runs), list(reversed(runs))):
+        assert run("report", *[str(tmp_path / name) for name in names], "--out", str(tmp_path / "all.html")).code == 0
+        texts.append((tmp_path / "all.html").read_text())
+    assert texts[0] == texts[1]
+    page = Page(texts[0]).text
+    tables = page[page.index("best first") : page.index("smoothing")].split(" first: ")[1:]
+    found = [[name for name in sorted(runs, key=table.find) if f"{name}interrupted" in table] for table in tables]
+    assert sorted(found) == [["dpo"], ["dpo_b", "dpo_a"], ["other_text"], ["text_b", "text_a"]]
+
+
+@pytest.mark.parametrize(("status", "head"), [("finished", "3,105 of 3,105"), ("preempted", "3,105:")])
+def test_a_run_that_the_clock_ended_has_no_other_length(status: str, head: str, tmp_path: Path) -> None:
+    """Its config's trainer.max_steps is only the first estimate; and it writes its page while it is still locked."""
+    (tmp_path / "config.yaml").write_text("{trainer: {max_steps: 2064}, budget: {minutes: 3}}")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3105, "train/loss": 2.5}\n')
+    (tmp_path / "summary.json").write_text(json.dumps({"status": status, "step": 3105}))
+    with lock.held(tmp_path):
+        write_own(RunDir(tmp_path))
+    text = Page((tmp_path / "report.html").read_text()).text
+    assert f"{status} at step {head}" in text
+    assert "2,064" not in text[: text.index("smoothing")]
 
 
 @pytest.fixture

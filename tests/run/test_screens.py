@@ -74,6 +74,24 @@ def test_lines_in_a_pipe_carry_elapsed_and_left() -> None:
     assert duration(3725.9) == "1:02:05"
 
 
+def test_a_line_has_the_numbers_of_its_own_step_only() -> None:
+    """A validation at a step that isn't logged must not show the loss, rate and speed of an earlier step."""
+    plain, rich = io.StringIO(), io.StringIO()
+    lines = PlainLines(Console(width=200, file=plain), 1000, every_seconds=0)
+    bar = RichBar(Console(width=80, file=rich, color_system=None, force_terminal=True), 1000)
+    trainer: Any = SimpleNamespace(global_step=0)
+    for shows in (lines, bar):
+        shows.on_train_start(trainer, None)  # type: ignore[arg-type]
+        for row in (ROW, {"step": 250, "val/loss": 2.5}, {"step": 275, "val/loss": 2.4}):
+            shows.listen(row)
+        shows.on_train_end(SimpleNamespace(global_step=275), None)  # type: ignore[arg-type]
+    at_logged, alone = plain.getvalue().splitlines()[1:]
+    assert at_logged.startswith("step  250/1000  loss 2.3457  val 2.5000  lr 6.00e-04  tok/s 12,346")
+    assert alone.startswith("step  275/1000  val 2.4000  0:00:0")
+    assert "step  250  loss 2.3457  val 2.5000\n" in rich.getvalue()
+    assert "step  275  val 2.4000\n" in rich.getvalue()
+
+
 def test_a_long_run_has_few_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     now, out = [0.0], io.StringIO()
     monkeypatch.setattr("time.perf_counter", lambda: now[0])

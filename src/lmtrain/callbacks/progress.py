@@ -36,14 +36,18 @@ LINES = 7  # lines of a run in a log, not counting validations
 _SECONDS_BETWEEN_UPDATES = 0.2  # of the bar's position; more would not be visible, but slow down steps
 
 
-def parts(row: Row) -> list[str]:
-    """Returns the row's main numbers as text, the most important first."""
-    return [f"{label} {form.format(row[key])}" for key, label, form in _SHOWN if row.get(key) is not None]
+def parts(row: Row, headline: str) -> list[str]:
+    """Returns the row's main numbers as text, the most important first; `headline`: see ObjectiveConfig."""
+    shown = list(_SHOWN)
+    if headline != "loss":
+        first = [(f"train/{headline}", headline, "{:.4f}"), (f"val/{headline}", f"val {headline}", "{:.4f}")]
+        shown = [*first, *(entry for entry in _SHOWN if entry[0] != "val/loss")]
+    return [f"{label} {form.format(row[key])}" for key, label, form in shown if row.get(key) is not None]
 
 
-def describe(row: Row) -> str:
-    """Returns the row's main numbers on one line."""
-    return "  ".join(parts(row))
+def joined(latest: Row, row: Row) -> Row:
+    """Returns the numbers of the row's step: with those of `latest` if it is of the same step, which is validated."""
+    return {**latest, **row} if latest.get("step") == row["step"] else dict(row)
 
 
 def duration(seconds: float) -> str:
@@ -55,15 +59,15 @@ def duration(seconds: float) -> str:
 class Numbers(ProgressColumn):
     """A column with as many of the latest numbers, then the elapsed time, as fit beside the fixed columns."""
 
-    def __init__(self, console: Console, latest: Row, total_steps: int) -> None:
+    def __init__(self, console: Console, latest: Row, total_steps: int, headline: str) -> None:
         super().__init__(Column(no_wrap=True))
-        self.console, self.latest = console, latest
+        self.console, self.latest, self.headline = console, latest, headline
         # Width of the fixed columns: a word, the smallest bar, step/total, percentage, "left", its time, and spaces.
         self.always = len("validate") + 8 + 2 * len(str(total_steps)) + 1 + len("100%") + len("left 0:00:00") + 6
 
     def render(self, task: Task) -> Text:
         left, shown = self.console.width - self.always, list[str]()
-        for part in [*parts(self.latest), f"after {duration(task.elapsed or 0)}"]:
+        for part in [*parts(self.latest, self.headline), f"after {duration(task.elapsed or 0)}"]:
             left -= len(part) + 2
             if left < 0:
                 break
@@ -74,9 +78,12 @@ class Numbers(ProgressColumn):
 class RichBar(pl.Callback):
     """A single bar with step, percentage and time left; if there is room, loss, validation loss, learning rate, ..."""
 
-    def __init__(self, console: Console, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console, self.total_steps, self.clock = console, total_steps, clock
-        self.latest: Row = {}
+    def __init__(
+        self, console: Console, total_steps: int, headline: str = "loss", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.console, self.total_steps, self.headline, self.clock = console, total_steps, headline, clock
+        self.latest: Row = {}  # the latest of each number, whatever its step
+        self.of_step: Row = {}  # those of the latest step
         self.progress: Progress | None = None
         self.train: TaskID | None = None
         self.val: TaskID | None = None
@@ -84,10 +91,11 @@ class RichBar(pl.Callback):
 
     def listen(self, row: Row) -> None:
         self.latest.update(row)
+        self.of_step = joined(self.of_step, row)
         if "val/loss" in row and self.progress is not None:  # this line remains above the bar
             step = f"step {row['step']:>{len(str(self.total_steps))}}"
-            numbers = describe({**self.latest, "lr": None, "tokens_per_s": None, "mfu": None})
-            self.console.print(f"{step}  {numbers}", soft_wrap=True, highlight=False)
+            numbers = parts({**self.of_step, "lr": None, "tokens_per_s": None, "mfu": None}, self.headline)
+            self.console.print("  ".join([step, *numbers]), soft_wrap=True, highlight=False)
         if self.progress is not None and self.train is not None:
             self.progress.update(self.train, completed=row["step"])
 
@@ -97,7 +105,7 @@ class RichBar(pl.Callback):
             BarColumn(bar_width=None, table_column=Column(ratio=1)),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.percentage:>3.0f}%"),
-            Numbers(self.console, self.latest, self.total_steps),
+            Numbers(self.console, self.latest, self.total_steps, self.headline),
             TextColumn("left"),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
             console=self.console,
@@ -146,9 +154,10 @@ class RichBar(pl.Callback):
 class PlainLines(pl.Callback):
     """Progress lines at intervals, after each validation and at the end: for logs, pipes and notebooks."""
 
-    def __init__(self, console: Console, total_steps: int, every_seconds: float) -> None:
-        self.console, self.total_steps, self.every_seconds = console, total_steps, every_seconds
-        self.latest: Row = {}
+    def __init__(self, console: Console, total_steps: int, every_seconds: float, headline: str = "loss") -> None:
+        self.console, self.total_steps, self.headline = console, total_steps, headline
+        self.every_seconds = every_seconds
+        self.latest: Row = {}  # the numbers of the latest step
         self._printed, self._began, self._first, self._last = -math.inf, time.perf_counter(), 0, 0
         self._timed: tuple[int, float] | None = None  # step and time of the first row, after compilation
 
@@ -156,7 +165,7 @@ class PlainLines(pl.Callback):
         self._began, self._first = time.perf_counter(), trainer.global_step
 
     def listen(self, row: Row) -> None:
-        self.latest.update(row)
+        self.latest = joined(self.latest, row)
         elapsed = time.perf_counter() - self._began
         self._timed = self._timed or (row["step"], elapsed)
         if "val/loss" in row or elapsed - self._printed >= self._pause(row["step"], elapsed):
@@ -168,13 +177,11 @@ class PlainLines(pl.Callback):
             self._print(step, time.perf_counter() - self._began)
 
     def _print(self, step: int, elapsed: float) -> None:
-        """Prints the latest numbers; those of a validation only once."""
+        """Prints the numbers of the latest step."""
         self._printed, self._last = elapsed, step
         named = f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"
-        self.console.print(
-            f"{named}  {describe(self.latest)}  {self._times(step, elapsed)}", soft_wrap=True, highlight=False
-        )
-        self.latest = {key: value for key, value in self.latest.items() if not key.startswith("val/")}
+        words = "  ".join([named, *parts(self.latest, self.headline), self._times(step, elapsed)])
+        self.console.print(words, soft_wrap=True, highlight=False)
 
     def _pause(self, step: int, seconds: float) -> float:
         """Returns the seconds between lines: `every_seconds`, or more so that the run prints at most LINES lines."""

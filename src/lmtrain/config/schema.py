@@ -62,6 +62,8 @@ class ObjectiveConfig:
     """The keys of every objective. Subclasses add options: those in options.py, or `Options` of a user's class."""
 
     rows: ClassVar[str] = "text"  # the data it needs: text, conversations, pairs, or the path of a row format's class
+    # The mean that the screen and the page show first; if it isn't the loss, a validation's loss is minus it.
+    headline: ClassVar[str] = "loss"
     scalar_head: ClassVar[bool] = False  # whether the model outputs one scalar per row instead of next-token logits
 
     name: Annotated[str, TRAJECTORY]

@@ -15,7 +15,8 @@ MAX_POINTS = 1500  # per curve: about three for each pixel of a chart
 _LEFT_OUT = ("step", "tokens_seen", "rows", "bad_steps", "time", "step_ms", "data_wait_ms")
 # The charts that come first, in this order: their titles, and the labels of their y axes.
 FIRST = {
-    "loss": ("Loss", "loss"), "lr": ("Learning rate", "learning rate"), "grad_norm": ("Gradient norm", "norm"),
+    "reward": ("Reward", "reward"), "loss": ("Loss", "loss"), "lr": ("Learning rate", "learning rate"),
+    "grad_norm": ("Gradient norm", "norm"),
     "tokens_per_s": ("Speed, tokens/s", "tokens/s"), "samples_per_s": ("Rows/s", "rows/s"),
     "memory_gib": ("Memory, GiB", "GiB"), "host_memory_gib": ("Host memory, GiB", "GiB"),
     "mfu": ("Share of peak FLOP/s", "share"), "perplexity": ("Perplexity", "perplexity"),

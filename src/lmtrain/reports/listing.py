@@ -22,7 +22,7 @@ from lmtrain.run_folder.cut_back import last_rows, parsed
 from lmtrain.run_folder.folder import RunDir, checkpoint_names
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former, in C, may be missing
-_SECTIONS = re.compile(r"^(?:checkpoint|trainer):.*\n(?:[ \t].*\n|\n)*", re.MULTILINE)  # of config.yaml, parsed alone
+_SECTIONS = re.compile(r"^(?:budget|checkpoint|trainer):.*\n(?:[ \t].*\n|\n)*", re.MULTILINE)  # parsed alone
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
@@ -75,33 +75,47 @@ def show(folder: Path) -> int:
     return errors.FINISHED
 
 
-def read(run: RunDir) -> Listed:
-    """Reads the state of one run from its folder."""
+def read(run: RunDir, ended: bool = False) -> Listed:
+    """Reads the state of one run from its folder; `ended`: summary.json is written, though the run is still locked."""
     config = _config(run)
     summary = _json(run.summary)
     monitor, mode = config["checkpoint"]["monitor"], config["checkpoint"]["mode"]
     best = _best_told(summary, monitor) or _best(run.metrics, monitor, mode)
     last = max((row["step"] for row in last_rows(run.metrics)), default=0) if run.metrics.is_file() else 0
-    status, step = _status(run, summary), max(last, whole(summary.get("step")) or 0)
+    status, step = _status(run, summary, ended), max(last, whole(summary.get("step")) or 0)
+    headline = str(summary.get("headline", "loss"))
     files = [p for p in (run.config, run.metrics, run.summary) if p.exists()]
     return Listed(
         run.path,
         status,
         step,
-        # budget.minutes and epochs may end a run at a step other than max_steps.
-        step if status == "finished" else whole(config["trainer"]["max_steps"]),
-        f"{monitor} {best[1]:.4f} at step {best[0]:,}" if best is not None else None,
+        _planned(config, status, step),
+        "{} {:.4f} at step {:,}".format(*led_by(headline, monitor, best[1]), best[0]) if best is not None else None,
         max(p.stat().st_mtime for p in files),
     )
 
 
+def led_by(headline: str, monitor: str, value: float) -> tuple[str, float]:
+    """Returns name and value of a score as people read it: val/loss as its `headline`, of which it is the negative."""
+    return (f"val/{headline}", -value) if monitor == "val/loss" and headline != "loss" else (monitor, value)
+
+
+def _planned(config: dict[str, Any], status: str, step: int) -> int | None:
+    """Returns the steps of the whole run; None if the clock chooses them (budget.minutes) and it is not finished."""
+    if status == "finished":
+        return step
+    steps = whole(config["trainer"]["max_steps"])
+    return None if config["budget"]["minutes"] is not None or steps is None or steps < step else steps
+
+
 def _config(run: RunDir) -> dict[str, Any]:
-    nothing: dict[str, Any] = {"checkpoint": {"monitor": "val/loss", "mode": "min"}, "trainer": {"max_steps": None}}
+    nothing: dict[str, Any] = {"checkpoint": {"monitor": "val/loss", "mode": "min"}, "trainer": {"max_steps": None},
+                               "budget": {"minutes": None}}  # fmt: skip
     try:
         text = read_regular(run.config)
         part = "".join(_SECTIONS.findall(text))
         tree = yaml.load(text if "*" in part else part or text, _LOADER)  # *name refers to another section
-        return {section: {**nothing[section], **tree[section]} for section in nothing}
+        return {section: {**default, **tree.get(section, {})} for section, default in nothing.items()}
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
         return nothing
 
@@ -121,8 +135,8 @@ def whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _status(run: RunDir, summary: dict[str, Any]) -> str:
-    if lock.taken(run.path):
+def _status(run: RunDir, summary: dict[str, Any], ended: bool) -> str:
+    if not ended and lock.taken(run.path):
         return "running"
     if "status" in summary:
         return str(summary["status"])

@@ -1,7 +1,6 @@
 """Reads a run's folder, finished or still being written, and writes its HTML report. Imports no torch."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import shlex
@@ -31,6 +30,8 @@ from lmtrain.run_folder.folder import (
 from lmtrain.secrets import shown_in
 
 _PROMPTS, _STEPS = 12, 15  # samples shown: number of prompts, and of steps for each, spread over the training
+# Keys of `data` that, with its path or name, decide on which rows a score is measured.
+_MEASURED = ("val_path", "val_split", "val_fraction", "num_samples", "mixture")
 # Keys that set locations or the behaviour of other commands; they do not describe what was trained.
 _NOT_SHOWN = ("run_dir", "run.", "hydra.", "generate.", "evaluate.", "estimate.", "inspect.", "report.", "chat.",
               "sweep.", "data.cache_dir", "debug.")  # fmt: skip
@@ -74,10 +75,8 @@ def _reading(file: Path) -> Iterator[None]:
 
 def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     """Collects the contents of a run's page; UserError if the folder is not a run's, or a file of it can't be read."""
-    config, listed = shown_in(rules.read(run.config)), listing.read(run)
+    config, listed = shown_in(rules.read(run.config)), listing.read(run, ended)
     summary = _summary(run)
-    if ended:
-        listed = dataclasses.replace(listed, status=str(summary.get("status", listed.status)))
     with _reading(run.starts):
         history = _history(run, summary)
     with _reading(run.samples):
@@ -95,6 +94,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     with _reading(run.summary):
         facts = _facts(trained, listed, summary, rows)
         headline = _headline(listed, summary, rows, monitor)
+        compared = _compared(config, monitor, higher)
     validated = (row for row in read_jsonl(run.metrics, json.dumps(monitor).encode()) if row.get("step") != 0)
     scores = (row[monitor] for row in validated if isinstance(row.get(monitor), int | float))
     score = (max if higher else min)(scores, default=None)
@@ -114,6 +114,8 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         how_to_use=_how_to_use(run),
         score=score,
         higher_is_better=higher,
+        compared=compared,
+        lead=str(summary.get("headline", "loss")),
     )
 
 
@@ -154,6 +156,18 @@ def _trained(config: dict[str, Any]) -> tuple[Any, Any, Any]:
     return objective.get("name"), named, data.get("path") or data.get("name") or data.get("source")
 
 
+def _compared(config: dict[str, Any], monitor: str, higher: bool) -> str:
+    """Describes what the score of a run measures: only scores with the same description are ranked."""
+    objective, _, data = _trained(config)
+    loss = config.get("objective", {}).get("loss")
+    rows, tokenizer = config.get("data", {}), config.get("tokenizer", {})
+    said = {key: rows.get(key) for key in _MEASURED}
+    said["tokenizer"] = tokenizer.get("name_or_path") or tokenizer.get("kind")
+    words = ", ".join(f"{key}={_words(value)}" for key, value in said.items() if value is not None)
+    of = f"{objective} ({loss})" if loss else str(objective)
+    return f"{monitor}, {'highest' if higher else 'lowest'} first: {of} on {_words(data)} ({words})"
+
+
 def _subtitle(trained: tuple[Any, Any, Any], listed: listing.Listed) -> str:
     objective, model, data = trained
     return f"{listed.status.replace('_', ' ')} at step {listed.steps()}: {objective}, {model} on {data}"
@@ -163,19 +177,18 @@ def _headline(
     listed: listing.Listed, summary: dict[str, Any], rows: list[dict[str, Any]], monitor: str
 ) -> list[tuple[str, str]]:
     """Returns the score, the number of trained tokens and the time, as far as the folder has them."""
-    found = []
-    best = summary.get("best_metric") or {}
-    trained = next(
-        (row["train/loss"] for row in reversed(rows) if isinstance(row.get("train/loss"), int | float)), None
-    )
+    found, headline = list[tuple[str, str]](), str(summary.get("headline", "loss"))
+    best, key = summary.get("best_metric") or {}, f"train/{headline}"
+    trained = next((row[key] for row in reversed(rows) if isinstance(row.get(key), int | float)), None)
     if monitor in best:
         step = int(str(summary["best"]).rpartition("_")[2])
-        found.append((f"{best[monitor]:.4g}", f"{monitor} of the best checkpoint, step {step:,}"))
+        shown, value = listing.led_by(headline, monitor, best[monitor])
+        found.append((f"{value:.4g}", f"{shown} of the best checkpoint, step {step:,}"))
     elif listed.best is not None:
-        _, value, when = listed.best.split(maxsplit=2)
-        found.append((value, f"best {monitor} {when}"))
+        shown, number, when = listed.best.split(maxsplit=2)
+        found.append((number, f"best {shown} {when}"))
     elif trained is not None:
-        found.append((f"{trained:.4g}", f"train/loss at step {listed.step:,}"))
+        found.append((f"{trained:.4g}", f"{key} at step {listed.step:,}"))
     tokens = rows[-1].get("tokens_seen") if rows else None
     if isinstance(tokens, int | float):
         short = terminal.si(tokens) if tokens >= 1e4 else f"{tokens:,.0f}"

@@ -1,5 +1,6 @@
 """Builds a self-contained HTML page of one run or of several compared; all contents of runs are escaped."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -29,7 +30,8 @@ class Told:
     page. typed: (key, value, default) of command-line overrides. changed: (key, default, value) of all keys that differ
     from the defaults, whatever set them. samples: {prompt: [(step, text, reference)]}. evaluations: (name, {score:
     value}). history: lines about starts and stops. score: value by which runs are ranked; lower is better unless
-    `higher_is_better`.
+    `higher_is_better`. compared: what the score measures; runs are ranked among those with the same. lead: the
+    chart shown first.
     """
 
     name: str
@@ -47,10 +49,12 @@ class Told:
     how_to_use: list[str]
     score: float | None
     higher_is_better: bool
+    compared: str
+    lead: str
 
 
 def page(runs: Sequence[Told]) -> str:
-    """Builds the whole document; several runs are shown best first."""
+    """Builds the whole document; several runs are shown best first, among those that can be compared."""
     runs = ranked(runs)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     curves = overlaid(runs)
@@ -101,9 +105,13 @@ def broken(text: str) -> str:
 
 
 def ranked(runs: Sequence[Told]) -> list[Told]:
-    """Sorts runs by score, best first; runs without a score come last."""
-    sign = -1.0 if runs[0].higher_is_better else 1.0
-    return sorted(runs, key=lambda run: (run.score is None, sign * (run.score or 0.0)))
+    """Sorts runs by what is compared, then by score, best first; runs without a score come last."""
+
+    def place(run: Told) -> tuple[str, bool, float, str]:
+        score = run.score or 0.0
+        return run.compared, run.score is None, -score if run.higher_is_better else score, run.name
+
+    return sorted(runs, key=place)
 
 
 def overlaid(runs: Sequence[Told]) -> dict[str, list[dict[str, Any]]]:
@@ -130,11 +138,11 @@ def line_of(curve: Curve, name: str, number: int) -> dict[str, Any]:
 
 
 def _one(run: Told, curves: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Builds the body for one run: the headline, the loss beside the newest sample, and the rest in folded sections."""
+    """Builds the body for one run: headline, `lead` (or the loss) beside the newest sample, the rest folded."""
     parts = [f'<p class="soft">{broken(run.subtitle)}</p>', numbers(run.headline)]
     others = dict(curves)
-    loss = others.pop("loss", None)
-    lead = [*([figure("loss", loss)] if loss else []), *_newest(run)]
+    first = run.lead if run.lead in others else "loss"
+    lead = [*([figure(first, others.pop(first))] if first in others else []), *_newest(run)]
     parts += [smoothing(), f'<div class="lead">{"".join(lead)}</div>']
     parts += [heat_figure(heat) for heat in run.heat_maps]
     if others:
@@ -204,8 +212,10 @@ def heat_figure(heat: HeatMap) -> str:
 
 def _several(runs: Sequence[Told], curves: dict[str, list[dict[str, Any]]]) -> list[str]:
     names = ("status", "step", "best", "tokens/s")
-    outcome = [(run.name, *(dict(run.facts).get(name, "") for name in names)) for run in runs]
-    parts = ["<h2>Outcome, best first</h2>" + table(("run", *names), outcome)]
+    parts = ["<h2>Outcome, best first</h2>"]
+    for compared, some in itertools.groupby(runs, key=lambda run: run.compared):
+        outcome = [(run.name, *(dict(run.facts).get(name, "") for name in names)) for run in some]
+        parts.append(f'<p class="soft">{broken(compared)}</p>{table(("run", *names), outcome)}')
     parts += [smoothing(), charts_of(curves)]
     defaults = {key: default for run in runs for key, default, _ in run.changed}
     values = [{key: value for key, _, value in run.changed} for run in runs]

@@ -24,7 +24,7 @@ from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
 from lmtrain.objectives.parts import RECOMPUTED, Definition
-from lmtrain.reports import report
+from lmtrain.reports import listing, report
 from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
 from lmtrain.run.going_on import next_commands
@@ -96,6 +96,7 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
         "last": f"checkpoints/{checkpoints[-1].name}" if checkpoints else None,
         "best": f"checkpoints/{store.name_of(best)}" if best is not None else None,
         "best_metric": {run.config.checkpoint.monitor: dict(scores)[best]} if best is not None else None,
+        "headline": run.config.objective.headline,
         "train": metrics.last_train,
         "validation": metrics.last_val,
         "tokens_per_s": round(metrics.train_tokens / metrics.train_seconds, 1) if metrics.train_seconds else None,
@@ -178,8 +179,11 @@ def show(run: Run, summary: dict[str, Any], exported: list[Path]) -> None:
 def facts_of(run: Run, summary: dict[str, Any], exported: list[Path]) -> list[tuple[str, str]]:
     """Returns the rows of the table printed at the end of a run, as (name, value in words)."""
     last, rows = {**run.metrics.last_train, **run.metrics.last_val}, list[tuple[str, str]]()
-    keys = ("train/loss", "val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy",
-            "val/rewards/margin")  # fmt: skip
+    headline = run.config.objective.headline
+    keys = ["train/loss", "val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy",
+            "val/rewards/margin"]  # fmt: skip
+    if headline != "loss":
+        keys = [f"train/{headline}", f"val/{headline}", "train/loss"]
     rows += [(key, f"{last[key]:.4f}") for key in keys if key in last]
     made = summary.get("forecast", {})
     if SCORE in made and SCORE in last:
@@ -187,7 +191,8 @@ def facts_of(run: Run, summary: dict[str, Any], exported: list[Path]) -> list[tu
         words = f"{SCORE} {made[SCORE]:.4f} at step {made['step']:,}; the final value differs by {off:+.1%}"
         rows.append(("forecast", words))
     for monitor, value in (summary["best_metric"] or {}).items() if run.ranking != retention.LAST else ():
-        rows.append(("best", f"{monitor} {value:.4f} at step {int(summary['best'].rpartition('_')[2]):,}"))
+        shown, score = listing.led_by(headline, monitor, value)
+        rows.append(("best", f"{shown} {score:.4f} at step {int(summary['best'].rpartition('_')[2]):,}"))
     rows.append(("tokens", f"{summary['tokens']:,}"))
     if summary["tokens_per_s"]:
         rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f}"))
