@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from inprocess import TWO_STEPS, message, run
-from lmtrain.config.compose import compose
-from lmtrain.config.effect import ROW
+from lmtrain.config.compose import check, compose
+from lmtrain.config.effect import ROW, inference_note
 from support import TINY, rows
 from tiny_pretrained import save_pretrained
 
@@ -44,6 +44,27 @@ def test_a_name_or_a_folder(typed: str, name: str, seq_len: int, folder: Path) -
     assert made.tokenizer.name_or_path == name
     assert compose([typed, "data.seq_len=32"]).data.seq_len == 32
     assert compose([f"model={folder}/base"]).model.name_or_path == f"{folder}/base"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "chat_jsonl objective=sft",
+        "preference_jsonl objective=dpo",
+        "prompts_jsonl objective=grpo reward=length",
+        "unpaired_jsonl objective=kto",
+    ],
+)
+def test_rows_of_every_kind_fit_the_positions(data: str, folder: Path) -> None:
+    words = [*f"data={data}".split(), "data.path=rows.jsonl"]
+    for model in (["model=base"], ["model=pretrained", "model.name_or_path=base"]):
+        made = compose([*model, *words])
+        assert (made.data.seq_len, made.data.max_length) == (POSITIONS, POSITIONS)
+        notes = " ".join(inference_note([*model, *words], check(made)))
+        assert "rows of 64 tokens (data.seq_len, as many as it has positions)" in notes
+        assert compose([*model, *words, "data.seq_len=100"]).data.seq_len == 100  # typed: refused when the model loads
+    assert compose(["model=Qwen/Qwen3-0.6B", *words]).data.seq_len == ROW
+    assert compose([*words, "model=base", "+model.extra={max_position_embeddings: 2048}"]).data.seq_len == ROW
 
 
 def test_options_stay_what_they_are(folder: Path) -> None:

@@ -159,6 +159,33 @@ def test_tested_and_predicted_by_the_runs_own_trainer(corpus: Path, tmp_path: Pa
     assert (tmp_path / "called" / "metrics.jsonl").read_bytes() == written
 
 
+class Own(pl.LightningModule):
+    def training_step(self, *_: Any) -> None: ...
+
+    def configure_optimizers(self) -> None: ...
+
+
+def test_what_is_mixed_up_is_said(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong types, modules and data, each of which ended in an AssertionError, a KeyError or an AttributeError."""
+    monkeypatch.chdir(tmp_path)
+    run = lmtrain.build(lmtrain.compose(settings(corpus, "run.dir=built")))
+    keys: dict[str, Any] = {"path": str(corpus), "tokenizer": "bytes", "seq_len": 32}
+    data = lmtrain.TextDataModule("text", **keys, batch_size="4")  # type: ignore[arg-type]  # as from a command line
+    data.setup("fit")
+    assert len(next(iter(data.train_dataloader()))["input_ids"]) == 4
+    trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    for match, does in (
+        ("step_means: no step has been trained yet", run.objective.step_means),
+        ("the Trainer of a run trains objectives, and Own is none", lambda: run.trainer.fit(Own())),
+        ("CausalLM trains whole steps, and this loader gives micro-", lambda: trainer.fit(run.objective, data)),
+        ("num_workers=-1: a whole number from 0", lambda: lmtrain.TextDataModule("text", **keys, num_workers=-1)),
+        ("compose takes a list of overrides", lambda: lmtrain.compose("model=gpt_nano")),
+        ("build takes the config that compose returns", lambda: lmtrain.build({})),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(UserError, match=match):
+            does()
+
+
 def test_refusals(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"optimizer\.lr"):

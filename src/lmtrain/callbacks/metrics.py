@@ -16,7 +16,7 @@ from lmtrain.callbacks.records import Records, Row
 from lmtrain.callbacks.step_numbers import MACHINE, StepNumbers, machine_numbers
 from lmtrain.config.schema import Config
 from lmtrain.distributed.devices import total
-from lmtrain.errors import RunError
+from lmtrain.errors import RunError, UserError
 from lmtrain.models import flops
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.parts import RECOMPUTED, Definition, StepResult
@@ -138,7 +138,11 @@ class Metrics(pl.Callback):
         self.last_val = dict(state_dict["last_val"])
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, Objective)
+        if not isinstance(pl_module, Objective):
+            raise UserError(
+                f"the Trainer of a run trains objectives, and {type(pl_module).__name__} is none: train it with a "
+                f"lightning.Trainer(...) of your own, or derive it from lmtrain.objectives.base.Objective"
+            )
         pl_module.logs_itself = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -69,8 +69,8 @@ def settled(
     _refuse_gone(composed, overrides)
     _complete_own_optimizer(composed)
     _follow(composed, typed_keys(overrides))
-    if is_named and composed.data.get("seq_len") is None:
-        composed.data.seq_len = min(effect.positions_of(composed.model.name_or_path) or effect.ROW, effect.ROW)
+    if "data.seq_len" not in typed_keys(overrides):
+        effect.fit_rows(composed, is_named)
     return composed, overrides
 
 

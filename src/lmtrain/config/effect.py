@@ -175,12 +175,26 @@ def _weights_of(name: str) -> str:
     )
 
 
+def fit_rows(composed: Any, is_named: bool) -> None:
+    """Sets data.seq_len to the positions of a model in a folder if it exceeds them, or if a named model has none set.
+
+    is_named: whether the model was typed as model=<name or folder>.
+    """
+    model, rows, name = composed.model, composed.data.get("seq_len"), composed.model.get("name_or_path")
+    most = positions_of(name) if name else None
+    if rows is None and is_named:
+        composed.data.seq_len = min(most or ROW, ROW)
+    elif isinstance(rows, int) and most is not None and most < rows and not (model.get("extra") or {}):
+        composed.data.seq_len = most
+
+
 def positions_of(name_or_path: str) -> int | None:
     """Returns the maximum sequence length in the config.json of a model folder; None for hub names or if missing."""
     try:
         found = json.loads((Path(name_or_path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    found = found.get("text_config", found) if isinstance(found, dict) else None
     positions = found.get("max_position_embeddings", found.get("n_positions")) if isinstance(found, dict) else None
     return positions if isinstance(positions, int) and positions > 0 else None
 
@@ -268,10 +282,12 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
     typed = typed_keys(overrides)
     notes = [proposed] if proposed else []
     weights = getattr(config.model, "name_or_path", None)
+    fitted = weights is not None and "data.seq_len" not in typed and positions_of(weights) == config.data.seq_len
+    rows = f"{config.data.seq_len:,} tokens (data.seq_len{', as many as it has positions' if fitted else ''})"
     if weights and typed.get("model") not in (None, "pretrained"):
-        notes.append(
-            f"model={typed['model']} trains {weights} further, in rows of {config.data.seq_len:,} tokens (data.seq_len)"
-        )
+        notes.append(f"model={typed['model']} trains {weights} further, in rows of {rows}")
+    elif fitted:
+        notes.append(f"{weights} is trained in rows of {rows}")
     t = config.trainer
     inferred = (bool(proposed) or "data.path" in typed) and not {"data", "data.source"} & typed.keys()
     no_length = not _LENGTHS & typed.keys() and config.budget.chosen is None

@@ -62,10 +62,8 @@ class ObjectiveConfig:
     """The keys of every objective. Subclasses add options: those in options.py, or `Options` of a user's class."""
 
     rows: ClassVar[str] = "text"  # the data it needs: text, conversations, pairs, or the path of a row format's class
-    # The mean that the screen and the page show first; if it isn't the loss, a validation's loss is minus it.
-    headline: ClassVar[str] = "loss"
+    headline: ClassVar[str] = "loss"  # the mean shown first; if it isn't the loss, a validation's loss is minus it
     scalar_head: ClassVar[bool] = False  # whether the model outputs one scalar per row instead of next-token logits
-
     name: Annotated[str, TRAJECTORY]
     _target_: Annotated[str, TRAJECTORY]
     loss_chunk_tokens: Annotated[int | str, MACHINE, auto_or_count]

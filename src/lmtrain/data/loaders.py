@@ -179,10 +179,12 @@ class ValidationDataset(Dataset):
 
 
 def check_descriptors(workers: int) -> None:
-    """Raises UserError if the limit of open files is too low for the loader workers, which would then hang forever.
+    """Raises UserError for a wrong number of workers, or a limit of open files too low for them: they would hang.
 
     If the system allows it, the limit is raised instead.
     """
+    if not isinstance(workers, int) or workers < 0:
+        raise UserError(f"num_workers={workers!r}: a whole number from 0 is needed")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 64 + 16 * workers  # pipes and locks of each worker, and tensors in transit
     if not workers or soft == resource.RLIM_INFINITY or soft >= needed:

@@ -184,6 +184,7 @@ class CorpusDataModule(TokenDataModule):
         if config.data.ring_bytes is not None:
             raise UserError("data.ring_bytes: streaming works only in runs started by lmtrain; leave it out")
         check_descriptors(num_workers)
+        batch_size, seed = config.data.micro_batch_size, config.seed  # numbers, even if text was passed
         self.config = config
         super().__init__(
             None,  # type: ignore[arg-type]  # `setup` makes them

@@ -212,6 +212,12 @@ class Objective(pl.LightningModule):
         return batch
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        if "micro_batches" not in batch:
+            raise UserError(
+                f"{type(self).__name__} trains whole steps, and this loader gives micro-batches: pass its run's data, "
+                f"fit(run.objective, datamodule=run.datamodule). TextDataModule and ChatDataModule are for modules of "
+                f"your own"
+            )
         step, micro_batches = int(batch["step"]), batch["micro_batches"]
         if step != self.trainer.global_step:
             raise RunError(f"the loader gave step {step} where {self.trainer.global_step} is due: please report this")
@@ -355,7 +361,8 @@ class Objective(pl.LightningModule):
     def step_tensors(self) -> dict[str, Tensor]:
         """Returns the same values as `step_means`, as 0-dim tensors, without waiting for the device."""
         last = self.last_step
-        assert last is not None
+        if last is None:
+            raise UserError("step_means: no step has been trained yet; validate() measures the model as it is")
         names = sorted(last.sums)
         sums = total(self.trainer, torch.stack([last.sums[n].double() for n in names]))
         found = self.means_of(dict(zip(names, sums, strict=True)), last.n_tokens)

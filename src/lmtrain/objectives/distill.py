@@ -29,7 +29,7 @@ from lmtrain.models.build import build_model
 from lmtrain.models.folder import export_of
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import Definition, LossParts, inputs_of, with_routers
+from lmtrain.objectives.parts import Definition, LossParts, inputs_of, options_of, with_routers
 from lmtrain.objectives.reference import first_values_hash
 from lmtrain.rollouts.engine import Request, Sampling
 from lmtrain.rollouts.in_process import InProcess
@@ -91,8 +91,7 @@ class Distill(Objective):
         Raises:
             UserError: it can't be loaded or has another tokenizer than the student, or answers may not fit a model.
         """
-        assert isinstance(config.objective, DistillOptions)
-        self.options, self.tokenizer = config.objective, corpus.tokenizer
+        self.options, self.tokenizer = options_of(config, DistillOptions), corpus.tokenizer
         name = export_of(str(self.options.teacher))
         check_tokenizer(name, corpus.tokenizer)
         cfg = LoadedModelConfig(

@@ -12,7 +12,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError
 from lmtrain.losses.preferences import LOSSES, REFERENCE_FREE, LossOptions, Pairs, preference_losses
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, of_rows, with_routers
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, of_rows, options_of, with_routers
 from lmtrain.objectives.start_check import check_start
 from lmtrain.objectives.with_reference import ReferenceObjective
 
@@ -82,8 +82,7 @@ class DPO(ReferenceObjective):
         Raises:
             UserError: see `check_reference` and `reference.choose`.
         """
-        options = config.objective
-        assert isinstance(options, DPOConfig)
+        options = options_of(config, DPOConfig)
         self.loss, self.options = options.loss, loss_options(options)
         check_reference(options)
         self.settle_reference(options.reference if LOSSES[options.loss].has_reference else "none", config, corpus)

@@ -33,7 +33,7 @@ from lmtrain.losses.policy import VARIANTS, LossSettings, Sampled, advantages, p
 from lmtrain.models.blocks import evaluating
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.grpo_options import ROLLOUTS, GRPOOptions
-from lmtrain.objectives.parts import LossParts, add_sums, means_over, with_routers
+from lmtrain.objectives.parts import LossParts, add_sums, means_over, options_of, with_routers
 from lmtrain.objectives.start_check import FirstSteps
 from lmtrain.objectives.with_reference import ReferenceObjective
 from lmtrain.rewards.scoring import SOLE, Scorer, build_rewards
@@ -55,9 +55,11 @@ class GRPO(ReferenceObjective):
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
         """Builds rewards and sampler; raises UserError without a reward or without room for completions."""
-        assert isinstance(config.objective, GRPOOptions)
-        assert isinstance(corpus.train, PromptRows)
-        self.options = o = config.objective
+        self.options = o = options_of(config, GRPOOptions)
+        if not isinstance(corpus.train, PromptRows):
+            raise UserError(
+                f"objective={config.objective.name} samples from prompts, and data.rows={config.data.rows} gives none"
+            )
         self.prompts, self.prompts_used = corpus.train, rows_used(config, len(corpus.train))
         own: dict[str, Any] = {"clip_low": o.clip_low, "clip_high": o.clip_high}
         self.variant = VARIANTS[o.loss]._replace(**{name: value for name, value in own.items() if value is not None})

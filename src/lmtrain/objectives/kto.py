@@ -17,7 +17,16 @@ from lmtrain.distributed.devices import total
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.language_model import LogProbs
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, add_sums, means_over, of_rows, with_routers
+from lmtrain.objectives.parts import (
+    RECOMPUTED,
+    Definition,
+    LossParts,
+    add_sums,
+    means_over,
+    of_rows,
+    options_of,
+    with_routers,
+)
 from lmtrain.objectives.with_reference import ReferenceObjective
 
 _LOOP = {"plain loop": f"{RECOMPUTED}::test_marked_answers"}
@@ -120,10 +129,9 @@ class KTO(ReferenceObjective):
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
         """Resolves the reference; raises UserError if there is only one answer, or all answers have one label."""
-        assert isinstance(config.objective, KTOOptions)
+        self.options = options_of(config, KTOOptions)
         if len(corpus.train) < 2:
             raise UserError(f"data.path={config.data.path} has one answer to train on: at least 2 are needed")
-        self.options = config.objective
         check_labels(corpus.train, self.options)
         self.settle_reference(self.options.reference, config)
         self.reference_point = torch.zeros(())  # z of the current step

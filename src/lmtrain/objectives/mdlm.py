@@ -29,7 +29,7 @@ from lmtrain.models.denoising import mask_token, set_mask_token
 from lmtrain.models.documents import Inputs
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives import base
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, with_routers
+from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, options_of, with_routers
 
 ATTENTION = "lmtrain_bidirectional"
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
@@ -109,8 +109,7 @@ class MDLM(base.Objective):
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
         """Reads the options, and the id of the mask token that `settle_model` has set."""
-        assert isinstance(config.objective, MDLMOptions)
-        self.min_time, self.micro_batch_size = config.objective.min_time, config.data.micro_batch_size
+        self.min_time, self.micro_batch_size = options_of(config, MDLMOptions).min_time, config.data.micro_batch_size
         mask_id = mask_token(self.model.model)
         assert mask_id is not None  # set by settle_model
         self.mask_id = mask_id
@@ -118,8 +117,7 @@ class MDLM(base.Objective):
     @classmethod
     def settle_model(cls, config: Config, model: PreTrainedModel, tokenizer: Any) -> None:
         """Sets mask token and bidirectional attention; raises UserError if there is no id for a mask token."""
-        assert isinstance(config.objective, MDLMOptions)
-        set_mask_token(model, _mask_id(config.objective.mask_token, tokenizer, model))
+        set_mask_token(model, _mask_id(options_of(config, MDLMOptions).mask_token, tokenizer, model))
         model.set_attn_implementation(ATTENTION)
 
     def plan_rows(self) -> list[tuple[str, str]]:

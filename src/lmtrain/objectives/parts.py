@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from lmtrain.config.schema import Config, ObjectiveConfig
+from lmtrain.errors import UserError
 from lmtrain.models.documents import Inputs, Prefixes
 from lmtrain.models.language_model import LogProbs
 
@@ -24,6 +26,19 @@ class Definition(NamedTuple):
     over: str  # the items it is a mean or sum over
     formula: str
     compared: Mapping[str, str] = MappingProxyType({})  # library or plain loop: the test that compares with it
+
+
+Options = TypeVar("Options", bound=ObjectiveConfig)
+
+
+def options_of(config: Config, options: type[Options]) -> Options:
+    """Returns config.objective; raises UserError if it lacks the keys that a built-in objective reads, `options`."""
+    if isinstance(config.objective, options):
+        return config.objective
+    raise UserError(
+        f"objective._target_={config.objective._target_}: its Options must derive from {options.__module__}."
+        f"{options.__qualname__}, whose keys its base class reads"
+    )
 
 
 class LossParts(NamedTuple):

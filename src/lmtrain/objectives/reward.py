@@ -21,7 +21,7 @@ from lmtrain.losses.preferences import bradley_terry
 from lmtrain.models.language_model import LogProbs
 from lmtrain.models.scalar_head import last_real, padding_of, set_padding
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import Definition, LossParts, inputs_of, of_rows, with_routers
+from lmtrain.objectives.parts import Definition, LossParts, inputs_of, of_rows, options_of, with_routers
 
 _TRL = {
     "TRL's RewardTrainer": "tests/parity/test_reward_trl.py::test_losses_and_gradient_norms",
@@ -65,8 +65,7 @@ class RewardModel(Objective):
     loss_is_nll = False
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
-        assert isinstance(config.objective, RewardOptions)
-        self.centring = config.objective.center_rewards_coefficient
+        self.centring = options_of(config, RewardOptions).center_rewards_coefficient
         self.has_margins = getattr(corpus.train, "margins", None) is not None
 
     @classmethod

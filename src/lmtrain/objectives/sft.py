@@ -7,7 +7,7 @@ from lmtrain.config.options import SFTConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.objectives.causal_lm import CausalLM
-from lmtrain.objectives.parts import LossParts
+from lmtrain.objectives.parts import LossParts, options_of
 
 
 class SFT(CausalLM):
@@ -22,8 +22,7 @@ class SFT(CausalLM):
 
         T is the length of an example (of the document if rows are packed, of the row if padded), D the embedding size.
         """
-        assert isinstance(config.objective, SFTConfig)
-        alpha = config.objective.neftune_alpha
+        alpha = options_of(config, SFTConfig).neftune_alpha
         if not alpha:
             return
 

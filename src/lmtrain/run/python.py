@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Config:
     """Composes the config that the command line would make of the same overrides; raises UserError if one is wrong."""
+    if isinstance(overrides, str) or not all(isinstance(word, str) for word in overrides):
+        raise UserError(
+            f'compose takes a list of overrides, such as ["model=gpt_nano", "data.path=book.txt"]: {overrides!r}'
+        )
     ranks.note_typed(list(overrides))  # messages repeat these; a notebook's own command line differs
     return rules.check(rules.compose(list(overrides), config_dir))
 
@@ -47,6 +51,10 @@ def build(config: Config) -> "PythonRun":
     from lmtrain.distributed import devices
     from lmtrain.run.session import Session
 
+    if not isinstance(config, Config):
+        raise UserError(
+            f"build takes the config that compose returns, lmtrain.build(lmtrain.compose([...])): {config!r}"
+        )
     config = copy.deepcopy(config)
     if ranks.find() is not None:
         raise UserError(
