@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from inprocess import train_tiny
 from lmtrain.data import tokenizers
 from lmtrain.data.chat.decoding import AnswerDecoder
 from lmtrain.data.sources.tables import read_table
@@ -30,6 +31,16 @@ def test_a_column_of_several_types_spoils_no_other(tmp_path: Path) -> None:
     assert [row for _, row in read_table(path, "jsonl")] == [
         {"text": f"row {i}", "meta": kind} for i, kind in enumerate(kinds)
     ]
+
+
+def test_ends_of_documents_that_are_written_in_the_text_are_counted(tmp_path: Path) -> None:
+    """TinyStories' text has <|endoftext|> between its stories; read as text, it ends none of them."""
+    (tmp_path / "stories.txt").write_text("Once there was a cat.\nIt slept.\n<|endoftext|>\n" * 50)
+    (tmp_path / "plain.txt").write_text("Once there was a cat.\nIt slept.\n\n" * 80)
+    for name, said in (("stories.txt", True), ("plain.txt", False)):
+        ended = train_tiny(tmp_path / name, "export.enabled=false", f"run.dir={tmp_path / name}_run")
+        shown = " ".join(ended.out.replace("│", " ").split())
+        assert ("<|endoftext|> is written in the text, 50 times, and read as text" in shown) == said
 
 
 @pytest.mark.parametrize("kind", ["bytes", "char"])

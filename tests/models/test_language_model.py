@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from helpers_models import FAMILIES, VOCAB, objective, packed, tiny, wrapped
 from lmtrain.config.compose import check, compose
@@ -66,6 +66,17 @@ def test_angles_of_positions_are_exact_in_half_precision():
     ):
         assert torch.equal(one, other)
         assert torch.equal(one, true)
+
+
+def test_buffers_that_a_family_keeps_in_fp32_stay_so():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 1,
+             "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+             "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": 16, "kv_lora_rank": 8,
+             "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}  # fmt: skip
+    model = AutoModelForCausalLM.from_config(DeepseekV3Config(vocab_size=VOCAB, **sizes))
+    LanguageModel(model, objective()).to(torch.bfloat16)
+    router = model.model.layers[0].mlp.gate
+    assert (router.weight.dtype, router.e_score_correction_bias.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_packed_documents_equal_documents_on_their_own(family):

@@ -1,6 +1,7 @@
 """A wrapper around a transformers causal language model that computes the loss from hidden states in chunks."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple, Self
@@ -100,13 +101,15 @@ class LanguageModel(nn.Module):
             self._compare_logits()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Converts the model and leaves the frequencies of rotary embeddings in fp32, as transformers loads them.
+        """Converts the model and leaves in fp32 the buffers that transformers loads in fp32.
 
-        Rounded to bf16, a frequency is wrong by up to 2^-9 of itself: the angle of position 2,048 by several radians.
+        These are the frequencies of rotary embeddings and those that a family names. Rounded to bf16, a frequency is
+        wrong by up to 2^-9 of itself: the angle of position 2,048 by several radians.
         """
-        exact = [
-            (m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False) if "inv_freq" in name
-        ]
+        names = ("inv_freq", *(getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()))
+        buffers = [(m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)]
+        kept = [b.is_floating_point() and any(part in name for part in names) for _, name, b in buffers]
+        exact = list(itertools.compress(buffers, kept))
         super()._apply(fn, recurse)
         for module, name, before in exact:
             now = getattr(module, name)

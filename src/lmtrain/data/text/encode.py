@@ -73,7 +73,8 @@ class Encoder:
         self.ids = TextIds(plain_backend(tokenizer))
         self.eos = np.array([] if eos_id is None else [eos_id], dtype=np.uint32)
         self.unk = unknown_token(tokenizer)
-        self.unknown = 0  # how many of its tokens were found so far
+        self.end: str | None = tokenizer.eos_token
+        self.unknown = self.written_ends = 0  # how many of these tokens, and of these words, were found so far
         self.before = {text: self.ids.of(text) for text in ("\n", "a")}
 
     def encode(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[EncodedSegment]:
@@ -135,6 +136,7 @@ class Encoder:
         for segment, ids in zip(part, found.result(), strict=True):
             ids = ids[len(self.before[_before(segment.text)]) :] if segment.continues else ids
             self.unknown += 0 if self.unk is None else int(np.count_nonzero(ids == self.unk))
+            self.written_ends += segment.text.count(self.end) if self.end else 0
             ids = np.concatenate([ids, self.eos]) if segment.ends else ids
             yield EncodedSegment(ids, len(segment.text.encode()), segment.ends, len(segment.text))
 

@@ -117,6 +117,10 @@ class _Filling:
         if encoder.unknown:
             found = f"{encoder.unknown:,} tokens stand for characters that the tokenizer lacks"
             meta["notes"] = [*meta["notes"], f"{found}, all read as {tokenizer.unk_token}"]
+        if encoder.written_ends:
+            found = f"{encoder.end} is written in the text, {encoder.written_ends:,} times, and read as text"
+            advice = "to end documents there, give each a row of its own (JSON lines with a text)"
+            meta["notes"] = [*meta["notes"], f"{found}: {advice}"]
         if self.cfg.dedup != "near":  # which leaves no copies to count
             train = meta["splits"]["train"]
             length = max(4, round(RUN_BYTES * train["tokens"] / (train["bytes"] or train["tokens"])))
