@@ -2,14 +2,19 @@
 
 import dataclasses
 import inspect
+import re
 
 import lightning.pytorch as pl
 import pytest
+from omegaconf import OmegaConf
 
 from inprocess import message, run
 from lmtrain.config import compose as config
 from lmtrain.config import explain
-from lmtrain.config.aliases import NEIGHBOURS, absent, used_here
+from lmtrain.config.aliases import NEIGHBOURS, absent, used_here, with_value
+from lmtrain.config.defaults import conf_dir, options_of
+from lmtrain.config.override_text import leaves
+from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 
 WORDS = """
@@ -32,7 +37,7 @@ min_lr -> schedule.min_lr_ratio
 ckpt_path -> run.resume
 resume -> run.resume
 resume_from_checkpoint -> run.resume
-init_from -> model.init
+init_from -> model
 out_dir -> run.dir
 output_dir -> run.dir
 hydra.run.dir -> run.dir
@@ -101,7 +106,7 @@ check_val_every_n_epoch -> trainer.val_check_interval
 limit_val_batches -> trainer.limit_val_batches
 limit_test_batches -> trainer.limit_val_batches
 limit_train_batches -> trainer.max_steps
-overfit_batches -> data.num_samples
+overfit_batches -> trainer.overfit_batches
 accelerator -> trainer.accelerator
 num_nodes -> trainer.num_nodes
 gpus -> trainer.devices
@@ -173,8 +178,8 @@ simpo_gamma -> objective.gamma
 precompute_ref_log_probs -> objective.reference
 reference_free -> objective.reference
 ref_model -> objective.reference
-max_prompt_length -> data.max_length
-max_completion_length -> data.max_length
+max_prompt_length -> data.max_prompt_length
+max_completion_length -> objective.max_new_tokens
 num_generations -> objective.group_size
 num_return_sequences -> objective.group_size
 rollout_n -> objective.group_size
@@ -203,6 +208,7 @@ completion_only_loss -> data.train_on
 dataset_text_field -> data.text_column
 chat_template_path -> data.chat_template
 use_peft -> peft=lora
+use_lora -> peft=lora
 lora_target_modules -> peft.target_modules
 lora_modules_to_save -> peft.modules_to_save
 lora_r -> peft.r
@@ -221,6 +227,9 @@ load_in_8bit -> peft=qlora_8bit
 bnb_4bit_quant_type -> peft.quantization
 use_bnb_nested_quant -> peft.double_quant
 dataset_train_split -> data.train_split
+dataset_split -> data.train_split
+split -> data.train_split
+data.split -> data.train_split
 dataset_test_split -> data.val_split
 # nanoGPT and configs of models
 n_layers -> model.num_hidden_layers
@@ -257,7 +266,6 @@ max_new_tokens -> generate.max_new_tokens
 temperature -> generate.temperature
 top_k -> generate.top_k
 # litgpt
-checkpoint_dir -> model.name_or_path
 tokenizer_dir -> tokenizer.name_or_path
 model_name -> model
 initial_checkpoint_dir -> model.name_or_path
@@ -330,6 +338,20 @@ adapter_name_or_path -> peft.adapter
 quantization_bit -> peft=qlora
 neat_packing -> data.packing
 flash_attn -> model.attention
+# accelerate, DeepSpeed and scripts of one's own
+mixed_precision -> trainer.precision
+use_amp -> trainer.precision
+save_precision -> export.dtype
+num_gpus -> trainer.devices
+world_size -> trainer.devices
+use_deepspeed -> trainer.strategy=deepspeed
+use_wandb -> logger=wandb
+text_field -> data.text_column
+eval_file -> data.val_path
+pack_sequences -> data.packing
+d_ff -> model.intermediate_size
+activation -> model.hidden_act
+attention_dropout -> model.dropout
 """
 PAIRS = [tuple(line.split(" -> ")) for line in WORDS.splitlines() if " -> " in line]
 
@@ -350,6 +372,65 @@ def test_each_word_gets_the_key_that_is_meant(word: str, meant: str, valid: list
 def test_there_are_enough_words_and_none_is_untested() -> None:
     assert len(PAIRS) == len(dict(PAIRS)) >= 150
     assert dict(PAIRS).keys() == NEIGHBOURS.keys()
+
+
+VALUES = [3, 512, 0, -1, 0.5, 2.5, True, False, None, "3", "0.5", "val", "text", "no", "bf16", "fp32", "resume", "x/y"]
+GROUPS = {folder.name for folder in conf_dir().iterdir() if folder.is_dir()}
+
+
+def is_accepted(word: str) -> bool:
+    """Returns whether the schema takes the value of an answer such as peft.r=8 or peft=lora."""
+    key, _, text = word.partition("=")
+    if key in GROUPS:
+        return text in options_of(key, [conf_dir()]) or (key == "model" and bool(text))
+    found = next(k for k in all_keys() if k.name == key)
+    one = OmegaConf.structured(dataclasses.make_dataclass("One", [("value", found.type)]))
+    OmegaConf.merge(one, {"value": (value := leaves([word])[key])})
+    for constraint in found.constraints:
+        constraint(key, value)
+    return True
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_every_answer_names_a_key_and_a_value_that_it_takes(name: str) -> None:
+    here = NEIGHBOURS[name]
+    key, with_ = here.partition(" ")[0].partition("=")[0], re.search(r"\(with ([\w./]+=[\w/]+)", here)
+    names = {k.name for k in all_keys()} | {f"{k.name.rpartition('.')[0]}" for k in all_keys()}
+    own = [f.read_text() for f in (conf_dir() / key.partition(".")[0]).glob("*.yaml")]  # keys of a class of its own
+    last = key.rpartition(".")[2]
+    assert key in names | GROUPS or key == "debug" or any(re.search(rf"^ *{last}:", text, re.MULTILINE) for text in own)
+    assert with_ is None or is_accepted(with_[1]), here
+    for value in VALUES:
+        said = with_value(name, here, value)
+        word = re.sub(r" \(.*", "", said)
+        assert "=" not in word or is_accepted(word), f"{name}={value} is answered with {said}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [("max_prompt_length=512", "data.max_prompt_length=512"), ("validation_split=val", "data.val_split=val"),
+     ("validation_split=0.1", "data.val_fraction=0.1"), ("dataset_split=train", "data.train_split=train"),
+     ("split=train", "data.train_split=train"), ("overfit_batches=3", "trainer.overfit_batches=3"),
+     ("init_from=resume", "run.resume=auto"), ("init_from=gpt2", "model=openai-community/gpt2"),
+     ("use_lora=true", "peft=lora"), ("use_lora=false", "peft, to be left as it is"),
+     ("save_precision=fp32", "export.dtype=float32"), ("mixed_precision=bf16", "trainer.precision=bf16-mixed"),
+     ("use_amp=true", "trainer.precision=bf16-mixed"), ("num_gpus=2", "trainer.devices=2"),
+     ("validation_split_percentage=5", "data.val_fraction (a share: 0.05 for 5)"),
+     ("max_steps=-1", "trainer.max_steps=null"), ("max_grad_norm=0", "trainer.gradient_clip_val=null")],
+)  # fmt: skip
+def test_values_that_mean_the_same_under_another_name(typed: str, answer: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"; here it is {answer}")):
+        config.compose([typed])
+
+
+def test_what_belongs_elsewhere_is_not_guessed() -> None:
+    with pytest.raises(UserError, match=r"no key 'checkpoint_dir': checkpoints are in the run's folder"):
+        config.compose(["checkpoint_dir=x"])
+    for word in ("use_loras", "dataset_splits_test", "training_mode"):
+        with pytest.raises(UserError) as refusal:
+            config.compose([f"{word}=x"])
+        assert "rslora" not in str(refusal.value)
+        assert "did you mean" not in str(refusal.value)
 
 
 def test_every_argument_of_lightnings_trainer_is_answered(valid: list[str]) -> None:

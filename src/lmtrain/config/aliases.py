@@ -5,6 +5,9 @@ import difflib
 from collections.abc import Collection
 from pathlib import Path
 
+from lmtrain.config.sections import all_keys
+from lmtrain.errors import UserError
+
 _TABLES = configparser.ConfigParser(delimiters=("->",), interpolation=None)  # raises for duplicate names
 _TABLES.read_string(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
 NEIGHBOURS, _SWITCHES, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING, VERBS = (
@@ -18,7 +21,17 @@ _SECTIONS = (
     "logger", "lora", "lora_config", "peft", "peft_config", "generate", "export", "objective", "module",
     "litmodule", "tokenizer", "callbacks", "model_checkpoint", "early_stopping",
 )  # fmt: skip
-_AMBIGUOUS = ("name", "num_samples", "rank", "start", "tokens", "adapter", "project")  # ambiguous within sections
+_AMBIGUOUS = (
+    "name",
+    "num_samples",
+    "rank",
+    "start",
+    "tokens",
+    "adapter",
+    "project",
+    "split",
+    "activation",
+)  # ambiguous within sections
 
 
 def _last_part(key: str) -> str:
@@ -51,7 +64,8 @@ def misspelt(key: str, valid: Collection[str]) -> str | None:
     ours = {v.rpartition(".")[2] for v in valid}
     theirs = [word for word in NEIGHBOURS if "." not in word and word not in (*ours, *_AMBIGUOUS)]
     near = difflib.get_close_matches(last, [*ours, *theirs], n=1, cutoff=0.8)
-    return near[0] if near and near[0] in theirs else None
+    is_typo = bool(near) and abs(len(near[0]) - len(last)) < 2  # use_lora is not use_rslora
+    return near[0] if is_typo and near[0] in theirs else None
 
 
 def absent(key: str) -> str | None:
@@ -66,24 +80,47 @@ _ALIKE = (  # keys whose values have the same meaning in other projects
     "peft.alpha", "peft.dropout", "model.num_hidden_layers", "model.num_attention_heads", "model.hidden_size",
     "trainer.log_every_n_steps", "trainer.save_every_n_steps", "data.val_fraction", "data.name", "run.name",
     "data.num_samples", "data.text_column", "data.path", "data.val_path", "run.dir",
-    "trainer.devices", "trainer.num_nodes",
+    "trainer.devices", "trainer.num_nodes", "data.val_split", "data.train_split", "data.max_prompt_length",
+    "trainer.overfit_batches", "model.intermediate_size", "model.dropout",
     "generate.prompt", "generate.max_new_tokens", "generate.temperature", "objective.beta", "run.root",
 )  # fmt: skip
 
 
 def with_value(name: str, here: str, value: object) -> str:
-    """Translates another project's `name: value`: key=value if the value means the same, else the key alone.
+    """Translates another project's `name: value`: key=value if the value means the same and fits, else the key alone.
 
     Args:
         here: lmtrain's key, as returned by `used_here`.
     """
     key, _, rest = here.partition(" ")
-    if key == "model.name_or_path" and isinstance(value, str) and value:
-        return f"model={value}"
-    if name.rpartition(".")[2] in _SWITCHES and value in (True, None, "true", "True"):
-        return _SWITCHES[name.rpartition(".")[2]]
+    name = name.rpartition(".")[2].lower().replace("-", "_")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if key in _ALIKE and isinstance(value, int | float | str) and not isinstance(value, bool) and value != "":
-        return f"{key}={value} {rest}".strip()
-    return here
+    if key == "model.name_or_path" and isinstance(value, str) and value:
+        return f"model={value}"
+    if str(value).lower() == "false" and (name in _SWITCHES or "=" in key):
+        return f"{key.partition('=')[0]}, to be left as it is"
+    if name in _SWITCHES and value in (True, None, "true", "True"):
+        return _SWITCHES[name]
+    if f"{name}={value}".lower() in _SWITCHES:
+        return _SWITCHES[f"{name}={value}".lower()]
+    fits = [k for k in (key, *rest.split(" ")[1:2]) if k in _ALIKE and _takes(k, value)]
+    if not fits:
+        return here
+    return f"{fits[0]}={value}" if rest.startswith("or ") else f"{fits[0]}={value} {rest}".strip()
+
+
+def _takes(key: str, value: object) -> bool:
+    """Returns whether a value, a number or the text of one, fits the type and constraints of a key."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str) or value == "":
+        return False
+    found = next(k for k in all_keys() if k.name == key)
+    try:
+        given: object = str(value) if found.is_text else float(value)
+        for check in found.constraints:
+            check(key, given)
+    except UserError:
+        return False
+    except ValueError:  # a text for a number
+        return "str" in str(found.type)
+    return not isinstance(given, float) or given.is_integer() or "float" in str(found.type)
