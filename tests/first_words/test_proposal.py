@@ -1,10 +1,15 @@
 """How rows of a file that is named alone are trained on, told by their columns and values."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lmtrain.config.compose import check, compose
 from lmtrain.config.override_text import typed_keys
+from lmtrain.data import tokenizers
+from lmtrain.data.corpus import row_format
 from lmtrain.errors import UserError
 from lmtrain.first_words.proposal import propose
 
@@ -26,6 +31,37 @@ def test_labels_of_a_csv_file_are_text(labels: tuple[str, str], objective: str |
     keys = typed_keys(propose([str(file)], []).overrides)
     assert keys.get("objective") == objective
     assert keys["data"] == ("unpaired_jsonl" if objective == "kto" else "chat_jsonl")
+
+
+def test_labelled_conversations_are_not_learned_as_good_ones(tmp_path: Path) -> None:
+    """LLaMA-Factory's rows of KTO: half of the answers are labelled false."""
+    file, turns = tmp_path / "kto.json", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file.write_text(json.dumps([{"messages": turns, "label": i % 2 == 0} for i in range(4)]))
+    keys = typed_keys(propose([str(file)], ["model=x/y"]).overrides)
+    assert (keys["objective"], keys["data"]) == ("kto", "unpaired_jsonl")
+    assert "columns messages, label" in propose([str(file)], []).says
+    file.write_text(json.dumps([{"messages": turns, "label": "fine"}]))
+    assert typed_keys(propose([str(file)], []).overrides)["data"] == "chat_jsonl"
+
+
+@pytest.mark.parametrize(("objective", "columns", "said"), [
+    ("sft", {"label": False, "score": 0.5}, ["label is not read; objective=kto learns from", "score is not read"]),
+    ("sft", {"label": "fine", "rejected": "c"}, ["label is not read", "rejected is not read"]),
+    ("sft", {"topic": "x", "weight": None}, []),
+    ("dpo", {"chosen": "c", "rejected": "d", "margin": 1.0, "weight": 2}, ["weight is not read"]),
+    ("kto", {"label": True, "rating": 5}, ["rating is not read"]),
+])  # fmt: skip
+def test_columns_with_a_meaning_are_used_or_named(
+    objective: str, columns: dict[str, Any], said: list[str], tmp_path: Path
+) -> None:
+    words = ["data.chat_template=alpaca", f"data.cache_dir={tmp_path}", "data.seq_len=64", "tokenizer=bytes"]
+    option = {"sft": "chat_jsonl", "dpo": "preference_jsonl", "kto": "unpaired_jsonl"}[objective]
+    config = check(compose([f"objective={objective}", f"data={option}", "data.path=x", *words]))
+    encoder = row_format(config)(tokenizers.load_or_train(config.tokenizer, lambda _: iter(())), config.data)
+    encoded = encoder.encode({"prompt": "a", "response": "b", **columns}, "row 1", config.data, False)
+    remarks = [remark.text for remark in encoded.remarks]
+    assert len(remarks) == len(said)
+    assert all(f"the column {words}" in remark for words, remark in zip(said, remarks, strict=True))
 
 
 def test_a_row_without_its_label_is_no_conversation(tmp_path: Path) -> None:

@@ -103,6 +103,31 @@ def by_the_formula(objective: KTO, corpus: Any, chosen: list[int]) -> dict[str, 
     return {"loss": loss, "kl": z, "rewards/margin": margin, "rewards/chosen": rewards[good].mean()}
 
 
+def test_the_last_turn_of_a_conversation_is_its_answer(answers: Path, llama: Path, tmp_path: Path) -> None:
+    """Conversations with a label give the same examples as their prompts, completions and labels in columns."""
+    written = [json.loads(line) for line in answers.read_text().splitlines()]
+    early = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi. Ask me."}]
+    whole, parts, system = [], [], {"role": "system", "content": "Count."}
+    for i, row in enumerate(written):
+        asked = [*(early if i % 2 else []), {"role": "user", "content": row["prompt"]}]
+        answer = {"role": "assistant", "content": row["completion"]}
+        own = {"system": "Count."} if i % 3 == 0 else {}
+        whole.append({"messages": [*asked, answer], "label": row["label"], **own})
+        parts.append({**row, "prompt": [*([system] if own else []), *asked], "completion": [answer]})
+    found = []
+    for name, some in (("whole", whole), ("parts", parts)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        words = [*KTO_RUN, f"data.path={tmp_path / name}.jsonl", f"model.name_or_path={llama}"]
+        rows_ = build_corpus(check(compose(words))).train.examples
+        examples = [(ids.tolist(), scored.tolist()) for ids, scored in map(rows_.read, range(len(rows_)))]
+        found.append((examples, rows_.labels.tolist()))
+    assert found[0] == found[1]
+    assert 0 < sum(found[0][1]) < len(found[0][1]) == 16
+    (tmp_path / "whole.jsonl").write_text(json.dumps({"messages": whole[1]["messages"][:-1], "label": True}))
+    with pytest.raises(UserError, match="the conversation ends with a turn from user, not with an answer to label"):
+        build_corpus(check(compose([*KTO_RUN, f"data.path={tmp_path / 'whole.jsonl'}", f"model.name_or_path={llama}"])))
+
+
 @pytest.mark.parametrize("micro", [6, 3, 4, 1])
 def test_a_step_is_its_formula_however_it_is_split(micro: int, answers: Path, llama: Path) -> None:
     """Loss, reference point, margin and all gradients are right; z is that of all six answers, even one at a time."""

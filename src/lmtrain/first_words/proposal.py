@@ -112,7 +112,7 @@ def recipe_of(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[st
 
 def _fits(recipe: dict[str, Any], columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> bool:
     formats = _FORMATS.get(recipe.get("formats", ""), {})
-    wanted = [format.required for name, format in formats.items() if name not in _ANY_TEXT] or [recipe["columns"]]
+    wanted = [format.required for name, format in formats.items() if name not in _ANY_TEXT] or recipe["columns"]
     has = any(all(any(name in columns for name in c.split("|")) for c in one) for one in wanted)
     flag = recipe.get("true_or_false")
     flags = [row[flag] for row in rows if row.get(flag) is not None] if flag is not None else []

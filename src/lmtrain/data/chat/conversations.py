@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, text_of, tools_of, turns_of
+from lmtrain.data.chat.turns import BadRow, Remark, check, drop_first_answers, text_of, tools_of, truth_of, turns_of
 from lmtrain.errors import UserError
 
 
@@ -75,14 +75,14 @@ def detect_format(columns: Iterable[str], cfg: DataConfig) -> str:
             raise UnfitColumns(f"data.columns.{column}={name}: the rows have no such column, but {', '.join(names)}")
     if wanted == "auto":
         wanted = "template" if cfg.prompt_template or cfg.response_template else _first_fit(names, cfg)
-    absent = [c for c in _needed(wanted, cfg) if column_of(c, names, cfg) is None]
+    absent = [c for c in needed(wanted, cfg) if column_of(c, names, cfg) is None]
     if absent:
         raise UnfitColumns(
             f"data.conversation_format={wanted} needs the column {' and '.join(absent)}, and the rows have "
             f"{', '.join(names)}: name it with data.columns, for example data.columns={{{absent[0].split('|')[0]}: "
             f"{names[0] if names else 'its_name'}}}"
         )
-    check_renamed(cfg, f"the format {wanted} has", (*_needed(wanted, cfg), *FORMATS[wanted].optional))
+    check_renamed(cfg, f"the format {wanted} has", (*needed(wanted, cfg), *FORMATS[wanted].optional))
     return wanted
 
 
@@ -145,7 +145,7 @@ def _conversation(
 
 def _first_fit(names: list[str], cfg: DataConfig) -> str:
     for name in FORMATS:
-        if name != "template" and all(column_of(c, names, cfg) for c in _needed(name, cfg)):
+        if name != "template" and all(column_of(c, names, cfg) for c in needed(name, cfg)):
             return name
     raise UnfitColumns(
         f"no conversation format fits the columns {', '.join(names)}. Formats: {described(FORMATS)}. Say what "
@@ -160,7 +160,7 @@ def described(formats: Mapping[str, Format]) -> str:
     return "; ".join(named)
 
 
-def _needed(format: str, cfg: DataConfig) -> list[str]:
+def needed(format: str, cfg: DataConfig) -> list[str]:
     if format != "template":
         return list(FORMATS[format].required)
     if not cfg.prompt_template or not cfg.response_template:
@@ -173,6 +173,18 @@ def column_of(column: str, there: Iterable[str], cfg: DataConfig) -> str | None:
     names, columns = column.split("|"), cfg.columns or {}
     renamed = [columns[name] for name in names if name in columns]
     return next((name for name in renamed[:1] or names if name in there), None)
+
+
+# Columns that say how good an answer is, or how much it counts.
+_MEANT = ("label", "score", "rating", "rank", "reward", "weight", "chosen", "rejected", "preference", "margin")
+
+
+def unread_columns(row: Mapping[str, Any], columns: Iterable[str], cfg: DataConfig) -> list[Remark]:
+    """Returns a remark for each column of a row that has a meaning and is not among the `columns` of its format."""
+    read = {column_of(column, row, cfg) for column in columns}
+    found = [name for name in _MEANT if row.get(name) is not None and name not in read]
+    kto = "; objective=kto learns from labels that are true or false" if truth_of(row.get("label")) is not None else ""
+    return [Remark(f"the column {name} is not read{kto if name == 'label' else ''}") for name in found]
 
 
 def _template(row: Mapping[str, Any], cfg: DataConfig, where: str) -> list[dict[str, Any]]:

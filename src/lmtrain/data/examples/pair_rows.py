@@ -7,7 +7,7 @@ import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Completion, Conversation
+from lmtrain.data.chat.conversations import Completion, Conversation, unread_columns
 from lmtrain.data.chat.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pair
 from lmtrain.data.chat.turns import BadRow, Remark, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
@@ -43,7 +43,8 @@ class PairRowEncoder(TemplateRows):
         asked = self.question(self._preferred(pair)) if question and examples else None
         optional = PAIR_FORMATS[format].optional
         margin = None if pair.margin is None else repr(pair.margin)
-        remarks = [*self.chat.remarks, *unread(row)]
+        columns = [*PAIR_FORMATS[format].required, *optional]
+        remarks = [*self.chat.remarks, *unread(row), *unread_columns(row, columns, cfg)]
         for column, name in (cfg.columns or {}).items():
             if column in optional and name not in row:
                 remarks.append(Remark(f"data.columns.{column}={name}: there is no such column"))

@@ -6,7 +6,16 @@ from typing import Any, ClassVar, Protocol
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, detect_format, to_sample
+from lmtrain.data.chat.conversations import (
+    FORMATS,
+    Completion,
+    Conversation,
+    UnfitColumns,
+    detect_format,
+    needed,
+    to_sample,
+    unread_columns,
+)
 from lmtrain.data.chat.jinja_rendering import answers_of
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.turns import BadRow, Remark, unread
@@ -146,9 +155,11 @@ class ChatRows(TemplateRows):
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         self.chat.begin_row()
-        sample = to_sample(row, self.format_of(row, where, cfg, detect_format), cfg, where)
+        format = self.format_of(row, where, cfg, detect_format)
+        sample = to_sample(row, format, cfg, where)
         examples = self.chat.encode(sample)
-        remarks = [*self.chat.remarks, *unread(row)]
+        columns = [*needed(format, cfg), *FORMATS[format].optional]
+        remarks = [*self.chat.remarks, *unread(row), *unread_columns(row, columns, cfg)]
         if isinstance(sample, Completion) and cfg.system_prompt:  # a text prompt doesn't go through a chat template
             words = "the prompt is text; write it as messages, [{role: user, ...}]"
             remarks.append(Remark(f"data.system_prompt has no effect: {words}"))

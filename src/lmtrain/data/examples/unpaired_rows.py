@@ -1,4 +1,4 @@
-"""Unpaired preferences {prompt, completion, label}: an answer and whether it is desirable."""
+"""Unpaired preferences {prompt, completion, label}, or {messages, label}: an answer and whether it is desirable."""
 
 from typing import Any
 
@@ -8,15 +8,16 @@ import torch
 from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import ANSWERS, DataConfig
-from lmtrain.data.chat.conversations import Format, check_renamed, values_of
+from lmtrain.data.chat.conversations import Format, check_renamed, column_of, unread_columns, values_of
 from lmtrain.data.chat.pairs import answer_turns, opening
 from lmtrain.data.chat.templates import fit
-from lmtrain.data.chat.turns import BadRow, check, truth_of, unread
+from lmtrain.data.chat.turns import BadRow, check, truth_of, turns_of, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
 
 _FORMAT = Format(("prompt|question|instruction", "completion|response|answer", "label"))
+_CONVERSATION = Format(("messages|conversations|conversation|dialog|dialogue", "label"), ("system",))
 
 
 class UnpairedRowEncoder(TemplateRows):
@@ -32,7 +33,7 @@ class UnpairedRowEncoder(TemplateRows):
         """
         choice(*ANSWERS)("data.train_on", cfg.train_on)
         choice("truncate_left", "truncate_right", "drop", "raise")("data.on_too_long", cfg.on_too_long)
-        check_renamed(cfg, "unpaired answers have", _FORMAT.required)
+        check_renamed(cfg, "unpaired answers have", _FORMAT.required + _CONVERSATION.required + _CONVERSATION.optional)
         super().__init__(tokenizer, cfg)
         drops = cfg.on_assistant_first not in (None, "raise")
         self.identity = {**self.identity, "unpaired": 3 if drops else 2 if cfg.system_prompt else 1}
@@ -40,11 +41,18 @@ class UnpairedRowEncoder(TemplateRows):
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         """Returns the row's examples; strings become user and assistant turns, lists of turns remain turns.
 
+        Of a conversation, the last turn is the answer.
+
         Raises:
             BadRow: a column is missing or null, the label isn't true or false, or the chat template refuses the row.
         """
         self.chat.begin_row()
-        values = values_of(row, _FORMAT, cfg, where)
+        (whole, _), (_, completion, _) = _CONVERSATION.required, _FORMAT.required
+        is_whole = column_of(whole, row, cfg) is not None and column_of(completion, row, cfg) is None
+        format = _CONVERSATION if is_whole else _FORMAT
+        values = values_of(row, format, cfg, where)
+        if is_whole:
+            values |= _parted(values, where)
         label = truth_of(values["label"])
         if label is None:
             raise BadRow(where, f"label must be true (desirable) or false, and is {values['label']!r}")
@@ -61,7 +69,8 @@ class UnpairedRowEncoder(TemplateRows):
         }
         examples = [(e.input_ids, e.trained, int(label)) for e in fitted]
         shown = asked if question and label else None
-        remarks = [*self.chat.remarks, *unread(row)]
+        columns = format.required + format.optional
+        remarks = [*self.chat.remarks, *unread(row), *unread_columns(row, columns, cfg)]
         return Encoded(examples, sum(e.cut for e in fitted), shown, dropped, remarks)  # type: ignore[arg-type]
 
     @staticmethod
@@ -74,6 +83,15 @@ class UnpairedRowEncoder(TemplateRows):
         good = int(examples.labels.sum())
         words = f"{good:,} desirable and {len(examples) - good:,} undesirable answers; no padding"
         return UnpairedRows(examples), words
+
+
+def _parted(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the prompt and the completion of a conversation: its last turn, which has to be the assistant's."""
+    *before, last = turns_of(values["messages"], where)
+    if last["role"] != "assistant":
+        raise BadRow(where, f"the conversation ends with a turn from {last['role']}, not with an answer to label")
+    system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
+    return {"prompt": [*system, *before], "completion": [last]}
 
 
 class UnpairedRows(ExampleRows):
