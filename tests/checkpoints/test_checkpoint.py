@@ -1,17 +1,21 @@
 """Checkpoints are complete or absent, damage is detected, and retention works by scanning the folder."""
 
 import errno
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lmtrain.checkpoints import manifest, retention, store
+from lmtrain.checkpoints import checksums, manifest, retention, store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.errors import RunError, UserError
 
@@ -38,6 +42,34 @@ def test_round_trip(tmp_path: Path) -> None:
     assert torch.equal(loaded["state_dict"]["w"], torch.full((100,), 5.0))
     assert loaded["global_step"] == 5
     assert manifest.read(path)["metrics"] == {"val/loss": 1.5}
+
+
+def test_a_checkpoint_is_hashed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files used to be read again for their hashes; torch's own checksums, which it never reads, are left out."""
+    with monkeypatch.context() as patched:
+        patched.setattr(checksums, "sha256", None)
+        path = save(tmp_path, 5)
+    for name, entry in manifest.read(path)["files"].items():
+        whole = (path / name).read_bytes()
+        assert entry == {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+    assert torch.equal(store.load_weights(path, mmap=True)["w"], torch.full((100,), 5.0))
+    assert torch.serialization.get_crc32_options(), "whatever else a program saves has them"
+
+
+def test_a_failed_write_of_a_checkpoint_waits_for_its_hash(tmp_path: Path) -> None:
+    """The memory that is hashed is valid only until `write` returns."""
+    hashed = []
+
+    class Full:
+        def write(self, data: memoryview) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with ThreadPoolExecutor(1) as pool:
+        file = store._HashedFile(Full(), pool)  # type: ignore[arg-type]
+        file.digest = SimpleNamespace(update=lambda data: time.sleep(0.05) or hashed.append(data))  # type: ignore
+        with pytest.raises(OSError, match="No space left"):
+            file.write(memoryview(b"abc"))
+        assert hashed == [b"abc"]
 
 
 def _cut(path: Path) -> None:

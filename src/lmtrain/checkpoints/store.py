@@ -8,6 +8,7 @@ callbacks). Both hold only plain containers and tensors and are loaded with weig
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import pickle
@@ -16,9 +17,10 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -176,14 +178,42 @@ def _sigchld_waits() -> Iterator[None]:
             handler(*waiting[-1])
 
 
+class _HashedFile:
+    """A file object whose writes are also hashed, in a thread meanwhile: the file need not be read again."""
+
+    def __init__(self, handle: BinaryIO, pool: ThreadPoolExecutor) -> None:
+        self.handle, self.pool, self.digest = handle, pool, hashlib.sha256()
+
+    def write(self, data: memoryview) -> int:
+        hashing = self.pool.submit(self.digest.update, data)
+        try:
+            return self.handle.write(data)
+        finally:
+            hashing.result()  # `data` is valid only until this returns
+
+    def flush(self) -> None:
+        self.handle.flush()
+
+
+@contextlib.contextmanager
+def _without_crc() -> Iterator[None]:
+    """Lets torch.save leave out its CRC-32 of each tensor, which torch.load ignores: the manifest has a SHA-256."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
 def write(file: Path, content: Any) -> dict[str, Any]:
     """Writes a file of a checkpoint and syncs it; returns its entry for the manifest."""
-    with _sigchld_waits(), file.open("wb") as handle:
-        torch.save(content, handle)
-        handle.flush()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
+    with _sigchld_waits(), _without_crc(), pool, file.open("wb") as handle:
+        hashed: Any = _HashedFile(handle, pool)
+        torch.save(content, hashed)
         os.fsync(handle.fileno())
-    size = file.stat().st_size
-    return {"bytes": size, "sha256": checksums.sha256(file, 0, size)}
+        return {"bytes": handle.tell(), "sha256": hashed.digest.hexdigest()}
 
 
 def load_weights(path: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
