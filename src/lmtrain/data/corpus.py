@@ -18,7 +18,7 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.targets import building, class_named, lacking
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.examples.documents import TextPieces
-from lmtrain.data.examples.pair_rows import PairRowEncoder
+from lmtrain.data.examples.pair_rows import PairRowEncoder, PairRows
 from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
 from lmtrain.data.examples.row_counts import Counts, remark_lines, summary
 from lmtrain.data.examples.row_format import ChatRows, RowEncoder
@@ -91,16 +91,35 @@ class Corpus:
         return f"data.val_fraction={share:g} holds one out, data.val_path or data.val_split names one"
 
 
-def fit_to_model(config: Config, corpus: Corpus, unpacked_because: str | None, more: Sequence[Rows] = ()) -> None:
+def _keep_prompts_apart(corpus: Corpus, longest: int, more: Sequence[Rows]) -> None:
+    for rows in (corpus.train, corpus.val, *more):
+        if isinstance(rows, PairRows) and rows.share_prompts and int(rows.examples.lengths.max()) > longest:
+            rows.share_prompts = False
+    if isinstance(corpus.train, PairRows) and not corpus.train.share_prompts:
+        corpus.epoch_tokens = corpus.train.epoch_tokens
+        corpus.words[-1] = f"both answers see the prompt of their own: beyond {longest:,} tokens positions differ"
+
+
+def fit_to_model(
+    config: Config,
+    corpus: Corpus,
+    unpacked_because: str | None,
+    longest: int | None = None,
+    more: Sequence[Rows] = (),
+) -> None:
     """Switches to one padded answer per row if the model can't isolate packed documents, and says so in `corpus.words`.
 
     Args:
         unpacked_because: the reason why the model can't isolate documents; None if it can.
+        longest: of longer examples the tokens have another rotary embedding, so that a shorter one can't share theirs;
+            None: all have the same.
         more: further rows to switch, besides those of the corpus.
 
     Raises:
         UserError: the rows hold several isolated documents and can't be switched to padding.
     """
+    if longest is not None:
+        _keep_prompts_apart(corpus, longest, more)
     if unpacked_because is None:
         return
     data = config.data

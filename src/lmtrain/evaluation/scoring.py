@@ -95,7 +95,8 @@ def _batches(stretches: Iterable[Window], batch_size: int) -> Iterator[list[Wind
 def _summed(model: LanguageModel, batch: list[Window], device: torch.device) -> list[float]:
     laid = padded([(window.ids, window.scored) for window in batch])
     input_ids, at = laid["input_ids"].to(device), laid["learned"].to(device)  # at: before each scored token
-    found = model.log_probs(Inputs(input_ids), scored=at + 1, before=at).tokens.double()
+    inputs = Inputs(input_ids, row_lengths=laid["row_lengths"].to(device))
+    found = model.log_probs(inputs, scored=at + 1, before=at).tokens.double()
     sums = torch.zeros(len(batch), dtype=torch.float64, device=device)
     return (-sums.index_add(0, at // input_ids.shape[1], found)).tolist()
 

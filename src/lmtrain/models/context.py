@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 
 from lmtrain.errors import UserError
 from lmtrain.losses.cross_entropy import IGNORE_INDEX
+from lmtrain.models import rotary
 
 CONTEXT = "lmtrain_context"  # attribute of attention modules
 KEY = "trainer.fsdp.context_parallel_size"
-# Rotary embeddings whose frequencies depend on the largest position in a micro-batch, which a slice doesn't know.
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class Context:
@@ -106,11 +105,10 @@ def check(model: PreTrainedModel, size: int) -> None:
             f"{KEY}={size} does not divide the {config.num_attention_heads} attention heads of {family}, which "
             f"the devices of a group divide among themselves: set it to {fits[-1] if fits else 1}"
         )
-    ropes = {str(getattr(module, "rope_type", None)) for module in model.modules()}
-    if any(word in rope for rope in ropes for word in _LENGTH_DEPENDENT):
+    if rotary.limit(model) is not None:
         raise UserError(
-            f"{KEY}={size}: {family}'s rotary embedding depends on the length of the whole row (dynamic or "
-            f"longrope), but each device has only a slice of it: set {KEY}=1"
+            f"{KEY}={size}: {family}'s rotary embedding depends on the length of the whole row (longrope), but each "
+            f"device has only a slice of it: set {KEY}=1"
         )
     if getattr(config, "num_experts_per_tok", None):
         raise UserError(

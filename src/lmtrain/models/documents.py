@@ -44,6 +44,18 @@ class Inputs(NamedTuple):
     # one sequence.
     cu_seqlens: Tensor | None = None
     prefixes: Prefixes | None = None  # given if documents attend to a prefix of the previous one
+    row_lengths: Tensor | None = None  # [B] int64, tokens of each row before its padding; None: there is no padding
+
+
+def token_lengths(cu_seqlens: Tensor, rows: int, length: int, more: Tensor | None = None) -> Tensor:
+    """Returns the length of the document that each token belongs to, int64 [rows, length].
+
+    Args:
+        more: [n_docs], what to add to the lengths of documents, such as those of their prefixes.
+    """
+    times = torch.diff(cu_seqlens).long()
+    lengths = times if more is None else times + more
+    return torch.repeat_interleave(lengths, times, output_size=rows * length).view(rows, length)
 
 
 class Documents:

@@ -23,6 +23,7 @@ from lmtrain.models.attention import SLIDES, autocast_dtype
 from lmtrain.models.blocks import at_head, decoder_blocks, evaluating, let_grow
 from lmtrain.models.context import Context
 from lmtrain.models.documents import Documents, Inputs, Prefixes, choose_method
+from lmtrain.models.rotary import Lengths
 from lmtrain.models.routers import Logits, RouterLosses, Routers
 from lmtrain.models.scalar_head import HEAD, has_scalar_head
 
@@ -96,6 +97,7 @@ class LanguageModel(nn.Module):
         self.validates = False  # True during validation
         self.same_tokens: DeviceMesh | None = None  # ranks that compute the same hidden states, and split the loss
         self.context: Context | None = None  # set under context parallelism: inputs are slices of rows
+        self.lengths = Lengths(model)
         self._blocks = decoder_blocks(model)
         if config.model_type not in KNOWN_FAMILIES:
             self._compare_logits()
@@ -131,16 +133,18 @@ class LanguageModel(nn.Module):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         learned: Tensor | None = None,
+        row_lengths: Tensor | None = None,
     ) -> LanguageModelOutput:
         """Computes the loss of one micro-batch.
 
         Args:
-            input_ids: [B, T] int64; `position_ids` and `cu_seqlens` are those of `Inputs`.
+            input_ids: [B, T] int64; `position_ids`, `cu_seqlens` and `row_lengths` are those of `Inputs`.
             labels: [B, T] int64, the token that follows each input, -100 where none is trained on.
             learned: [n] int64, positions of the labelled tokens in the flattened B * T; None: logits of all tokens are
                 computed.
         """
-        hidden, router_logits = self.hidden_states(Inputs(input_ids, position_ids, cu_seqlens))
+        inputs = Inputs(input_ids, position_ids, cu_seqlens, row_lengths=row_lengths)
+        hidden, router_logits = self.hidden_states(inputs)
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         if learned is not None and len(learned):
             hidden, labels = hidden[learned], labels[learned]
@@ -242,7 +246,8 @@ class LanguageModel(nn.Module):
 
     def hidden_states(self, inputs: Inputs) -> tuple[Tensor, Logits]:
         """Returns the last hidden states [B, T, D], and the router logits, with entries only for existing routers."""
-        input_ids, position_ids, cu_seqlens, prefixes = inputs
+        input_ids, position_ids, cu_seqlens, prefixes, _ = inputs
+        self.lengths.read(inputs)
         options: dict[str, Any] = {}
         if position_ids is not None:
             options["position_ids"] = position_ids
@@ -255,6 +260,7 @@ class LanguageModel(nn.Module):
         eager = self._has_compiled_blocks() and not self._compiled()
         with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
             out = self.model.base_model(input_ids=input_ids, use_cache=False, **options)
+        self.lengths.tokens = None  # text is generated as by transformers
         return out.last_hidden_state, self.routers.take(out)
 
     def _documents(self, cu_seqlens: Tensor, input_ids: Tensor, prefixes: Prefixes | None) -> Documents:

@@ -17,7 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lmtrain.errors import UserError
 from lmtrain.models import attention
 from lmtrain.models.denoising import mask_token
-from lmtrain.models.documents import Documents
+from lmtrain.models.documents import Documents, Inputs
+from lmtrain.models.rotary import KIND, Lengths
 
 # Two rows of equal length, the first with two documents, which are all longer than the copy's window.
 FIRST, LENGTH = 7, 18
@@ -104,10 +105,12 @@ def support(model: PreTrainedModel, seq_len: int) -> Support:
 
 def _try(copy: PreTrainedModel) -> Support:
     ids = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    lengths = Lengths(copy)
     copy.set_attn_implementation("eager")
     rows, changed = _states(copy, ids), _states(copy, torch.cat([ids[:, :FIRST], (ids[:, FIRST:] + 1) % VOCAB], dim=1))
     first, second = _states(copy, ids[:1, :FIRST]), _states(copy, ids[:1, FIRST:])
-    if not (_close(changed[:, :FIRST], rows[:, :FIRST]) and _close(first, rows[:1, :FIRST])):
+    alike = lengths.limit is not None or _close(first, rows[:1, :FIRST])
+    if not (_close(changed[:, :FIRST], rows[:, :FIRST]) and alike):
         return Support(causal="tokens see those that come after them")
     reason = _own_only(copy)
     if reason is None:
@@ -116,7 +119,9 @@ def _try(copy: PreTrainedModel) -> Support:
     if reason is not None:
         return Support(attention=reason, documents=reason)
     alone = torch.cat([torch.cat([first, second], dim=1), rows[1:]])
-    return Support(documents=_differs(copy, alone, ids, **packed_documents(ids)))
+    packed = packed_documents(ids)
+    lengths.read(Inputs(ids, cu_seqlens=packed["documents"].cu_seqlens))
+    return Support(documents=_differs(copy, alone, ids, **packed))
 
 
 def _own_only(copy: PreTrainedModel) -> str | None:
@@ -248,10 +253,10 @@ def _shrunk(fields: dict[str, Any], seq_len: int) -> dict[str, Any]:
             small[name] = WINDOW if value < seq_len else 2 * SIZE_OF["max_position_embeddings"]
         elif name in ("bos_token_id", "eos_token_id", "pad_token_id") and _is_number(value):
             small[name] = 0
-    return small | _dependent(fields)
+    return small | _dependent(fields, seq_len)
 
 
-def _dependent(fields: dict[str, Any]) -> dict[str, Any]:
+def _dependent(fields: dict[str, Any], seq_len: int) -> dict[str, Any]:
     """Returns the copy's sizes that depend on other sizes."""
     small: dict[str, Any] = {}
     heads = next((fields[name] for name in ("num_attention_heads", "n_head") if _is_number(fields.get(name))), 0)
@@ -265,7 +270,23 @@ def _dependent(fields: dict[str, Any]) -> dict[str, Any]:
         small["n_mamba_heads"] = HEADS
     if _is_number(fields.get("qk_rope_head_dim")) and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         small["head_dim"] = SIZE_OF["qk_rope_head_dim"]
-    return small
+    return small | _longrope(fields, small, seq_len)
+
+
+def _longrope(fields: dict[str, Any], small: dict[str, Any], seq_len: int) -> dict[str, Any]:
+    """Returns the copy's rotary embedding if it depends on the length: its documents are shorter and longer."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict) or rope.get("rope_type") != KIND:
+        return {}
+    name = "original_max_position_embeddings"
+    width, own = _head_width(fields), small.get("head_dim", HEAD_DIM)
+    longest = FIRST + 1 if rope[name] < seq_len else SIZE_OF["max_position_embeddings"]
+    factors = {kind: rope[kind][: len(rope[kind]) * own // width] for kind in ("short_factor", "long_factor")}
+    return {"rope_parameters": rope | factors | {name: longest}} | ({name: longest} if name in fields else {})
+
+
+def _head_width(fields: dict[str, Any]) -> int:
+    return int(fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"])
 
 
 def _sized(value: Any, size: int) -> Any:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from lmtrain.errors import UserError
+from lmtrain.models import rotary
 
 HEAD = "score"
 KIND = "ForSequenceClassification"  # suffix of the class names
@@ -79,6 +80,8 @@ def last_real(input_ids: Tensor, ends: Tensor, pad: int | None) -> Tensor:
 @torch.no_grad()
 def scores_of(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
     """Returns the model's scores of whole rows of ids, fp32 [rows] on the CPU, using transformers' own forward."""
+    if len(rows) > 1 and rotary.limit(model) is not None:  # a row's rotary embedding would depend on the longest
+        return torch.cat([scores_of(model, [row]) for row in rows])
     longest, pad = max(map(len, rows)), padding_of(model) or 0
     ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows], device=model.device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=model.device)

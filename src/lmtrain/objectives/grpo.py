@@ -97,6 +97,8 @@ class GRPO(ReferenceObjective):
     def check_room(self, corpus: Corpus) -> None:
         """Raises UserError if a prompt and its completion may together exceed the model's positions."""
         most = getattr(self.model.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        # Beyond it a rotary embedding changes for all positions, and keys in the sampler's cache don't (rotary.py).
+        most = min(most, self.model.lengths.limit or most)
         room = most - self.options.max_new_tokens
         splits: list[Any] = [rows for rows in (corpus.train, corpus.val) if rows is not None]
         longest = max(int(rows.examples.lengths.max()) for rows in splits)

@@ -83,8 +83,9 @@ def with_routers(parts: LossParts, forward: LogProbs) -> LossParts:
 def inputs_of(batch: dict[str, Tensor]) -> Inputs:
     """Returns the rows of a micro-batch, padded or of documents, as a LanguageModel reads them."""
     prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
-    # Padded batches have neither positions nor documents.
-    return Inputs(batch["input_ids"], batch.get("position_ids"), batch.get("cu_seqlens"), prefixes)
+    # Padded batches have neither positions nor documents, but lengths.
+    optional = (batch.get("position_ids"), batch.get("cu_seqlens"), prefixes, batch.get("row_lengths"))
+    return Inputs(batch["input_ids"], *optional)
 
 
 def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> None:

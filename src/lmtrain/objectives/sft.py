@@ -6,6 +6,7 @@ from torch import Tensor
 from lmtrain.config.options import SFTConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
+from lmtrain.models import documents
 from lmtrain.objectives.causal_lm import CausalLM
 from lmtrain.objectives.parts import LossParts, options_of
 
@@ -41,8 +42,7 @@ def token_lengths(batch: dict[str, Tensor]) -> Tensor:
     rows, length = batch["input_ids"].shape
     if "cu_seqlens" not in batch:
         return torch.full((rows, length, 1), length, device=batch["input_ids"].device)
-    lengths = torch.diff(batch["cu_seqlens"]).long()
-    return torch.repeat_interleave(lengths, lengths, output_size=rows * length).view(rows, length, 1)
+    return documents.token_lengths(batch["cu_seqlens"], rows, length)[..., None]
 
 
 def add_noise(embedded: Tensor, alpha: float, lengths: Tensor) -> Tensor:

@@ -235,7 +235,7 @@ def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
     with tempfile.TemporaryDirectory(prefix="lmtrain_budget_") as folder:
         curve = Path(folder) / "curve.jsonl"
         objective = build.build_objective(tried, corpus, _MOST)
-        fit_to_model(tried, corpus, objective.model.unpacked_because)
+        fit_to_model(tried, corpus, objective.model.unpacked_because, objective.model.lengths.limit)
         datamodule = build.build_datamodule(tried, corpus, _MOST)
         ends = EndsEarly(str(curve), _MOST - 1, seconds=_MEASURED_S, fewest=_FEWEST)
         feed = build.build_feed(tried, RunDir(Path(folder)), corpus, StopRequest(), _MOST)

@@ -100,7 +100,8 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     val_sets = world.together(lambda: build_val_sets(config, corpus))
     corpus.notes += [f"data.val_sets.{name}: {note}" for name, set_ in val_sets.items() for note in set_.notes]
     objective = build_objective(config, corpus, total_steps, stop)
-    fit_to_model(config, corpus, objective.model.unpacked_because, [s.rows for s in val_sets.values()])
+    model, more = objective.model, [s.rows for s in val_sets.values()]
+    fit_to_model(config, corpus, model.unpacked_because, model.lengths.limit, more)
     most = total_steps if config.budget.minutes is None else at_most(config, rows_to_train(config, corpus))
     datamodule = build_datamodule(config, corpus, most, val_sets)
     bytes_per_token = {"": corpus.val_bytes_per_token, **{n: s.bytes_per_token for n, s in val_sets.items()}}

@@ -148,7 +148,7 @@ class PairRows(ExampleRows):
             rejected one of pair p; lengths int64 [2P]: scored tokens per answer; ends int64 [2P]: position in N of
             the last token in each answer's text; pairs, seen int64 []: P, N; reference int64 [P, 2], margin int64 [P]
             (the bits of fp64) if available. If padded: input_ids [2P, T],
-            positions in its 2P * T tokens, and neither position_ids nor cu_seqlens.
+            positions in its 2P * T tokens, row_lengths int64 [2P], and neither position_ids nor cu_seqlens.
         """
         pairs = [(self.examples.read(2 * int(row)), self.examples.read(2 * int(row) + 1)) for _, row in rows]
         shared = [common_prompt(*pair) if self.share_prompts else 0 for pair in pairs]
@@ -227,7 +227,7 @@ def pad_answers(batch: dict[str, torch.Tensor]) -> None:
     place = torch.repeat_interleave(torch.arange(len(lengths)), lengths) * longest + column  # [N] in the padded rows
     padded = torch.zeros(len(lengths) * longest, dtype=torch.int64)
     padded[place] = batch["input_ids"].flatten()
-    batch["input_ids"] = padded.view(len(lengths), longest)
+    batch["input_ids"], batch["row_lengths"] = padded.view(len(lengths), longest), lengths
     for name in batch.keys() & {"scored", "before", "ends"}:
         batch[name] = place[batch[name]]
 

@@ -148,13 +148,14 @@ class PaddedRows:
         Returns:
             input_ids int64 [B, T]; labels int64 [B, T], shifted: labels[b, t] is token t + 1 if that is trained on,
             else IGNORE; learned int64 [n]: positions of labels in the B * T flattened tokens, so that logits are
-            computed only there; seen int64 []: number of tokens that are not padding.
+            computed only there; row_lengths int64 [B]: number of tokens of each row that are not padding; seen int64
+            []: their sum.
         """
         parts = [self.examples.read(int(self.order[row])) for _, row in rows]
         return {**padded(parts, _MULTIPLE), "seen": torch.tensor(sum(len(ids) for ids, _ in parts))}
 
     def empty(self) -> dict[str, torch.Tensor]:
-        return {**_tensors(_blank(1, _MULTIPLE)), "seen": torch.tensor(0)}
+        return {**_tensors(_blank(1, _MULTIPLE)), "row_lengths": torch.tensor([_MULTIPLE]), "seen": torch.tensor(0)}
 
 
 class PackedRows:
@@ -224,7 +225,7 @@ def padded(parts: Sequence[tuple[np.ndarray, np.ndarray]], multiple: int = 1) ->
     batch = _blank(len(parts), -(-longest // multiple) * multiple)
     for b, (ids, trained) in enumerate(parts):
         _lay(batch, b, 0, ids, trained)
-    return _tensors(batch)
+    return {**_tensors(batch), "row_lengths": torch.tensor([len(ids) for ids, _ in parts])}
 
 
 def _blank(rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
