@@ -8,6 +8,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.data import tokenizers
+from lmtrain.data.chat import jinja_rendering
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.jinja_rendering import NAMED
 from lmtrain.data.chat.rendering import ChatTemplate
@@ -514,3 +515,31 @@ def test_a_template_that_is_no_text_is_refused(bytes_tokenizer) -> None:
     tokenizer.chat_template = 17
     with pytest.raises(UserError, match=r"chat_template of the tokenizer is 17, and no Jinja text"):
         own_template(tokenizer)
+
+
+def test_no_text_of_a_row_is_rendered_twice(chatml, monkeypatch):
+    """The whole conversation is the text of its last answer, and both answers of a pair share their prompt's text."""
+    encoder = chatml(template=UNMARKED)
+    encoder.encode(Conversation(TURNS[:2], None, ""))
+    rendered, real = [], jinja_rendering.render_jinja_template
+
+    def counted(conversations, **options):
+        rendered.extend((len(chat), options.get("add_generation_prompt", False)) for chat in conversations)
+        return real(conversations, **options)
+
+    monkeypatch.setattr(jinja_rendering, "render_jinja_template", counted)
+    other = [{"role": "user", "content": "1+1?"}, *TURNS[1:]]
+    encoder.encode(Conversation(other, None, ""))
+    assert sorted(rendered) == [(1, True), (2, False), (3, True), (4, False)]
+    rendered.clear()
+    for answer in ("Two", "2"):
+        encoder.pair([{"role": "user", "content": "One and one?"}], [{"role": "assistant", "content": answer}])
+    assert sorted(rendered) == [(1, True), (2, False), (2, False)]
+
+
+def test_values_that_are_equal_but_written_differently_are_rendered_apart(bytes_tokenizer):
+    template = ChatTemplate(
+        bytes_tokenizer("<|im_end|>"), "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>", ""
+    )
+    texts = [template.prompt([{"role": "user", "content": value}], None, "") for value in (1, True, 1.0)]
+    assert texts == ["1<|im_end|>", "True<|im_end|>", "1.0<|im_end|>"]

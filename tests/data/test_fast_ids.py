@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.data import fast_ids, tokenizers
+from lmtrain.data.chat.conversations import Conversation
+from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.fast_ids import TextIds
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.text import encode
@@ -198,3 +200,52 @@ def test_long_text_is_encoded_as_short_text_is(prose: str) -> None:
     assert [part.ids.tolist() for part in found] == expected
     assert all(part.ids.dtype == np.uint32 for part in found)
     assert fast_ids.fastokens is None or encoder.ids.by.startswith("fastokens, but for texts that it refused: ")
+
+
+@pytest.mark.parametrize("special_as_text", [True, False])
+@pytest.mark.parametrize("kind", ["gpt2", "smollm2", "qwen2", "llama3", "lowercase", "prefix_space", "whitespace"])
+def test_characters_of_tokens_are_the_librarys(kind: str, special_as_text: bool, prose: str) -> None:
+    """Also where NFC or a lost byte make the tokens' bytes differ from the text's."""
+    backend = trained(*PRE_TOKENIZERS[kind], prose, sorted(set(BYTES.alphabet()) - {"Ą"}))
+    backend.encode_special_tokens = special_as_text
+    ids = TextIds(backend)
+    ids.hurry([prose])
+    for text in [*odd_texts(prose)[:600], "a\x04b", "", "\u212b"]:
+        found = backend.encode(text)
+        assert ids.with_offsets(text) == (found.ids, found.offsets)
+
+
+def test_offsets_without_white_space(prose: str) -> None:
+    """A post-processor that leaves white space out of offsets, as RoBERTa's, keeps doing so."""
+    backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
+    text = f"{prose[:60]}  "
+    whole = backend.encode(text).offsets
+    backend.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=True)
+    ids = TextIds(backend)
+    ids.hurry([prose])
+    found = backend.encode(text, add_special_tokens=False)
+    assert ids.with_offsets(text) == (found.ids, found.offsets)
+    assert found.offsets != whole
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "completion"])
+def test_conversations_are_encoded_as_by_the_library(
+    train_on: str, prose: str, data_config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fastokens")
+    backend = trained(*PRE_TOKENIZERS["qwen2"], prose)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    cfg = data_config("chat", chat_template="zephyr", max_length=None, train_on=train_on)
+    said = [text or "nothing" for text in odd_texts(prose)[:40]]
+    turns = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
+    samples = [Conversation(turns[n : n + 4], None, "") for n in range(0, 40, 4)]
+
+    def encoded(enough: int) -> tuple[str, list]:
+        monkeypatch.setattr(fast_ids, "ENOUGH", enough)
+        encoder = ChatEncoder(tokenizer, cfg)
+        examples = [encoder.encode(sample) for sample in samples]
+        return encoder._ids.by, examples
+
+    (slow, expected), (fast, found) = encoded(1 << 30), encoded(1)
+    assert (slow, fast) == ("tokenizers", "fastokens")
+    assert found == expected

@@ -6,12 +6,14 @@ data and on a fixed list of texts that tokenizers often read differently.
 
 import functools
 import itertools
+import json
 import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lmtrain.errors import first_line
 
@@ -20,6 +22,7 @@ try:
 except ImportError:  # there is no wheel for this machine
     fastokens = None
 
+ENOUGH = 1 << 20  # characters; loading fastokens takes longer than it saves on less text
 _SAMPLE, _SAMPLES = 4096, 8  # characters of a text, and texts, that are compared
 _PARTS = (
     *"aZ019'.,;!?(){}<>#\\/_-=@$%^&*+|~`\"", " ", "  ", "   ", "\n", "\n\n", "\t", "\r", "\r\n", "\x0b", "\x0c",
@@ -45,18 +48,19 @@ def hostile_texts(special: tuple[str, ...]) -> list[str]:
 class TextIds:
     """Gives texts the ids of a tokenizer, without adding special tokens; `by` is the library in use.
 
-    It begins with the tokenizers library; `hurry` changes to fastokens. Texts that this refuses later on (its regular
-    expressions have limits) are left to the tokenizers library.
+    It begins with the tokenizers library and tries to change to fastokens (`hurry`) once it was given ENOUGH text.
+    Texts that fastokens refuses later on (its regular expressions have limits) are left to the tokenizers library.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
         """backend: a tokenizer without truncation and padding; `encode_special_tokens` says how to read those."""
         self.by, self._backend = "tokenizers", backend
         self._fast: Callable[[list[str]], list[np.ndarray]] | None = None
-        self._tried = False
+        self._tried, self._characters = False, 0
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         """Returns the token ids of each text, uint32 [n]."""
+        self._count(texts)
         if self._fast is not None:
             try:
                 return self._fast(texts)
@@ -68,6 +72,46 @@ class TextIds:
     def of(self, text: str) -> list[int]:
         """Returns the token ids of a short text, by the tokenizers library, which has no threads to wake for it."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the token ids of a text, and the characters [start, end) of each token.
+
+        fastokens doesn't know the characters. Where its tokens' bytes are those of the text, they follow from them.
+        """
+        self._count([text])
+        if self._fast is not None and self._token_bytes is not None:
+            (found,), raw = self([text]), text.encode()
+            ids: list[int] = found.tolist()
+            if b"".join(map(self._token_bytes.__getitem__, ids)) == raw:
+                return ids, _offsets(raw, self._token_lengths[found])
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def _count(self, texts: list[str]) -> None:
+        self._characters += sum(map(len, texts))
+        if self._characters >= ENOUGH:
+            self.hurry(texts)
+
+    @functools.cached_property
+    def _token_bytes(self) -> list[bytes] | None:
+        """The bytes of each token of a byte-level tokenizer, None for others and if offsets leave out white space."""
+        settings = json.loads(self._backend.to_str())
+        if '"ByteLevel"' not in json.dumps(settings["pre_tokenizer"]) or settings["model"]["type"] != "BPE":
+            return None
+        if '"trim_offsets": true' in json.dumps(settings["post_processor"]):
+            return None
+        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        table = [b"\xff"] * self._backend.get_vocab_size()  # a byte that no text has
+        for token, i in self._backend.get_vocab(with_added_tokens=False).items():
+            if all(letter in byte_of for letter in token):
+                table[i] = bytes(byte_of[letter] for letter in token)
+        for i, added in self._backend.get_added_tokens_decoder().items():
+            table[i] = added.content.encode()
+        return table
+
+    @functools.cached_property
+    def _token_lengths(self) -> np.ndarray:
+        return np.array([len(token) for token in self._token_bytes or ()])
 
     def hurry(self, texts: list[str]) -> None:
         """Changes to fastokens, once, if it gives the same ids on the beginnings of `texts` and on hostile texts."""
@@ -97,3 +141,13 @@ def _fast(backend: Tokenizer) -> Callable[[list[str]], list[np.ndarray]]:
         return np.split(np.frombuffer(ids, np.uint32), np.frombuffer(ends, np.uint64)[1:-1].astype(np.int64))
 
     return encode
+
+
+def _offsets(raw: bytes, lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Returns the characters [start, end) of tokens of `lengths` bytes each, at least one, which together are `raw`."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    if not raw.isascii():
+        character = np.cumsum((np.frombuffer(raw, np.uint8) & 0xC0) != 0x80) - 1  # of each byte
+        starts, ends = character[starts], character[ends - 1] + 1
+    return list(zip(starts.tolist(), ends.tolist(), strict=True))

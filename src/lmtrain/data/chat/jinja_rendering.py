@@ -56,6 +56,7 @@ chat_template_utils.ImmutableSandboxedEnvironment = BoundedSandbox
 
 Span = tuple[int, int]  # characters [start, end) of a text
 PATIENCE = 10.0  # seconds allowed for one conversation, a thousand times what long ones need
+_REMEMBERED = 32  # texts
 QUESTION, ANSWER = "lmtrain-question", "lmtrain-answer"  # placeholders for the text of turns
 OPEN, CLOSE = "<think>", "</think>"
 # Exceptions that a template raises on turns it doesn't support.
@@ -116,12 +117,13 @@ class Template:
         self._thought = next((key for key in keys if re.search(rf"message\W+(get\W+)?{key}\b", text)), "")
         self.special_tokens = special_tokens(tokenizer)
         self._in_parts = False
+        self._known: dict[str, str] = {}  # texts by what they were rendered from
         try:
             self.end_of_turn, self.after_turn = self._end_of_turn()
         except Endless:
             raise
         except UserError as error:  # multimodal models' templates may take contents only as lists of parts
-            self._in_parts = True
+            self._in_parts, self._known = True, {}
             try:
                 self.end_of_turn, self.after_turn = self._end_of_turn()
             except UserError:
@@ -162,13 +164,25 @@ class Template:
         return (suffix[: ends.end()], suffix[ends.end() :]) if ends else ("", suffix)
 
     def render_texts(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **options: Any) -> list[str]:
-        """Renders each list of messages; `options` are variables of the template and add_generation_prompt."""
-        return self._rendered(chats, tools, where, **options)[0]
+        """Renders each list of messages; `options` are variables of the template and add_generation_prompt.
+
+        The last texts are remembered: both answers of a pair share a prompt, and a last answer ends the whole.
+        """
+        keys = [repr((messages, tools, options)) for messages in chats]
+        new = {key: messages for key, messages in zip(keys, chats, strict=True) if key not in self._known}
+        known = dict(
+            zip(new, self._rendered(list(new.values()), tools, where, **options)[0] if new else (), strict=True)
+        )
+        texts = [known[key] if key in known else self._known[key] for key in keys]
+        self._known = known if len(self._known) > _REMEMBERED else self._known | known
+        return texts
 
     def render_marked(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[Span]]:
         """Renders the messages; also returns the spans marked with {% generation %}, if the template has markers."""
-        (text,), marked = self._rendered([messages], tools, where, return_assistant_tokens_mask=self.has_markers)
-        return text, [(start, end) for spans in marked for start, end in spans]  # no list of spans without markers
+        if not self.has_markers:
+            return self.render_texts([messages], tools, where)[0], []
+        (text,), (marked,) = self._rendered([messages], tools, where, return_assistant_tokens_mask=True)
+        return text, [(start, end) for start, end in marked]
 
     def _rendered(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **options: Any) -> tuple[Any, Any]:
         """Returns the result of render_jinja_template.

@@ -19,6 +19,8 @@ from lmtrain.data.chat.jinja_rendering import answers_of, find_template
 from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
 from lmtrain.data.chat.special_text import PlainText, pattern_of, special_tokens
 from lmtrain.data.chat.turns import BadRow, Remark
+from lmtrain.data.fast_ids import TextIds
+from lmtrain.data.tokenizers import plain_backend
 from lmtrain.errors import UserError
 
 
@@ -100,6 +102,9 @@ class ChatEncoder:
         self._bos = start if start == [tokenizer.bos_token_id] else []
         self._special = pattern_of(special_tokens(tokenizer))
         self._plain = PlainText(tokenizer) if cfg.allow_special_text is False else None
+        backend = plain_backend(tokenizer)
+        backend.encode_special_tokens = tokenizer.split_special_tokens
+        self._ids = TextIds(backend)
         self.begin_row()
 
     @property
@@ -260,8 +265,7 @@ class ChatEncoder:
         """Returns the token ids of a text, and the characters [start, end) of each token."""
         if self._plain:
             return self._plain.encode(text)
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return found["input_ids"], found["offset_mapping"]
+        return self._ids.with_offsets(text)
 
 
 def own_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate | None:

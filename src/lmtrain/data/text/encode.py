@@ -91,8 +91,6 @@ class Encoder:
 
     def _ids_of(self, part: list[Segment]) -> list[np.ndarray]:
         texts = [_before(s.text) + s.text if s.continues else s.text for s in part]
-        if sum(map(len, texts)) >= PART:  # loading fastokens isn't worth it for less
-            self.ids.hurry(texts)
         return self.ids(texts)
 
     def segments(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Segment]:
