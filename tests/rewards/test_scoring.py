@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmtrain.errors import UserError
-from lmtrain.rewards.base import Reward
+from lmtrain.rewards.base import FunctionReward, Reward
 from lmtrain.rewards.code import CodeTests, code_of
 from lmtrain.rewards.math_verify import MathVerify, delimited
 from lmtrain.rewards.scoring import Part, Scorer, build_rewards
@@ -209,3 +209,8 @@ def test_one_completion_that_never_ends_is_ended_where_others_raise() -> None:
     found = scored(RaisesThenSleeps(), ["a", "b", "c"])
     assert found.failed == [False, True, False]
     assert found.total[0] == found.total[2] == 2.5
+
+
+def test_a_function_may_find_its_completions_among_its_keywords() -> None:
+    reward = FunctionReward(lambda **columns: [len(c) for c in columns["completions"]], {}, "reward")
+    assert reward(prompts=["a"], completions=["bcd"], answer=[1]) == [3]

@@ -36,6 +36,7 @@ from lmtrain.objectives.grpo_options import ROLLOUTS, GRPOOptions
 from lmtrain.objectives.parts import LossParts, add_sums, means_over, options_of, with_routers
 from lmtrain.objectives.start_check import FirstSteps
 from lmtrain.objectives.with_reference import ReferenceObjective
+from lmtrain.rewards.base import label
 from lmtrain.rewards.scoring import SOLE, Scorer, build_rewards
 from lmtrain.rollouts.engine import Engine, Sampling
 from lmtrain.rollouts.in_process import InProcess
@@ -131,7 +132,7 @@ class GRPO(ReferenceObjective):
         rows.append(("rollouts", f"{o.group_size} completions a prompt, up to {o.max_new_tokens:,} tokens, temperature "
                      f"{o.temperature:g}{updates}; by {o.engine}, {o.rollout_batch_size} at once"))  # fmt: skip
         parts = self.maker.scorer.parts
-        words = [f"{p.weight:g} x {p.reward.label}" + f" ({p.name})" * (p.name != SOLE) for p in parts]
+        words = [f"{p.weight:g} x {label(p.reward)}" + f" ({p.name})" * (p.name != SOLE) for p in parts]
         return [*rows, ("reward", " + ".join(words))]
 
     def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:

@@ -37,11 +37,6 @@ class Reward(ABC):
                 `completion_ids`, lists of ids with their ending token, and `cut_off`, bool: there is no ending token.
         """
 
-    @property
-    def label(self) -> str:
-        """The name in the plan and in messages."""
-        return type(self).__name__
-
     def place(self, device: Any) -> None:  # noqa: B027  # most have nothing to place
         """Called before the first step with the torch.device used for training, for rewards that compute on it."""
 
@@ -71,13 +66,9 @@ class FunctionReward(Reward):
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.required = [p.name for p in parameters if p.name in self.names and p.default is p.empty]
-        for name in ("completions", *arguments):
+        for name in (*([] if self.takes_all else ["completions"]), *arguments):
             if name not in self.names:
-                raise UserError(f"{key}: the function {self.label} has no parameter {name}, but {self.names}")
-
-    @property
-    def label(self) -> str:
-        return self.function.__name__
+                raise UserError(f"{key}: the function {label(self)} has no parameter {name}, but {self.names}")
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Sequence[Any]:
         said = [
@@ -86,8 +77,13 @@ class FunctionReward(Reward):
         ]
         given: dict[str, Any] = {**columns, "prompts": prompts, "completions": said, **self.arguments}
         for name in self.required:
-            needed(given, name, self.label, "give the parameter a default, or let the rows have the column")
+            needed(given, name, label(self), "give the parameter a default, or let the rows have the column")
         return self.function(**{name: v for name, v in given.items() if self.takes_all or name in self.names})
+
+
+def label(reward: Reward) -> str:
+    """Returns the name of a reward in the plan and in messages."""
+    return reward.function.__name__ if isinstance(reward, FunctionReward) else type(reward).__name__
 
 
 class ComparedWithReference(Reward):

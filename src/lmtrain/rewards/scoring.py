@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lmtrain.config.targets import build_target, check_names, function_named
 from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
 from lmtrain.errors import RunError, UserError
-from lmtrain.rewards.base import FunctionReward, Reward
+from lmtrain.rewards.base import FunctionReward, Reward, label
 
 SOLE = "reward"  # the name of a reward that is the only one
 _NO_OPINION = "no opinion, as where a row has no value in the column that is compared"
@@ -135,7 +135,7 @@ class Scorer:
     ) -> list[float | str]:
         with time_limit(self.timeout):
             values = part.reward(prompts=prompts, completions=completions, **columns)
-        who = f"the reward {part.name} ({part.reward.label})"
+        who = f"the reward {part.name} ({label(part.reward)})"
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
             raise UserError(f"{who} returned {_shown(values)}: a list with a number for each completion is needed")
         if len(values) != len(completions):

@@ -6,7 +6,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lmtrain import errors
-from lmtrain.checkpoints import retention, store
+from lmtrain.checkpoints import retention
 from lmtrain.config.override_text import shell_word
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.devices import data_parallel
@@ -68,7 +68,7 @@ def last_good(run: Run) -> str:
     sound = [path for path, loss in losses.items() if math.isfinite(unknown if loss is None else loss)]
     if not sound:
         return "no checkpoint has a finite val/loss to go on from"
-    if sound[-1] == max(found, key=store.step_of):
+    if sound[-1] == [*found][-1]:
         here = shell_word("run.dir", str(run.dir.path))
         return f"the last checkpoint is untouched ({sound[-1].name}); go on with {here} run.resume=auto"
     return (
