@@ -57,6 +57,18 @@ def test_special_tokens(option, tokenizer_config, tmp_path):
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
+def test_added_special_tokens_are_written_for_every_version(tokenizer_config, tmp_path):
+    """transformers 4 reads a list of them under one name alone, and fails on version 5's."""
+    tokenizer = make(tokenizer_config("bytes"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
+    loaded = reload(tokenizer, tmp_path)
+    assert loaded.all_special_tokens == tokenizer.all_special_tokens == ["<|endoftext|>", "<a>", "<b>"]
+    assert loaded("<a>x<b>").input_ids == [257, ord("x"), 258]
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["additional_special_tokens"] == ["<a>", "<b>"]
+    assert "extra_special_tokens" not in config
+
+
 def test_bytes_are_their_own_ids(tokenizer_config):
     tokenizer = make(tokenizer_config("bytes"))
     assert len(tokenizer) == 257

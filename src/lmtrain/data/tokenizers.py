@@ -154,6 +154,9 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     # transformers 5 calls the class TokenizersBackend, which version 4 and programs built on it cannot load.
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    # Version 4 fails on a list under this name of version 5, which still reads the earlier one.
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
     for key in ("is_local", "local_files_only"):  # where a tokenizer was loaded from is not one of its properties
         config.pop(key, None)
     if _keep_sentencepiece(tokenizer, folder):
