@@ -255,6 +255,7 @@ def test_adafactor_keeps_float32_state_for_bf16_weights() -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     state = optimizer.state[model.up.weight]
     assert {k: (v.dtype, tuple(v.shape)) for k, v in state.items()} == {
+        "rest": (torch.int16, (2 * WIDTH, WIDTH)),
         "step": (torch.float32, ()),
         "row": (torch.float32, (2 * WIDTH,)),
         "column": (torch.float32, (WIDTH,)),

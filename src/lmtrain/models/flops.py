@@ -176,7 +176,7 @@ def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | No
         # Autocast keeps a half-precision copy of the blocks' matrices until their backward.
         "parameters": _weights_bytes(model, weight_bytes) + (2 * in_blocks if mixed else 0),
         "gradients": weight_bytes * trained,
-        "optimizer": _state_bytes(model, config.optimizer, state_bytes),
+        "optimizer": _state_bytes(model, config.optimizer, state_bytes) + (2 * trained if state_bytes == 2 else 0),
         "activations": tokens * _activation_bytes(model, config, weight_bytes, mixed)
         + _memory_bytes(model, config, tokens, 2 if mixed else weight_bytes),
         **({"average": 4 * trained} if config.callbacks.ema.enabled else {}),

@@ -4,7 +4,6 @@ Why not a library's: torch's caps the step at 1/sqrt(t) whatever the schedule, w
 and fails on sharded parameters; transformers' also fails on those and, with bfloat16 weights, doesn't resume exactly.
 """
 
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ class Adafactor(SkippingOptimizer):
 
     A parameter moves by `lr` times its own root mean square (at least `min_parameter_rms`, the paper's epsilon_2); its
     update's root mean square is clipped to `clip_threshold`. Weight decay is decoupled: lr * weight_decay, as in AdamW.
-    State in float32: `step`, and `row` [..., rows] and `column` [..., columns] of a matrix or `square` of a vector.
+    State in float32: `step`, and `row` [..., rows] and `column` [..., columns] of a matrix or `square` of a vector
+    (that of a half-precision vector: see half.py).
     """
 
     def __init__(
@@ -49,15 +49,6 @@ class Adafactor(SkippingOptimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state in float32, as it was saved; torch alone would cast it to the parameters' dtype."""
-        super().load_state_dict(state_dict)
-        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
-            for key, value in state_dict["state"].get(saved_id, {}).items():
-                self.state[parameter][key] = value.to(parameter.device, copy=True)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:

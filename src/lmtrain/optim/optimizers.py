@@ -15,6 +15,7 @@ from lmtrain.config.targets import build_target, find_class
 from lmtrain.errors import UserError, needing
 from lmtrain.optim.adafactor import Adafactor
 from lmtrain.optim.groups import parameter_groups
+from lmtrain.optim.half import HALF, HalfOptimizer
 from lmtrain.optim.lion import Lion
 from lmtrain.optim.muon import MuonWithAdamW
 
@@ -34,11 +35,32 @@ def build_optimizer(
     """
     groups = parameter_groups(named_parameters, cfg)
     if cfg._target_ is not None:
-        return _custom(groups, cfg, allow_target)
+        return _in_full(_custom(groups, cfg, allow_target), in_one_call=True)
     try:
-        return _BUILDERS[cfg.name](groups, cfg)
+        return _in_full(_BUILDERS[cfg.name](groups, cfg))
     except ValueError as error:  # each optimizer checks its own ranges
         raise UserError(f"optimizer.name={cfg.name}: {error}") from None
+
+
+class _InFull(HalfOptimizer):
+    """Steps another class's optimizer as a `HalfOptimizer`; a subclass also inherits from that class."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not any(p.dtype in HALF for group in self.param_groups for p in group["params"]):
+            return super().step(closure)
+        loss = None if closure is None else closure()
+        self._in_full(super().step)
+        return loss
+
+
+def _in_full(optimizer: torch.optim.Optimizer, in_one_call: bool = False) -> torch.optim.Optimizer:
+    """Makes the optimizer update half-precision weights in float32 (half.py), whatever its class."""
+    if not isinstance(optimizer, HalfOptimizer):
+        cls = type(optimizer)
+        optimizer.__class__ = type(
+            cls.__name__, (_InFull, cls), {"in_one_call": in_one_call, "__module__": cls.__module__}
+        )
+    return optimizer
 
 
 def _adamw(groups: Groups, cfg: AdamWConfig) -> torch.optim.Optimizer:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lmtrain.distributed.dtensor import held
+from lmtrain.optim.half import HalfOptimizer
 
 
-class SkippingOptimizer(torch.optim.Optimizer):
+class SkippingOptimizer(HalfOptimizer):
     """Base class of lmtrain's own optimizers, with what their steps share."""
 
     takes_found_inf = True
@@ -26,7 +27,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step()
+        self._in_full(self._step)
         return loss
 
     def _step(self) -> None:

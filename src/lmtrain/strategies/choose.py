@@ -9,12 +9,15 @@ from lightning.pytorch import strategies
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.config.strategies import outside_fp8
-from lmtrain.models.feature import ADDED
+from lmtrain.models.feature import ADDED, Feature
 from lmtrain.strategies.lightning_private import half_dtype
 from lmtrain.strategies.placement import MapsCheckpoints
+
+_HALF = ("bf16-true", "16-true")
 
 
 def build_strategy(t: TrainerConfig) -> str | Strategy:
@@ -49,15 +52,35 @@ class DDPStrategy(MapsCheckpoints, strategies.DDPStrategy):
 def for_lightning(config: Config) -> tuple[str | None, list[HalfPrecision]]:
     """Returns the Trainer's `precision` and no plugin, or None and the precision plugin to use instead."""
     t = config.trainer
-    if t.precision in ("bf16-true", "16-true") and config.peft.method != "none":
+    if t.precision in _HALF and config.peft.method != "none":
         return None, [AdapterHalfPrecision(t.precision, t.accelerator)]
     return outside_fp8(t.precision), []
+
+
+class HalfWeights(Feature):
+    """The feature trainer.precision=bf16-true or 16-true: the plan's row on what rounding leaves."""
+
+    def is_on(self, config: Config) -> bool:
+        return config.trainer.precision in _HALF
+
+    def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
+        if config.trainer.strategy == "deepspeed":
+            return [("rounding", "DeepSpeed updates copies of the weights in fp32 (4 bytes each)")]
+        own = "" if config.peft.method == "none" else "; an adapter's own weights are in fp32"
+        return [
+            (
+                "rounding",
+                "the 16 bits that rounding cuts off a weight are kept with the optimizer's state (2 bytes a trained "
+                "weight) and updates are computed in fp32, so small ones are not lost; gradients are summed and "
+                f"moments stored in half precision{own}",
+            )
+        ]
 
 
 class AdapterHalfPrecision(HalfPrecision):
     """Lightning's bf16-true and 16-true, with an adapter's own weights kept in fp32.
 
-    They are few, so this costs nothing; in half precision, updates of typical size would be rounded away. Autocast
+    They are few, so this costs nothing, and small updates change what they compute from the first step on. Autocast
     still multiplies them in half precision: otherwise three of the four products of a LoRA would be fp32.
     """
 

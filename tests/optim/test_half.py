@@ -1,0 +1,130 @@
+"""Steps of half-precision weights against those of float32 weights, and what they keep between steps."""
+
+import copy
+import io
+
+import pytest
+import torch
+from test_optimizers import Net, build, train
+from torch import Tensor, nn
+
+from lmtrain.optim.half import join, round_randomly
+
+SMALL = {"adamw": 1e-4, "lion": 1e-4, "muon": 3e-4, "adafactor": 3e-4}  # less than half the distance of most weights
+
+
+def loss_after(dtype: torch.dtype, name: str, steps: int = 60) -> float:
+    model = Net().to(dtype)
+    losses = train(model, build(model, name, lr=SMALL[name]), range(steps))
+    return sum(losses[-10:]) / 10
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SMALL)
+def test_small_updates_train_as_in_float32(name: str, dtype: torch.dtype) -> None:
+    full = loss_after(torch.float32, name)
+    assert full < 0.97 * loss_after(torch.float32, name, 10)  # it learns
+    assert loss_after(dtype, name) == pytest.approx(full, rel=0.01)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_weight_and_rest_are_the_float32_weight(name: str) -> None:
+    """With the gradients of bfloat16 weights, float32 weights become what weights and rests say, state apart."""
+    model = Net().bfloat16()
+    optimizer = build(model, name, lr=1e-4)
+    train(model, optimizer, range(1))  # makes the rests
+    exact = Net()
+    for p, q in zip(exact.parameters(), model.parameters(), strict=True):
+        p.data = exact_weight(q, optimizer)
+    reference = build(exact, name, lr=1e-4)
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    torch.manual_seed(1)
+    for p, q in zip(exact.parameters(), model.parameters(), strict=True):
+        q.grad = torch.randn_like(q)
+        p.grad = q.grad.float()
+    optimizer.step()
+    reference.step()
+    for p, q in zip(exact.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(exact_weight(q, optimizer), p.detach(), rtol=3e-7, atol=1e-9)
+        assert torch.equal(q, exact_weight(q, optimizer).bfloat16())
+
+
+def exact_weight(p: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    return join(p.detach().float(), optimizer.state[p]["rest"].int())
+
+
+@pytest.mark.parametrize("name", [*SMALL, "adamw_8bit"])
+def test_a_saved_state_continues_bit_for_bit(name: str) -> None:
+    model = Net().bfloat16()
+    optimizer = build(model, name, lr=1e-4)
+    train(model, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    twin = Net().bfloat16()
+    twin.load_state_dict(weights)
+    resumed = build(twin, name, lr=1e-4)
+    resumed.load_state_dict(state)
+    assert train(twin, resumed, range(3, 6)) == train(model, optimizer, range(3, 6))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        for key, value in optimizer.state[p].items():
+            assert not isinstance(value, Tensor) or torch.equal(value, resumed.state[q][key]), key
+
+
+def test_states_of_other_precisions_load() -> None:
+    """Those of bfloat16 weights of earlier versions, without rests, those of float32 weights, and the other way."""
+    for saved, loading in (
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ):
+        one, other = Net().to(saved), Net().to(loading)
+        optimizer, resumed = build(one, "adamw"), build(other, "adamw")
+        train(one, optimizer, range(2))
+        state = copy.deepcopy(optimizer.state_dict())
+        if loading == saved:
+            for kept in state["state"].values():
+                kept.pop("rest")
+        resumed.load_state_dict(state)
+        train(other, resumed, range(2, 4))
+        assert all(("rest" in kept) == (loading == torch.bfloat16) for kept in resumed.state.values())
+
+
+def test_slow_averages_move() -> None:
+    """With a beta of 0.999, a bfloat16 average that is rounded to nearest never falls."""
+    weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))
+    optimizer = torch_adamw(weight)
+    for step in range(400):
+        weight.grad = torch.full_like(weight, 1.0 if step == 0 else 0.0)
+        optimizer.step()
+    average = optimizer.state[weight]["exp_avg_sq"]
+    assert average.dtype == torch.bfloat16
+    assert average.float().mean().item() == pytest.approx(0.001 * 0.999**399, rel=0.03)
+
+
+def torch_adamw(weight: nn.Parameter) -> torch.optim.Optimizer:
+    return build(nn.ParameterDict({"weight": weight}), "adamw", betas=[0.9, 0.999])
+
+
+def test_rounding_is_right_in_the_mean_and_keeps_what_is_exact() -> None:
+    value = torch.tensor(1.0 + 0.3 * 2**-7)  # three tenths of the way between two bfloat16 numbers
+    rounded = torch.cat([round_randomly(value.repeat(1), step) for step in range(4000)])
+    assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
+    assert rounded.mean().item() == pytest.approx(value.item(), abs=3 * 2**-7 * 0.46 / 4000**0.5)
+    exact = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), float("nan")])
+    assert torch.equal(round_randomly(exact.clone(), 1)[:5], exact[:5])
+
+
+def test_a_weight_that_was_set_to_zero_stays_a_number() -> None:
+    weight = nn.Parameter(torch.full((64, 64), 0.05, dtype=torch.bfloat16))
+    optimizer = torch_adamw(weight)
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        with torch.no_grad():
+            weight.zero_()
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert torch.isfinite(weight).all()
