@@ -1,7 +1,8 @@
-"""Short training loops from transformers, peft, torch.optim.AdamW and the papers' formulas, without lmtrain.
+"""Short training loops from transformers, peft, torch.optim.AdamW and the papers' formulas, without lmtrain's code.
 
 They read the raw rows, have no micro-batches, packing, ranks or compiled code, and use all rows in every step: what a
-run computes must not depend on any of these.
+run computes must not depend on any of these. Only the random bits below half-precision weights are
+lmtrain's.
 """
 
 import contextlib
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
+
+from lmtrain.optim.half import HALF as HALVES
+from lmtrain.optim.half import first_rest, join
 
 LR, BETAS, EPS, DECAY, CLIP = 2e-3, (0.9, 0.95), 1e-3, 0.1, 0.5
 EOS = 256  # of the byte tokenizer, whose other ids are the bytes
@@ -201,24 +205,43 @@ def mdlm(draws: Draws, mask_id: int) -> Loss:
 
 
 def train(plain: Plain, loss: Loss, steps: int) -> Trained:
-    """Runs `steps` steps of AdamW at a constant rate, with weight decay on matrices and clipping of the global norm."""
+    """Runs `steps` steps of AdamW at a constant rate, with weight decay on matrices and clipping of the global norm.
+
+    Half-precision weights are roundings of float32 weights, which are what is updated.
+    """
     trained = {name: p for name, p in plain.model.named_parameters() if p.requires_grad}
     matrices = [p for p in trained.values() if p.ndim >= 2]
     vectors = [p for p in trained.values() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)  # rounds only once in half precision
+    exact = {p: in_float32(p, place) for place, p in enumerate([*matrices, *vectors])}
+    groups = [
+        {"params": [exact[p] for p in matrices], "weight_decay": DECAY},
+        {"params": [exact[p] for p in vectors], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
     found = Trained()
     for step in range(steps):
         with plain.computing():
             value = loss(plain, step)
         value.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP)
+        for p, full in exact.items():
+            full.grad = None if p.grad is None else p.grad.to(full.dtype)
         optimizer.step()
-        optimizer.zero_grad()
+        for p, full in exact.items():
+            p.data.copy_(full.detach())
+            p.grad = None
         found.losses.append(value.item())
         found.norms.append(norm.item())
     found.weights = {name: p.detach().clone() for name, p in trained.items()}
     return found
+
+
+def in_float32(parameter: nn.Parameter, place: int) -> nn.Parameter:
+    """Returns the weights that a run begins with: itself, or float32 ones, at random, that round to half precision."""
+    if parameter.dtype not in HALVES:
+        return parameter
+    rest = first_rest(parameter, place)
+    return nn.Parameter(join(parameter.detach().float(), rest.int()))
 
 
 def frozen(model: nn.Module) -> nn.Module:

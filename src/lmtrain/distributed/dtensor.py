@@ -22,7 +22,11 @@ _EXACT, _BLOCK = 2**16, 2**12
 
 def whole(tensor: Tensor) -> Tensor:
     """Returns the full tensor of a DTensor, on every rank; returns any other tensor unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.dtype == torch.int16:  # neither gloo nor NCCL sends it
+        return tensor.int().full_tensor().short()
+    return tensor.full_tensor()
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
