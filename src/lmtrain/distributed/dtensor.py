@@ -25,7 +25,7 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.dtype == torch.int16:  # neither gloo nor NCCL sends it
-        return tensor.int().full_tensor().short()
+        return whole(tensor.int()).short()
     return tensor.full_tensor()
 
 
