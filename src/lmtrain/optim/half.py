@@ -140,9 +140,11 @@ def first_rest(parameter: Tensor, place: int) -> Tensor:
     With rests of 0, all weights would stand still until their updates add up to half of the distance to the next
     number. Random ones are what rounding float32 weights leaves, so in the mean the weights move from the first step.
     """
-    device, most = parameter.device, 2**15 if parameter.dtype == torch.bfloat16 else 2**12
-    draws = torch.Generator(device).manual_seed(step_seed(0, place, 0))
-    return torch.randint(1 - most, most, parameter.shape, dtype=torch.int16, device=device, generator=draws)
+    cut = 16 if parameter.dtype == torch.bfloat16 else 13  # bits of a float32 that the dtype lacks
+    numbers = torch.arange(parameter.numel(), dtype=torch.int32, device=parameter.device)
+    draws = (numbers + _salt(place)).mul_(_ODD)
+    draws = (draws ^ (draws >> 15)).mul_(_ODD) >> (32 - cut)
+    return draws.clamp_(min=1 - 2 ** (cut - 1)).short().view(parameter.shape)
 
 
 def join(near: Tensor, rest: Tensor) -> Tensor:
@@ -156,10 +158,14 @@ def join(near: Tensor, rest: Tensor) -> Tensor:
 def round_randomly(values: Tensor, step: int) -> Tensor:
     """Rounds float32 [N] to bfloat16 numbers, stochastically, in place; the draws depend on `step` and the value."""
     bits = values.view(torch.int32)
-    draws = (bits + (step_seed(0, step, 0) & 0x7FFFFFFF)).mul_(_ODD).bitwise_right_shift_(16).bitwise_and_(_LOW)
+    draws = (bits + _salt(step)).mul_(_ODD).bitwise_right_shift_(16).bitwise_and_(_LOW)
     bits += draws
     bits &= ~_LOW
     return values
+
+
+def _salt(number: int) -> int:
+    return step_seed(0, number, 0) & 0x7FFFFFFF
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
