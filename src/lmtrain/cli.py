@@ -241,7 +241,7 @@ def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.
     args.overrides = read.overrides
     if read.says and verb == "train" and "run.quiet=true" not in argv:
         terminal.say_once(read.says)
-    ranks.note_typed(argv, read.says)
+    ranks.note_typed(argv, read.says, read.of_file)
     return read
 
 

@@ -343,6 +343,22 @@ def test_a_typed_length_wins(corpus: Path, tmp_path: Path) -> None:
     assert "measuring" not in done.err
 
 
+def test_what_a_named_file_sets_is_not_chosen_by_a_budget(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a length in it yields to a budget that is typed."""
+    started = list[Config]()
+    monkeypatch.setattr(budget, "measure", lambda *_: Measured(starting=1.0, step=60.0, validation=0.1))
+    monkeypatch.setattr("lmtrain.run.start.start", lambda c: started.append(c) or 0)
+    (tmp_path / "mine.yaml").write_text("trainer: {max_steps: 7, val_check_interval: 33}")
+    for file in ([str(tmp_path / "mine.yaml")], []):
+        done = run("train", *file, *TINY, "data=text", f"data.path={corpus}", "budget.minutes=100",
+                   "trainer.accelerator=cpu", "trainer.max_epochs=null")  # fmt: skip
+        assert done.code == 0, done.err
+    assert [found.trainer.val_check_interval for found in started] == [33, pytest.approx(10, abs=1)]
+    assert all(found.trainer.max_steps == pytest.approx(100, rel=0.1) for found in started)
+
+
 @pytest.mark.parametrize("model", ["gpt_nano", "dial"])
 def test_a_length_that_lmtrain_proposes_is_not_typed(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

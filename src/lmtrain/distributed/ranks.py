@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -26,15 +26,19 @@ _UNSET = (
     "start it with one of the two"
 )
 _here: list[str] | None = None  # the command line of this process
+_of_file: list[str] = []  # the overrides of the yaml file that it names
 
 
-def note_typed(argv: list[str], says: str = "") -> None:
+def note_typed(argv: list[str], says: str = "", of_file: Sequence[str] = ()) -> None:
     """Records the words a verb was given, as typed: no override that lmtrain proposes is among them.
 
-    says: how a file named alone is read.
+    Args:
+        says: how a file named alone is read.
+        of_file: the overrides of a yaml file that was named.
     """
     global _here
     _here = list(argv)
+    _of_file[:] = of_file
     os.environ[PROPOSED] = says
 
 
@@ -48,6 +52,11 @@ def typed() -> list[str]:
     if TYPED in os.environ:
         return shlex.split(os.environ[TYPED])
     return sys.argv[1:] if _here is None else list(_here)
+
+
+def typed_or_in_file() -> list[str]:
+    """Returns what the user has set: the overrides of the yaml file that the command line names, and `typed`."""
+    return [*_of_file, *typed()]
 
 
 @dataclass(frozen=True)

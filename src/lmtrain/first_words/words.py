@@ -7,7 +7,7 @@ other word raises a UserError with the command that was probably meant. Imports 
 import difflib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
@@ -45,6 +45,7 @@ class Read:
 
     overrides: list[str]  # all overrides, those of a config file first
     typed: list[str]  # the overrides without those of a config file
+    of_file: list[str] = field(default_factory=list)
     says: str = ""
     config: Path | None = None  # the yaml file that was named
 
@@ -86,7 +87,7 @@ def read(
         of_file = [o for o in file_words(configs[0], typed) if o.lstrip("+").partition("=")[0] not in keys]
     found = propose(data, [*of_file, *typed]) if data else Proposal([], "")
     typed = [*found.overrides, *typed]
-    return Read([*of_file, *typed], typed, found.says, next(iter(configs), None))
+    return Read([*of_file, *typed], typed, of_file, found.says, next(iter(configs), None))
 
 
 def _is_data(word: str) -> bool:

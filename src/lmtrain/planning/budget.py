@@ -64,7 +64,8 @@ class Measured:
 def settle(config: Config, began: float) -> list[str]:
     """Sets trainer.max_steps from config.budget; minutes are counted from `began`, a time.time().
 
-    Spreads the validations over the steps unless their interval was typed. A typed run length overrides the budget.
+    Spreads the validations over the steps unless the user has set their interval. A typed run length overrides the
+    budget, one in a file doesn't.
 
     Returns:
         Overrides to add to the command, for the chosen depth of model=dial. The config must then be composed again.
@@ -81,6 +82,7 @@ def settle(config: Config, began: float) -> list[str]:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)
         return []
+    typed = typed_keys(ranks.typed_or_in_file())
     if config.run.cooldown_from is not None:
         raise UserError(
             f"budget.{chosen} counts from the first step, and run.cooldown_from={config.run.cooldown_from} continues "
