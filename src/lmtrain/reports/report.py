@@ -257,7 +257,7 @@ def _samples(run: RunDir) -> dict[str, list[tuple[int, str, str | None]]]:
             continue  # not a sample written by lmtrain
         text = str(row.get("text", ""))
         if "reward" in row:  # from a rollout, whose prompts differ at each step
-            prompt, text = f"{row.get('which')} completion of a rollout", f"{prompt}{text}\n(reward {row['reward']})"
+            prompt, text = f"{row.get('which')} completion of a rollout", f"\n{prompt}{text}\n(reward {row['reward']})"
         if prompt in found or len(found) < _PROMPTS:
             found.setdefault(prompt, _Spread()).add((step, text, row.get("reference")))
     return {prompt: texts.chosen() for prompt, texts in found.items()}
