@@ -78,3 +78,12 @@ def test_the_table_of_large_models_is_what_its_command_prints() -> None:
     )
     assert done.stdout in (REPO / "docs" / "scale.md").read_text()
     assert done.stdout.count("\n| ") == 10  # nine rows and the rule above them
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_no_cost_grows_faster_than_its_size(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "benchmarks" / "growth.py"), "--quick"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n| ") >= 9, done.stdout
