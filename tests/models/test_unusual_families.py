@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_variants import Variant, build, config_of
-from transformers import AutoModelForCausalLM, NemotronForCausalLM
+from transformers import AutoModelForCausalLM
 
 from chats import write_chats
 from inprocess import message, run
@@ -44,23 +44,28 @@ def arguments(folder: Path, family: str, data: Path) -> list[str]:
     return [f"model.name_or_path={saved(folder / 'model', family)}", f"data.path={data}", f"run.dir={folder}/run"]
 
 
-def test_packed_rows_are_refused_with_advice_that_works(tmp_path: Path) -> None:
-    fixed = arguments(tmp_path, "nemotron", chats(tmp_path))
-    refused = run("train", *SFT, *fixed)
-    assert refused.code == 2
-    assert message(refused.err).endswith("set data.packing=off")
-    ended = run("train", *SFT, *fixed, "data.packing=off")
+def test_examples_that_rows_would_mix_are_laid_out_one_a_row(tmp_path: Path) -> None:
+    """Packing decides which examples make a step; the numbers are those of the same rows without packing."""
+    fixed = arguments(tmp_path, "bloom", chats(tmp_path))
+    one = ["data.seq_len=1400", "data.global_batch_size=1", "data.micro_batch_size=1"]  # a row with all examples
+    ended = run("train", *SFT, *fixed, *one)
     assert ended.code == 0, ended.err
+    assert "each example is a row of its own, padded" in " ".join(ended.out.split())
+    whole = run("train", *SFT, *fixed, f"run.dir={tmp_path}/off", "data.packing=off", "data.global_batch_size=40",
+                "data.micro_batch_size=40")  # fmt: skip
+    assert whole.code == 0, whole.err
+    first, other = (rows(tmp_path / name / "metrics.jsonl")[0] for name in ("run", "off"))
+    assert first["step"] == other["step"] == 1
+    assert first["tokens_seen"] == other["tokens_seen"] == 1300  # all examples are in one row
+    assert first["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["nemotron", "bloom"])
-def test_pairs_are_laid_out_one_answer_a_row(tmp_path: Path, family: str) -> None:
+def test_pairs_are_laid_out_one_answer_a_row(tmp_path: Path) -> None:
     """The loss before training is ln 2 in any layout; test_families.py shows that the layouts' numbers agree."""
-    ended = run("train", *DPO, *arguments(tmp_path, family, pairs(tmp_path)))
+    ended = run("train", *DPO, *arguments(tmp_path, "bloom", pairs(tmp_path)))
     assert ended.code == 0, ended.err
-    assert "each answer is a row of its own" in " ".join(ended.out.split())
-    own = family == "bloom" or not NemotronForCausalLM._supports_attention_backend  # older releases of transformers
-    assert ("the model's own" in ended.out) == own
+    assert "each example is a row of its own" in " ".join(ended.out.split())
+    assert "the model's own" in ended.out
     assert rows(tmp_path / "run" / "metrics.jsonl")[0]["train/loss"] == pytest.approx(0.693147, abs=1e-4)
 
 

@@ -40,7 +40,7 @@ from lmtrain.terminal import counted
 
 @runtime_checkable
 class PadsAnswers(Protocol):
-    """Rows that pack several answers into one row of a micro-batch; `pad` switches to one padded answer per row."""
+    """Rows that pack several examples into one row of a micro-batch; `pad` switches to one padded example per row."""
 
     def pad(self) -> None: ...
 
@@ -107,7 +107,7 @@ def fit_to_model(
     longest: int | None = None,
     more: Sequence[Rows] = (),
 ) -> None:
-    """Switches to one padded answer per row if the model can't isolate packed documents, and says so in `corpus.words`.
+    """Switches to one padded example per row if the model can't isolate packed documents; `corpus.words` says so.
 
     Args:
         unpacked_because: the reason why the model can't isolate documents; None if it can.
@@ -123,13 +123,14 @@ def fit_to_model(
     if unpacked_because is None:
         return
     data = config.data
-    if isinstance(corpus.train, PadsAnswers):
+    packs = data.packing not in (None, "off")
+    if isinstance(corpus.train, PadsAnswers) and (data.isolate_documents or not packs):
         for rows in (corpus.train, corpus.val, *more):
             if isinstance(rows, PadsAnswers):
                 rows.pad()
         corpus.epoch_tokens = corpus.train.epoch_tokens
         corpus.words[-1] = (
-            "each answer is a row of its own, padded: several answers in one row would see each "
+            "each example is a row of its own, padded: several examples in one row would see each "
             f"other ({unpacked_because})"
         )
     elif data.isolate_documents and data.packing != "off":

@@ -127,7 +127,8 @@ def use_attention(model: PreTrainedModel) -> None:
 
     Deriving that from the layer's index in the forward would make torch.compile compile a variant for each layer.
     """
-    model.set_attn_implementation(NAME)
+    if model._can_set_attn_implementation():  # not so where the layers don't call transformers' AttentionInterface
+        model.set_attn_implementation(NAME)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             setattr(module, SLIDES, _is_sliding(module))

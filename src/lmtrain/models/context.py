@@ -93,6 +93,8 @@ def check(model: PreTrainedModel, size: int) -> None:
     config: Any = model.config.get_text_config()
     family = config.model_type
     reason = getattr(model, "unpacked_because", None)
+    if getattr(model, "mixers", None):
+        reason = "it mixes tokens outside of attention"
     if reason is not None:
         chosen = "model.attention=auto, or " if reason.startswith("model.attention=") else ""
         raise UserError(

@@ -70,6 +70,7 @@ class Documents:
         prefixes: None if no document attends to another. With prefixes, empty documents are not allowed.
         bias_dtype: dtype of attention's matrix products: dense_mask then builds the additive bias once. None: a bool
             mask, which scaled_dot_product_attention converts to such a bias in every layer and keeps for the backward.
+        reach: how many tokens before the current one the model's short convolutions read, for `shifted`.
     """
 
     def __init__(
@@ -80,10 +81,13 @@ class Documents:
         method: str,
         prefixes: Prefixes | None = None,
         bias_dtype: torch.dtype | None = None,
+        reach: int = 0,
     ) -> None:
         self.cu_seqlens, self.batch, self.seq_len, self.method = cu_seqlens, batch, seq_len, method
         self.prefixes, self.bias_dtype = prefixes, bias_dtype
         self._masks: dict[Any, Any] = {}
+        self._rows: tuple[list[Tensor], Tensor] | None = None
+        self._earlier = self._earlier_tokens(reach) if reach else None  # built here, outside compiled blocks
         if method == "slices":
             starts = cu_seqlens.tolist()
             lengths = [end - start for start, end in pairwise(starts) if end > start]
@@ -103,6 +107,53 @@ class Documents:
             prefix = torch.zeros_like(cu_seqlens[1:]) if prefixes is None else prefixes.lengths
             self.token_prefix = prefix[self.token_document]
             self.mask(None)  # built here, outside compiled blocks
+
+    def _keys(self) -> tuple[Tensor, Tensor]:
+        """Returns (index, starts): the flattened positions of all tokens that each document sees, prefixes first."""
+        if self.prefixes is not None:
+            return self.prefixes.kv_index, self.prefixes.cu_kv
+        return torch.arange(self.batch * self.seq_len, device=self.cu_seqlens.device), self.cu_seqlens
+
+    def _earlier_tokens(self, reach: int) -> list[tuple[Tensor, Tensor]]:
+        """Returns, for distances 1 to `reach`, the position of the token that far before each, and if it is seen."""
+        index, starts = self._keys()
+        token = torch.arange(self.batch * self.seq_len, device=index.device)
+        document = torch.bucketize(token, self.cu_seqlens[1:], right=True)
+        # A document's own tokens are the last ones that it sees.
+        at = starts[document + 1] - (self.cu_seqlens[document + 1] - token)
+        seen = [at - distance >= starts[document] for distance in range(1, reach + 1)]
+        return [(index[(at - 1 - i).clamp(min=0)], visible.unsqueeze(1)) for i, visible in enumerate(seen)]
+
+    def shifted(self, x: Tensor, distance: int) -> Tensor:
+        """Returns for each token of x [B * T, D] the one `distance` before it in its document or prefix, or zeros."""
+        assert self._earlier is not None
+        index, seen = self._earlier[distance - 1]
+        # Rolling is faster than a gather, above all in the backward pass; tokens that wrap around are never seen.
+        return (x.roll(distance, 0) if self.prefixes is None else x.index_select(0, index)) * seen
+
+    def as_rows(self) -> tuple[list[Tensor], Tensor]:
+        """Returns the documents as rows of their own, behind the prefixes that they see, in groups of similar lengths.
+
+        The first value has for each group [rows, length] int64, the flattened positions of the rows' tokens; a shorter
+        row repeats its last one. The second, [B * T] int64, has for each token its place in all groups, flattened.
+        """
+        if self._rows is None:
+            index, starts = self._keys()
+            seen, own = ([b - a for a, b in pairwise(x.tolist())] for x in (starts, self.cu_seqlens))
+            begins = starts.tolist()
+            documents = sorted((i for i, n in enumerate(own) if n), key=lambda i: _size_class(seen[i]))
+            groups, places, offset = [], [torch.empty(0, dtype=torch.int64)] * len(own), 0
+            for _, some in groupby(documents, key=lambda i: _size_class(seen[i])):
+                group = list(some)
+                length = max(seen[i] for i in group)
+                tokens = torch.arange(length)
+                rows = [begins[i] + tokens.clamp(max=seen[i] - 1) for i in group]
+                groups.append(index[torch.stack(rows).to(index.device)])
+                for row, i in enumerate(group):
+                    places[i] = offset + row * length + torch.arange(seen[i] - own[i], seen[i])
+                offset += len(group) * length
+            self._rows = groups, torch.cat(places).to(index.device)
+        return self._rows
 
     def mask(self, window: int | None) -> Tensor:
         """Returns the mask [B, 1, T, T] for layers with this sliding window, or with None for full attention."""
@@ -134,6 +185,11 @@ class Documents:
         if self.bias_dtype is None:
             return seen
         return torch.zeros_like(seen, dtype=self.bias_dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _size_class(length: int) -> int:
+    """Returns the group of a document for `as_rows`: lengths up to 32, and above that up to each power of two."""
+    return max(5, (length - 1).bit_length())
 
 
 def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout: float, plain: bool = True) -> str:

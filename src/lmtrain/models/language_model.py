@@ -19,6 +19,7 @@ from lmtrain.errors import UserError
 from lmtrain.losses.cross_entropy import IGNORE_INDEX, CrossEntropy, chunked_cross_entropy
 from lmtrain.losses.distillation import OutputHead, chunked_divergence
 from lmtrain.losses.log_probs import chunked_log_probs
+from lmtrain.models import mixers
 from lmtrain.models.attention import SLIDES, autocast_dtype
 from lmtrain.models.blocks import at_head, decoder_blocks, evaluating, let_grow
 from lmtrain.models.context import Context
@@ -89,7 +90,7 @@ class LanguageModel(nn.Module):
         self.attention_dropout = attention_dropout(config)
         slides = any(getattr(module, SLIDES, False) for module in model.modules())
         self.window = getattr(config, "sliding_window", None) if slides else None
-        self.mixes_outside_attention = any(isinstance(m, nn.Conv1d) for m in model.modules())  # Mamba, LFM2, ...
+        self.reach = mixers.reach(model)
         # No cap on attention scores (Gemma 2) and no sink (gpt-oss), which fused kernels don't support.
         self.plain_softmax = not getattr(config, "attn_logit_softcapping", None) and not any(
             name.endswith("sinks") for name, _ in model.named_parameters()
@@ -122,8 +123,6 @@ class LanguageModel(nn.Module):
     @property
     def unpacked_because(self) -> str | None:
         """The reason why rows can't hold several documents that are kept apart; None if they can."""
-        if self.mixes_outside_attention:
-            return "it mixes neighbouring tokens by convolutions"
         return getattr(self.model, "unpacked_because", None)
 
     def forward(
@@ -274,7 +273,7 @@ class LanguageModel(nn.Module):
         if self._compiled():
             let_grow(cu_seqlens, *(prefixes or ()))
         bias_dtype = self._attention_dtype(device) if device.type == "cuda" and self.plain_softmax else None
-        return Documents(cu_seqlens, *self._whole_shape(input_ids), method, prefixes, bias_dtype)
+        return Documents(cu_seqlens, *self._whole_shape(input_ids), method, prefixes, bias_dtype, self.reach)
 
     def _whole_shape(self, input_ids: Tensor) -> tuple[int, int]:
         """Returns (B, T) of whole rows; with context parallelism the inputs are slices of them."""

@@ -6,7 +6,9 @@ may mix tokens by something other than softmax attention (Mamba, linear or light
 attention features that lmtrain's lacks. In each case training would silently go on with a wrong loss.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,19 +17,23 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lmtrain.errors import UserError
-from lmtrain.models import attention
+from lmtrain.models import attention, mixers
 from lmtrain.models.denoising import mask_token
-from lmtrain.models.documents import Documents, Inputs
+from lmtrain.models.documents import Documents, Inputs, Prefixes
 from lmtrain.models.rotary import KIND, Lengths
 
 # Two rows of equal length, the first with two documents, which are all longer than the copy's window.
 FIRST, LENGTH = 7, 18
+PREFIX = 3  # tokens of the first document that the second one may share
 LONG = 10**6  # a row length longer than every attention window
 # Settings of families with sparse attention, where an indexer selects the keys a query sees; only long rows show it.
 SPARSE = ("index_topk", "index_topk_blocks")
 # Relative to the largest value in the hidden states. Attending to one token too many or too few changes them by 1e-2 or
 # more, a different order of fp32 sums by 1e-6 in most families and by 3e-4 in the deepest.
 TOLERANCE = 2e-3
+MIXED = 5e-3  # delta rules enlarge rounding errors more; which layers leak is compared layer by layer, to 1e-5
+MIXES = "it mixes tokens outside of attention, or doesn't pass the borders of documents on to it"
+OWN = "transformers supports only the model's own attention for it"
 
 
 class Support(NamedTuple):
@@ -36,13 +42,15 @@ class Support(NamedTuple):
     causal: str | None = None  # a token sees only those before it; if not, the others are not tried
     attention: str | None = None  # lmtrain's attention gives the same results as the model's own
     documents: str | None = None  # lmtrain's attention keeps packed documents apart
+    mixers: Mapping[str, str] = MappingProxyType({})  # layers that mixers.py has to change for that
 
 
 def set_attention(choice: str, model: PreTrainedModel, seq_len: int) -> None:
     """Makes the model use lmtrain's attention, or keeps its own attention if the family needs that.
 
     Sets the model attributes that LanguageModel and the plan read: `documents_attention`, the method that keeps packed
-    documents apart, or "transformers"; `own_attention_because` and `unpacked_because`, each None or a reason.
+    documents apart, or "transformers"; `own_attention_because` and `unpacked_because`, each None or a reason; `mixers`,
+    the layers changed by mixers.py.
 
     Args:
         choice: model.attention.
@@ -62,8 +70,11 @@ def set_attention(choice: str, model: PreTrainedModel, seq_len: int) -> None:
     used = "transformers" if found.attention is not None else choice
     if used != "transformers":
         attention.use_attention(model)
+        mixers.keep_apart(model, found.mixers)
+        model.mixers = found.mixers
     else:  # such layers pass masks of sliding windows, for which cuDNN's kernel must not be taken: MASKED_KERNELS
         torch.backends.cuda.enable_cudnn_sdp(False)
+        model.mixers = {}
     model.documents_attention = used
     model.own_attention_because = found.attention
     plain_rows = f"model.attention={used}" if used in ("sdpa", "transformers") else None
@@ -107,10 +118,12 @@ def _try(copy: PreTrainedModel) -> Support:
     ids = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     lengths = Lengths(copy)
     copy.set_attn_implementation("eager")
-    rows, changed = _states(copy, ids), _states(copy, torch.cat([ids[:, :FIRST], (ids[:, FIRST:] + 1) % VOCAB], dim=1))
-    first, second = _states(copy, ids[:1, :FIRST]), _states(copy, ids[:1, FIRST:])
+    rows, altered = _states(copy, ids), _states(copy, torch.cat([ids[:, :FIRST], (ids[:, FIRST:] + 1) % VOCAB], dim=1))
+    # What the second document gives alone, and behind a prefix that it shares with the first one.
+    second, prefixed = _states(copy, ids[:1, FIRST:]), _states(copy, torch.cat([ids[:1, :PREFIX], ids[:1, FIRST:]], 1))
+    first = _states(copy, ids[:1, :FIRST])
     alike = lengths.limit is not None or _close(first, rows[:1, :FIRST])
-    if not (_close(changed[:, :FIRST], rows[:, :FIRST]) and alike):
+    if not (_close(altered[:, :FIRST], rows[:, :FIRST]) and alike):
         return Support(causal="tokens see those that come after them")
     reason = _own_only(copy)
     if reason is None:
@@ -118,31 +131,59 @@ def _try(copy: PreTrainedModel) -> Support:
         reason = _differs(copy, rows, ids)
     if reason is not None:
         return Support(attention=reason, documents=reason)
-    alone = torch.cat([torch.cat([first, second], dim=1), rows[1:]])
-    packed = packed_documents(ids)
-    lengths.read(Inputs(ids, cu_seqlens=packed["documents"].cu_seqlens))
-    return Support(documents=_differs(copy, alone, ids, **packed))
+
+    def leaking() -> dict[str, str]:
+        packed = packed_documents(ids, reach=mixers.reach(copy))
+        lengths.read(Inputs(ids, cu_seqlens=packed["documents"].cu_seqlens))
+        return mixers.find(copy, lambda: _states(copy, ids, **packed), packed["documents"])
+
+    try:
+        changed = leaking()
+        mixers.keep_apart(copy, changed)
+        left, tolerance = leaking() if changed else {}, MIXED if changed else TOLERANCE
+    except Exception as error:
+        return Support(documents=_words(error))
+    # Where rotary frequencies follow a document's length, prefixes aren't shared beyond some length.
+    shared = [] if lengths.limit is not None else [(PREFIX, prefixed[:, PREFIX:])]
+    for prefix, states in ((0, second), *shared):
+        expected = torch.cat([torch.cat([first, states], dim=1), rows[1:]])
+        packed = packed_documents(ids, prefix, mixers.reach(copy))
+        lengths.read(Inputs(ids, cu_seqlens=packed["documents"].cu_seqlens))
+        reason = reason or _differs(copy, expected, ids, tolerance, **packed)
+    reason = MIXES if left else reason
+    if reason is not None and not copy._supports_attention_backend:
+        return Support(attention=OWN, documents=OWN)
+    return Support(documents=reason, mixers=changed if reason is None else {})
 
 
 def _own_only(copy: PreTrainedModel) -> str | None:
     """Returns why the family can only use its own attention, or None if lmtrain's can be tested."""
-    if not copy._supports_attention_backend:
-        return "transformers supports only the model's own attention for it"
     config = copy.config.get_text_config()
     if any(getattr(config, name, None) for name in SPARSE):
         return "it uses sparse attention: it chooses itself which keys a token attends to"
     return None
 
 
-def packed_documents(ids: Tensor) -> dict[str, Any]:
-    """Returns position_ids and documents for the rows [2, LENGTH], the first of which has two documents."""
+def packed_documents(ids: Tensor, prefix: int = 0, reach: int = 0) -> dict[str, Any]:
+    """Returns position_ids and documents for the rows [2, LENGTH], the first of which has two documents.
+
+    Args:
+        prefix: number of the first document's tokens that the second one sees.
+        reach: see Documents.
+    """
     borders = [0, FIRST, LENGTH, 2 * LENGTH]
-    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)]).view_as(ids)
-    documents = Documents(torch.tensor(borders, dtype=torch.int32), len(ids), LENGTH, "slices")
-    return {"position_ids": positions, "documents": documents}
+    begins = [0, prefix, 0]
+    positions = [torch.arange(stop - start) + at for (start, stop), at in zip(pairwise(borders), begins, strict=True)]
+    keys = torch.cat([torch.arange(FIRST), torch.arange(prefix), torch.arange(FIRST, 2 * LENGTH)])
+    starts = torch.tensor(borders, dtype=torch.int32)
+    seen = Prefixes(torch.tensor(begins), keys, starts + torch.tensor([0, 0, prefix, prefix], dtype=torch.int32))
+    documents = Documents(starts, len(ids), LENGTH, "slices", seen if prefix else None, reach=reach)
+    return {"position_ids": torch.cat(positions).view_as(ids), "documents": documents}
 
 
-def _differs(copy: PreTrainedModel, expected: Tensor, ids: Tensor, **options: Any) -> str | None:
+def _differs(
+    copy: PreTrainedModel, expected: Tensor, ids: Tensor, tolerance: float = TOLERANCE, **options: Any
+) -> str | None:
     """Returns why lmtrain's attention doesn't give the `expected` hidden states [2, T, D], or None if it does."""
     try:
         found = _states(copy, ids, **options)
@@ -150,10 +191,10 @@ def _differs(copy: PreTrainedModel, expected: Tensor, ids: Tensor, **options: An
         return str(error).split(":")[0]
     except Exception as error:
         return _words(error)
-    if _close(found, expected):
+    if _close(found, expected, tolerance):
         return None
     if options:
-        return "it mixes tokens outside of attention, or doesn't pass the borders of documents on to it"
+        return MIXES
     return (
         "lmtrain's attention gives different results than the model's own, which may use a window or bias "
         "that it doesn't pass on"
@@ -164,8 +205,8 @@ def _states(copy: PreTrainedModel, ids: Tensor, **options: Any) -> Tensor:
     return copy.base_model(input_ids=ids, use_cache=False, **options).last_hidden_state
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
+def _close(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 def _words(error: Exception) -> str:

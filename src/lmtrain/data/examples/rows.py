@@ -163,9 +163,18 @@ class PackedRows:
 
     def __init__(self, examples: Examples, packing: Packing, *, isolate_documents: bool) -> None:
         self.examples, self.packing, self.isolate_documents = examples, packing, isolate_documents
+        self.padded = False
 
     def __len__(self) -> int:
         return len(self.packing)
+
+    def pad(self) -> None:
+        """Reads each example as a padded row of its own, for models that can't keep those of a row apart."""
+        self.padded = self.isolate_documents
+
+    @property
+    def epoch_tokens(self) -> int:
+        return int((self.packing.stop - self.packing.start).sum())
 
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
         """Returns a micro-batch for (epoch, row) pairs [B, 2], T = seq_len.
@@ -176,25 +185,35 @@ class PackedRows:
             of examples (and of a row's empty end) in the B * T flattened tokens.
         """
         pack, length = self.packing, self.packing.capacity
+        if self.padded:
+            of_rows = [range(int(pack.first[row]), int(pack.first[row + 1])) for _, row in rows]
+            parts = [self._piece(piece) for pieces in of_rows for piece in pieces]
+            return {**padded(parts, _MULTIPLE), "seen": torch.tensor(sum(len(ids) for ids, _ in parts))}
         batch = _blank(len(rows), length)
         starts, seen = [], 0
         for b, (_, row) in enumerate(rows):
             at = 0
             for piece in range(int(pack.first[row]), int(pack.first[row + 1])):
-                ids, trained = self.examples.read(int(pack.example[piece]))
-                part = slice(int(pack.start[piece]), int(pack.stop[piece]))
-                _lay(batch, b, at, ids[part], trained[part])
+                ids, trained = self._piece(piece)
+                _lay(batch, b, at, ids, trained)
                 starts.append(b * length + at)
-                at += part.stop - part.start
+                at += len(ids)
             if at < length:
                 starts.append(b * length + at)
             seen += at
         documents = documents_at(starts, len(rows), length) if self.isolate_documents else {}
         return {**_tensors(batch), **documents, "seen": torch.tensor(seen)}
 
+    def _piece(self, piece: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids and the loss mask of a piece of an example."""
+        ids, trained = self.examples.read(int(self.packing.example[piece]))
+        part = slice(int(self.packing.start[piece]), int(self.packing.stop[piece]))
+        return ids[part], trained[part]
+
     def empty(self) -> dict[str, torch.Tensor]:
-        batch = _blank(1, self.packing.capacity)
-        documents = documents_at([0], 1, self.packing.capacity) if self.isolate_documents else {}
+        batch = _blank(1, _MULTIPLE if self.padded else self.packing.capacity)
+        isolated = self.isolate_documents and not self.padded
+        documents = documents_at([0], 1, self.packing.capacity) if isolated else {}
         return {**_tensors(batch), **documents, "seen": torch.tensor(0)}
 
 
