@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lmtrain.run.python import build, compose
 
 __all__ = ["ChatDataModule", "TextDataModule", "build", "compose"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # transformers imports torchao if it is installed, which warns about kernels that it can't load and lmtrain doesn't use.
 for _name in ("torchao", "torch.utils._pytree"):

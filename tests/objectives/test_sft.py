@@ -256,7 +256,7 @@ def test_steps_of_padded_rows_hold_near_lengths_together(chats: Path) -> None:
     config = typed(chats, "data.packing=off", "data.global_batch_size=12", "data.micro_batch_size=3")
     corpus = build_corpus(config)
     module = build_datamodule(config, corpus, total_steps=3)
-    module.trainer = type("T", (), {"world_size": 1, "global_rank": 0, "global_step": 0, "strategy": None})()
+    module.setup("fit")
     step = next(iter(module.train_dataloader()))
     widths = [mb["input_ids"].shape[1] for mb in step["micro_batches"]]
     assert widths == sorted(widths, reverse=True)
