@@ -213,9 +213,10 @@ def _check_targets(c: Config) -> None:
 
 
 def _check_source(source: str, allow_target: list[str]) -> None:
-    """Raises UserError unless a data source's class is lmtrain's synthetic sums or in a package of run.allow_target."""
+    """Raises UserError unless a data source's class is one of lmtrain's or in a package of run.allow_target."""
     check_allowed("data.source", source, allow_target)
-    if not any(source.startswith(f"{package}.") for package in (*allow_target, "lmtrain.data.sources.sums")):
+    own = ("lmtrain.data.sources.sums", "lmtrain.data.sources.stories")
+    if not any(source.startswith(f"{package}.") for package in (*allow_target, *own)):
         raise UserError(
             f"data.source={source}: name a class of your own package, and allow the package with run.allow_target=[...]"
         )

@@ -1,0 +1,280 @@
+"""Stories of a small simulated world, with questions whose right answers are known, computed on the fly.
+
+People walk, find, lose, forget, give and swap things; what is true after each sentence is known (`story_world.World`),
+so answers can be scored by the truth. The ideas are those of bAbI's simulated tasks (Weston et al. 2015,
+arXiv:1502.05698) and of TinyStories (Eldan & Li 2023, arXiv:2305.07759): text so simple that a small model learns it.
+
+A story is a pure function of (seed, split, index). Held out are a tenth of all combinations of a name and a thing, and
+whole shapes of stories: no training story has them.
+"""
+
+import functools
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from lmtrain.data.order import mix64
+from lmtrain.data.sources.pieces import Piece
+from lmtrain.data.sources.story_world import (
+    KINDS,
+    NAMES,
+    NUMBERS,
+    PARTS,
+    PLACES,
+    SHAPES,
+    UNSEEN,
+    WORDS,
+    Slots,
+    World,
+    article,
+    gendered,
+)
+from lmtrain.errors import UserError
+
+VERSION = 1  # to be raised when the same arguments give other rows than before
+
+HELD_OUT = 10  # one combination of a name and a thing in this many is held out
+_THINGS = [f"{adjective} {noun}" for adjective in WORDS["adjectives"] for noun in WORDS["nouns"]]
+_PEOPLE, _AROUND = list(NAMES), [place for place in PLACES if place != "at home"]
+_IT = {"drop", "forget", "again", "look", "glad"}  # kinds whose thing may be called it
+# What happened and can be asked about: its kinds of sentences, with the verb as in an answer and as in a question.
+_EVENTS = {"find": ("found", "find"), "again": ("found", "find"), "drop": ("lost", "lose"),
+           "forget": ("forgot", "forget"), "give": ("gave", "give"), "present": ("gave", "give"),
+           "give_back": ("gave", "give")}  # fmt: skip
+_REASONS = {"sad": "{s} had lost the {t}", "robbed": "the {x} had taken the {t}", "glad": "{s} had the {t} again",
+            "given": "{b} had given {m} the {t}"}  # fmt: skip
+
+
+class Question(NamedTuple):
+    """A question about a story, its right answer, and wrong ones of the same form that fit the story."""
+
+    kind: str  # where, who, what, how many, why, first
+    asked: str
+    answer: str
+    wrong: list[str]
+
+
+@functools.cache
+def held_out(name: str, thing: str) -> bool:
+    """Returns whether no training story has this person together with this thing."""
+    return mix64(*name.encode(), 0, *thing.encode()) % HELD_OUT == 0
+
+
+class Story:
+    """A story with all that is told in it: `lines` are its sentences, `told` their kinds and slots."""
+
+    def __init__(self, draw: random.Random, split: str, shape: str) -> None:
+        self.draw, self.shape, self.world = draw, shape, World()
+        self.lines: list[str] = []
+        self.told: list[tuple[str, Slots]] = []
+        cast = draw.sample(_PEOPLE, 4)
+        filled = {"home": "at home", "w": draw.choice(WORDS["weather"]), "x": draw.choice(WORDS["animals"])}
+        filled |= zip("abcd", cast, strict=True)
+        filled |= zip("tuvy", self._things(cast, split), strict=True)
+        filled |= zip("pqrz", draw.sample(_AROUND, 4), strict=True)
+        self._play({**SHAPES, **UNSEEN}[shape], filled)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.lines)
+
+    def _things(self, cast: list[str], split: str) -> list[str]:
+        """Returns four different things, of a story that is held out the first one in a new combination."""
+        found: list[str] = []
+        while len(found) < 4:
+            thing = self.draw.choice(_THINGS)
+            new = [held_out(name, thing) for name in cast]
+            fits = not any(new) if split == "train" else bool(found) or new[0]
+            if fits and all(thing.split()[1] not in other for other in found):
+                found.append(thing)
+        return found
+
+    def _play(self, lines: list[str], filled: Slots) -> None:
+        for line in lines:
+            for step in self.draw.choice(line.split(" / ")).split(", "):
+                chance, sign, words = step.rpartition("% ")
+                name, *given = words.split()
+                if sign and self.draw.random() * 100 >= int(chance):
+                    continue
+                slots = [filled.get(slot) or NUMBERS[self.world.held(filled[given[0]])] for slot in given]
+                if name in PARTS:
+                    formal, inner = PARTS[name]
+                    self._play(inner, dict(zip(formal, slots, strict=True)))
+                else:
+                    self._tell(name, dict(zip(KINDS[name].slots, slots, strict=True)))
+
+    def _tell(self, kind: str, slots: Slots) -> None:
+        """Writes one of the kind's sentences; a person who acted just before may become a pronoun."""
+        words, before = dict(slots), self.told[-1][1] if self.told else {}
+        if "a" in slots:
+            a, other = slots["a"], before.get("b")
+            words |= {**gendered(a), "c": a}
+            clear = before.get("a") == a and not (other and NAMES[other] == NAMES[a])
+            words["a"] = words["s"] if clear and self.draw.random() < 0.7 else a
+        if "t" in slots:
+            words |= self._words_for(kind, slots["t"], before)
+        words |= {"q": PLACES[slots["q"]]} if "q" in slots else {}
+        words |= {"X": article(slots["x"])} if "x" in slots else {}
+        line = self.draw.choice(KINDS[kind].sentences).format(**words)
+        self.lines.append(line[0].upper() + line[1:])
+        self.told.append((kind, slots))
+        wrong = self.world.apply(kind, slots)
+        assert not wrong, f"{self.shape}: {self.text}: {wrong}"
+
+    def _words_for(self, kind: str, t: str, before: Slots) -> dict[str, str]:
+        """Returns how a thing is called: after its introduction, also by its noun alone; as it, where that is clear."""
+        short = t.split()[1] if t in self.world.where and self.draw.random() < 0.5 else t
+        clear = kind in _IT and before.get("t") == t and not before.keys() & {"u", "x"}
+        return {"T": article(t), "o": short, "t": "it" if clear and self.draw.random() < 0.5 else f"the {short}"}
+
+
+def story(seed: int, split: str, index: int) -> Story:
+    """Returns story `index` of split "train" or "val"; every other story of the latter has an unseen shape."""
+    draw = random.Random(mix64(seed, split == "val", index))
+    return Story(draw, split, draw.choice(list(UNSEEN if split == "val" and index % 2 else SHAPES)))
+
+
+def _asked_of_state(s: Story) -> Iterator[Question]:
+    """Yields questions about the end of the story."""
+    at, where = s.world.at, s.world.where
+    people = [a for a in at if a in NAMES]
+    for a in people:
+        others = [f"{a} was {p}." for p in _places(s) if p != at[a]]
+        yield Question("where", f"Where was {a} at the end?", f"{a} was {at[a]}.", others)
+        count, most = s.world.held(a), len(where)
+        answers = [f"{a} had {'no' if n == 0 else NUMBERS[n]} thing{'s' * (n != 1)}." for n in range(most + 2)]
+        wrong = answers[:count] + answers[count + 1 :]
+        yield Question("how many", f"How many things did {a} have at the end?", answers[count], wrong)
+    for t, holder in where.items():
+        if holder in NAMES:
+            others = [f"{a} had the {t}." for a in people if a != holder]
+            yield Question("who", f"Who had the {t} at the end?", f"{holder} had the {t}.", others)
+
+
+def _asked_of_events(s: Story) -> Iterator[Question]:
+    """Yields questions about what happened once, so that there is one answer."""
+    people = [a for a in s.world.at if a in NAMES]
+    told = [(kind, slots) for kind, slots in s.told if kind in _EVENTS]
+    for kind, slots in told:
+        past, verb = _EVENTS[kind]
+        same = [o for k, o in told if _EVENTS[k] == (past, verb) and o["t"] == slots["t"]]
+        if len(same) > 1:
+            continue
+        a, t = slots["a"], slots["t"]
+        if verb == "give":
+            b, others = slots["b"], [f"{o} gave {slots['b']} the {t}." for o in people if o not in (a, slots["b"])]
+            yield Question("who", f"Who gave {b} the {t}?", f"{a} gave {b} the {t}.", others)
+            continue
+        others = [f"{a} {past} the {t} {p}." for p in _places(s) if p != slots["p"]]
+        yield Question("where", f"Where did {a} {verb} the {t}?", f"{a} {past} the {t} {slots['p']}.", others)
+        others = [f"{o} {past} the {t}." for o in people if o != a]
+        yield Question("who", f"Who {past} the {t}?", f"{a} {past} the {t}.", others)
+
+
+def _asked_of_reasons(s: Story) -> Iterator[Question]:
+    """Yields why somebody was sad or happy, what was wished for, and what came first."""
+    things = list(dict.fromkeys(slots["t"] for _, slots in s.told if "t" in slots))
+    moods = [(slots["a"], kind in ("sad", "robbed")) for kind, slots in s.told if kind in _REASONS]
+    for kind, slots in s.told:
+        if kind in _REASONS and moods.count((slots["a"], kind in ("sad", "robbed"))) == 1:
+            a, t = slots["a"], slots["t"]
+            mood = "sad" if kind in ("sad", "robbed") else "happy"
+            because = {t: _REASONS[kind].format(**{**slots, "t": t}, **gendered(a)) for t in things}
+            answers = {t: f"{a} was {mood} because {reason}." for t, reason in because.items()}
+            yield Question("why", f"Why was {a} {mood}?", answers.pop(t), list(answers.values()))
+        elif kind == "wish":
+            answers = {t: f"{slots['a']} wished for {article(t)}." for t in things}
+            yield Question("what", f"What did {slots['a']} wish for?", answers.pop(slots["t"]), list(answers.values()))
+    for a in (a for a in s.world.at if a in NAMES):
+        goals = [PLACES[slots["q"]] for kind, slots in s.told if kind in ("walk", "follow") and slots["a"] == a]
+        found = [f"the {slots['t']}" for kind, slots in s.told if kind == "find" and slots["a"] == a]
+        for verb, past, word, order in (("go", "went", "Where", goals), ("find", "found", "Which", found)):
+            if len(set(order)) > 1:
+                one, other = order[0], next(o for o in order if o != order[0])
+                first, second = (one, other) if s.draw.random() < 0.5 else (other, one)
+                asked = f"{word} did {a} {verb} first, {first} or {second}?"
+                yield Question("first", asked, f"{a} {past} {one} first.", [f"{a} {past} {other} first."])
+
+
+def _places(s: Story) -> list[str]:
+    """Returns the places that a story names."""
+    return list(dict.fromkeys(slots[slot] for _, slots in s.told for slot in ("p", "q") if slot in slots))
+
+
+def questions(s: Story, count: int) -> list[Question]:
+    """Returns `count` different questions about a story, or fewer; each kind is as likely as any other."""
+    kinds: dict[str, list[Question]] = {}
+    for question in (*_asked_of_state(s), *_asked_of_events(s), *_asked_of_reasons(s)):
+        if question.wrong:
+            kinds.setdefault(question.kind, []).append(question)
+    chosen: list[Question] = []
+    while kinds and len(chosen) < count:
+        kind = s.draw.choice(sorted(kinds))
+        chosen.append(kinds[kind].pop(s.draw.randrange(len(kinds[kind]))))
+        kinds = {kind: asked for kind, asked in kinds.items() if asked}
+    return chosen
+
+
+def _conversation(s: Story, split: str) -> dict[str, Any]:
+    """Returns a row with `messages`: a story and up to four questions about it, one in validation."""
+    messages: list[dict[str, str]] = []
+    for question in questions(s, 1 if split == "val" else 4):
+        asked = question.asked if messages else f"{s.text}\n\n{question.asked}"
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": question.answer}]
+    return {"messages": messages}
+
+
+def _pair(s: Story, split: str) -> dict[str, Any]:
+    """Returns a row whose rejected answer is wrong, is no whole sentence, or goes on with sentences of the story."""
+    question, how = questions(s, 1)[0], s.draw.randrange(4)
+    rejected = s.draw.choice(question.wrong)
+    if how == 0:
+        rejected = " ".join(question.answer[:-1].split(" ")[-2:])
+    elif how == 1:
+        rejected = f"{question.answer} {' '.join(s.draw.sample(s.lines, 2))}"
+    return {"prompt": f"{s.text}\n\n{question.asked}", "chosen": question.answer, "rejected": rejected}
+
+
+def _prompt(s: Story, split: str) -> dict[str, Any]:
+    question = questions(s, 1)[0]
+    return {"prompt": f"{s.text}\n\n{question.asked}", "answer": question.answer, "kind": question.kind,
+            "shape": s.shape}  # fmt: skip
+
+
+ROWS = {"questions": _conversation, "pairs": _pair, "prompts": _prompt}
+
+
+class Stories:
+    """A source of stories, or of rows about them; `data.source` names the class."""
+
+    label, resolved = "stories", str(VERSION)
+    settings: dict[str, Any]
+    notes: list[str] = []  # noqa: RUF012
+
+    def __init__(self, rows: str = "questions", number: int = 20_000, held_out: int = 400, seed: int = 0) -> None:
+        """
+        Args:
+            rows: what `records` yields: questions, conversations about a story; pairs; prompts, with the right answer.
+            number: number of stories to train on.
+            held_out: number of stories to validate on.
+            seed: other seeds give other stories; what is held out does not depend on it.
+
+        Raises:
+            UserError: there are no such rows.
+        """
+        if rows not in ROWS:
+            raise UserError(f"data.source_options.rows={rows}: one of {', '.join(ROWS)}")
+        self.row, self.numbers, self.seed = ROWS[rows], {"train": number, "val": held_out}, seed
+        self.settings = {"kind": "stories", "rows": rows, "number": number, "held_out": held_out, "seed": seed}
+
+    def _told(self, split: str) -> Iterator[Story]:
+        return (story(self.seed, split, index) for index in range(self.numbers[split]))
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        return (Piece(s.text, ends=True) for s in self._told(name))
+
+    def text_bytes(self, name: str) -> int:
+        return 480 * self.numbers[name]
+
+    def records(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        return ((f"story {i + 1:,}", self.row(s, name)) for i, s in enumerate(self._told(name)))
