@@ -195,6 +195,11 @@ def _reach_of(layer: nn.Module) -> int:
     return conv.kernel_size[0] - 1 if isinstance(conv, nn.Conv1d) else 0
 
 
+def by_rows(model: nn.Module) -> int:
+    """Returns how many layers read each document as a row of its own, which takes more time than packed rows."""
+    return sum(isinstance(layer, ByDocument) and not isinstance(layer, ShortConvolution) for layer in model.modules())
+
+
 def reach(model: nn.Module) -> int:
     """Returns how many tokens before the current one the model's layers of class ShortConvolution read."""
     return max((_reach_of(layer) for layer in model.modules() if isinstance(layer, ShortConvolution)), default=0)

@@ -30,6 +30,7 @@ from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
 from lmtrain.models import dial, flops
 from lmtrain.models.blocks import decoder_blocks
+from lmtrain.models.mixers import by_rows
 from lmtrain.optim.groups import table_rows
 from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
@@ -89,6 +90,7 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
         *(("adapter", describe_adapter(found, c.peft)) for found in [adapter_of(model)] if found),
         *(("attention", f"the model's own: {why}") for why in [getattr(model, "own_attention_because", None)] if why),
+        *(("mixers", f"{n} layers read each packed document as a row of its own") for n in [by_rows(model)] if n),
         ("data", "\n".join([*corpus.words, *corpus.notes])),
         ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.tokenizer):,} tokens"),
         ("batch", f"{split} = {tokens_per_step:,} tokens a step"),
