@@ -384,7 +384,6 @@ BY_NAME = {"import_module", "__import__", "instantiate", "get_class", "get_objec
 ELSEWHERE = {
     "config/targets.py": {"import_module"},  # the builder
     "cli.py": {"import_module"},  # lmtrain.<verb>, one of VERBS
-    "sweeps/trial_process.py": {"import_module"},  # lmtrain.<verb> of the sweep's own command line
 }
 
 

@@ -7,6 +7,7 @@ process after a given time.
 
 import importlib
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -19,7 +20,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from lmtrain.sweeps.trial_process import context
 from processes import read
 
 MARK = "LMTRAIN_TEST_MARK"  # a variable that all descendants of a verb inherit
@@ -34,7 +34,9 @@ class Command:
     verb: str
     words: tuple[str, ...]
     here: Path
-    forked: bool  # from a process that has imported torch already: not for verbs that fork such processes themselves
+    forked: (
+        bool  # from a process that has imported torch already, which saves seconds; not for verbs of several processes
+    )
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ def run(
     arguments = (command.verb, list(command.words), str(command.here), fatal, limits, mark)
     process: Any
     if command.forked:
-        process = context().Process(target=live, args=arguments)
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["lmtrain.run.session"])
+        process = server.Process(target=live, args=arguments)
         process.start()
         process.join(after or 600)
         code = _code_of(process)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from lmtrain import errors
+from lmtrain.config.effect import TRIAL
 from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.errors import RunError
 from lmtrain.secrets import command
@@ -22,7 +23,7 @@ class Work(Children):
         """Runs `python -m lmtrain.VERB words` and returns its exit code, or 75 if it ended because of a signal."""
         if self.stopping:
             return errors.PREEMPTED
-        child = self.add(log, lambda: start(verb, words, log, "stage"))
+        child = self.add(log, lambda: start(verb, words, log, **{TRIAL: "stage"}))
         while (code := child.code()) is None:
             time.sleep(POLL_SECONDS)
             child.show()

@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 from lmtrain import errors
 from lmtrain.config.config_files import folders_of, hydra_over
 from lmtrain.config.override_text import bare_or_quoted
-from lmtrain.sweeps import trial_process
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import SweepPlan
 from lmtrain.sweeps.processes import POLL_SECONDS, Child, Children, start
@@ -56,7 +55,8 @@ def run_here(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Tri
 
 def _start(plan: SweepPlan, children: Children, trial: Trial, gpus: str | None) -> Child:
     words, log = rows.command(trial, plan.folder), plan.folder / f"{trial.number}.log"
-    return children.add(log, lambda: trial_process.start(plan.verb, words, log, gpus))
+    visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    return children.add(log, lambda: start(plan.verb, words, log, **visible))
 
 
 def share_of_gpus(slot: int, jobs: int) -> str | None:

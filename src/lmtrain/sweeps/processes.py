@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
@@ -69,14 +68,14 @@ def locked(folder: Path, what: str, root: str) -> Iterator[None]:
 class Child:
     """A verb that runs in a child process."""
 
-    process: BaseProcess | subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes]
     log: Path
     shown: int  # bytes of the log that have been printed
     started: float
 
     def code(self) -> int | None:
         """Returns the exit code, or None while the process runs."""
-        return self.process.exitcode if isinstance(self.process, BaseProcess) else self.process.poll()
+        return self.process.poll()
 
     def show(self) -> None:
         """Prints what was added to the log since the last call."""
@@ -119,7 +118,7 @@ class Children:
             else:
                 end_session(child.process)
 
-    def add(self, log: Path, start: Callable[[], BaseProcess | subprocess.Popen[bytes]]) -> Child:
+    def add(self, log: Path, start: Callable[[], subprocess.Popen[bytes]]) -> Child:
         """Starts a process that appends its output to `log`."""
         shown, started = log.stat().st_size if log.exists() else 0, time.monotonic()  # earlier output is not shown
         child = Child(start(), log, shown, started)
@@ -135,16 +134,16 @@ class Children:
             end_session(child.process)
 
 
-def start(verb: str, words: list[str], log: Path, part_of: str = "1") -> subprocess.Popen[bytes]:
+def start(verb: str, words: list[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
     """Starts `python -m lmtrain.VERB words`, with its output appended to `log`.
 
     The process has its own session, ends with this process, and does not inherit this process's rank variables.
 
     Args:
-        part_of: the value of the environment variable TRIAL: "1" for a trial of a sweep, "stage" for a pipeline.
+        variables: further environment variables; TRIAL is "1", as for a trial of a sweep, unless given.
     """
     parent = os.getpid()
-    environ = without_ranks(os.environ) | {TRIAL: part_of}
+    environ = without_ranks(os.environ) | {TRIAL: "1", **variables}
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-u", "-m", f"lmtrain.{verb}", *words],
@@ -157,7 +156,7 @@ def start(verb: str, words: list[str], log: Path, part_of: str = "1") -> subproc
         )
 
 
-def end_session(process: BaseProcess | subprocess.Popen[bytes]) -> None:
+def end_session(process: subprocess.Popen[bytes]) -> None:
     """Kills a process and its process group, which holds what it started."""
     assert process.pid is not None, "it was started"
     with contextlib.suppress(ProcessLookupError, PermissionError):
