@@ -19,57 +19,11 @@ from lmtrain.distributed.devices import total
 from lmtrain.errors import RunError, UserError
 from lmtrain.models import flops
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import RECOMPUTED, Definition, StepResult
+from lmtrain.objectives.parts import StepResult
 from lmtrain.strategies import lightning_private
 
 # Fields that depend on the machine: the others are equal in the rows of a resumed and an uninterrupted run.
 TIME_FIELDS = ("tokens_per_s", "samples_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib", *MACHINE, "time")
-
-_SINCE = "since the last row, without validations, saves and samples"
-_SPEED = f"all ranks, {_SINCE}"
-_COUNTED = {"plain count": f"{RECOMPUTED}::test_step_numbers"}
-_LIKELIHOODS = {"plain loop": f"{RECOMPUTED}::test_likelihoods"}
-STEP = {
-    "step": Definition("steps", "the run", "optimizer steps taken, bad ones included", _COUNTED),
-    "tokens_seen": Definition(
-        "tokens", "the run", "tokens read: of windows of text those with a label, else all but padding; a prompt that "
-        "two answers share counts once, KTO's answers paired with other prompts don't count",
-        {"plain count": f"{RECOMPUTED}::test_pairs"},
-    ),
-    "rows": Definition("checksum", "rows of the step", "CRC-32 of their (epoch, row) numbers, int64", _COUNTED),
-    "bad_steps": Definition("steps", "the run", "updates left out: gradient not finite, or the loss a spike", _COUNTED),
-    "lr": Definition(
-        "1", "the step", "optimizer.lr x the schedule's factor, of the first parameter group",
-        {
-            "torch": "tests/optim/test_schedules.py::test_against_torch",
-            "transformers": "tests/optim/test_schedules.py::test_against_transformers",
-        },
-    ),
-    "grad_norm": Definition(
-        "loss per weight", "trained weights", "L2 norm of the step's gradient before clipping; with routers' losses",
-        {"torch's clip_grad_norm_": "tests/parity/test_grid.py::test_any_two_settings_train_like_a_plain_loop"},
-    ),
-    "tokens_per_s": Definition("tokens/s", _SPEED, "tokens of tokens_seen / seconds", _COUNTED),
-    "samples_per_s": Definition("rows/s", _SPEED, "rows of data.seq_len, pairs or answers / seconds", _COUNTED),
-    "step_ms": Definition("ms", _SINCE, "time / steps", _COUNTED),
-    "data_wait_ms": Definition("ms", f"rank 0, {_SINCE}", "time waited for data / steps"),
-    "mfu": Definition(
-        "share", _SPEED, "FLOPs a token needs x tokens_per_s / peak of all devices (models/flops.py)",
-        {"torch's FlopCounterMode": "tests/models/test_flops.py::test_flops_per_token_equal_the_counted_ones"},
-    ),
-    "memory_gib": Definition("GiB", "rank 0, since it began", "most GPU memory that torch had allocated"),
-    "time": Definition("s", "the record", "seconds since 1970 when it was written"),
-}  # fmt: skip
-DERIVED = {
-    "perplexity": Definition("1", "as val/loss", "exp(loss)", _LIKELIHOODS),
-    "bits_per_byte": Definition(
-        "bits/byte", "as val/loss", "loss / ln 2 x tokens / UTF-8 bytes of the text, ends of documents being tokens",
-        {
-            **_LIKELIHOODS,
-            "plain loop over a set": "tests/data/test_val_sets.py::test_each_set_has_the_loss_of_a_plain_loop",
-        },
-    ),
-}  # fmt: skip
 
 
 def without_times(row: Row) -> Row:

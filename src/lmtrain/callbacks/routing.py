@@ -10,17 +10,9 @@ from lmtrain import terminal
 from lmtrain.callbacks.records import Records
 from lmtrain.distributed.devices import total
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import RECOMPUTED, Definition
 
 MOST = 64  # numbers in a record at most: with more choices, neighbouring ones are counted together
 CHOICES = {"memory": "chapters", "router": "experts"}
-_SHARES = Definition(
-    "list of thousandths",
-    "choices of all tokens of the step, all layers",
-    "choices of each / all choices; at most 64 numbers: with more, neighbouring choices are counted together",
-    {"plain loop": f"{RECOMPUTED}::test_routers"},
-)
-USE = {f"router/{choices}": _SHARES for choices in CHOICES.values()}
 
 
 class Routing(pl.Callback):

@@ -16,17 +16,6 @@ from lmtrain.config.batch import Stages, row_lengths, step_sizes
 from lmtrain.config.schema import DataConfig
 from lmtrain.data.order import Rows
 from lmtrain.errors import first_line
-from lmtrain.objectives.parts import Definition
-
-_GROWN = {"plain count": "tests/data/test_growth.py::test_a_run_that_grows_goes_on_exactly"}
-GROWN = {
-    "tokens_seen/<source>": Definition(
-        "tokens", "the run", "rows taken from that source of a mixture x data.seq_len",
-        {"plain count": "tests/data/test_text_mixture.py::test_a_run_sees_its_sources_by_weight_and_goes_on_exactly"},
-    ),
-    "row_length": Definition("tokens", "the step", "tokens of a row, where data.curriculum lets rows grow", _GROWN),
-    "step_rows": Definition("rows", "the step", "rows of the step, where data.batch_warmup lets it grow", _GROWN),
-}  # fmt: skip
 
 
 class StepNumbers:
@@ -67,13 +56,7 @@ class StepNumbers:
         return int(min(self.sizes.before(steps), self.all_rows))
 
 
-MACHINE = {
-    "host_memory_gib": Definition(
-        "GiB", "rank 0, now", "resident memory of the process (outside Linux its maximum so far)"
-    ),
-    "gpu_utilization": Definition("share", "rank 0's GPU, now", "time in which a kernel ran, from NVML"),
-    "gpu_watts": Definition("W", "rank 0's GPU, now", "power drawn, from NVML"),
-}
+MACHINE = ("host_memory_gib", "gpu_utilization", "gpu_watts")  # the fields of `machine_numbers`
 
 _PAGES = Path("/proc/self/statm")
 

@@ -10,7 +10,6 @@ from transformers import AutoModel, AutoTokenizer
 
 from lmtrain.config.targets import build_target
 from lmtrain.errors import UserError
-from lmtrain.objectives.parts import Definition
 
 
 class ExactMatch(MeanMetric):
@@ -65,24 +64,6 @@ NAMED: dict[str, dict[str, Any]] = {
     "exact_match": {"_target_": "lmtrain.generation.text_metrics.ExactMatch"},
 }
 BERTSCORE = "bertscore:"  # prefix of the encoder's hub name or folder
-
-_ANSWERS = "answers to prompts with a reference"
-_GOOGLES = {"rouge-score": "tests/generation/test_answers.py::test_bleu_and_rouge_are_sacrebleus_and_rouge_scores"}
-_BY_HAND = {"by hand": "tests/generation/test_answers.py::test_metrics_against_values_worked_out_by_hand"}
-DEFINITIONS = {
-    "bleu": Definition(
-        "0 to 1", "the validation's answers as one text", "BLEU-4 with sacreBLEU's 13a tokens",
-        {"sacrebleu": _GOOGLES["rouge-score"], **_BY_HAND},
-    ),
-    "rouge": Definition("0 to 1", _ANSWERS, "F1 of the longest common subsequence of words (ROUGE-L)", _GOOGLES),
-    "rouge1": Definition("0 to 1", _ANSWERS, "F1 of words", _GOOGLES),
-    "rouge2": Definition("0 to 1", _ANSWERS, "F1 of pairs of neighbouring words", _GOOGLES),
-    "exact_match": Definition("share", _ANSWERS, "1 where an answer is its reference, but for white space", _BY_HAND),
-    "bertscore": Definition(
-        "-1 to 1", _ANSWERS, "F1 of each token's best cosine similarity in the other text, by the named encoder",
-        {"torchmetrics": "tests/generation/test_answers.py::test_bertscore_is_torchmetrics_pair_by_pair"},
-    ),
-}  # fmt: skip
 
 
 def _target_of(entry: Any) -> tuple[str, dict[str, Any]]:

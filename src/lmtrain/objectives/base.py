@@ -7,7 +7,7 @@ nothing. An objective only defines the loss of a micro-batch.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -27,7 +27,7 @@ from lmtrain.errors import RunError, UserError
 from lmtrain.models.denoising import set_mask_token
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.guard import StepGuard
-from lmtrain.objectives.parts import Definition, LossParts, StepResult, add_sums, means_over
+from lmtrain.objectives.parts import LossParts, StepResult, add_sums, means_over
 from lmtrain.objectives.routing import routed
 from lmtrain.objectives.start_check import FirstSteps, check_judged, weights_move
 from lmtrain.optim.groups import set_lr
@@ -49,7 +49,7 @@ class Objective(pl.LightningModule):
     """
 
     Options: ClassVar[type[schema.ObjectiveConfig]] = schema.ObjectiveConfig
-    definitions: ClassVar[Mapping[str, Definition]] = {}  # of the means it reports, by their names in LossParts.sums
+    reported: ClassVar[tuple[str, ...]] = ()  # names in LossParts.sums of the means it reports (docs/metrics.yaml)
 
     model: LanguageModel
     first_steps: Sequence[FirstSteps] = ()  # pending checks of a run that began in this process
@@ -171,10 +171,10 @@ class Objective(pl.LightningModule):
         return batch["seen"] if "seen" in batch else self.count_tokens(batch)
 
     def validation_names(self) -> list[str]:
-        """Returns the names of the means that a validation reports: those of `definitions` and of the routers."""
-        if not self.definitions:
+        """Returns the names of the means that a validation reports: those of `reported` and of the routers."""
+        if not self.reported:
             return ["loss"]
-        return [*self.definitions, *self.model.router_losses.names()]
+        return [*self.reported, *self.model.router_losses.names()]
 
     def plan_rows(self) -> list[tuple[str, str]]:
         """Returns (name, text) rows that describe the objective in the plan."""

@@ -8,27 +8,14 @@ from torch import Tensor
 from lmtrain.config.options import CausalLMConfig
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, inputs_of
-
-LIKELIHOOD = {
-    "loss": Definition(
-        "nats",
-        "tokens with a label",
-        "-log p(token | its document or conversation up to it), without label smoothing, z-loss and routers' losses",
-        {
-            "transformers": "tests/models/test_language_model.py::test_loss_and_gradients_equal_transformers",
-            "TRL's SFTTrainer": "tests/parity/test_sft_trl.py::test_twenty_lora_steps",
-            "plain loop": f"{RECOMPUTED}::test_likelihoods",
-        },
-    ),
-}
+from lmtrain.objectives.parts import LossParts, inputs_of
 
 
 class CausalLM(Objective):
     """Pretraining. A micro-batch is {input_ids, labels, [position_ids, cu_seqlens, learned, seen]}, labels shifted."""
 
     Options = CausalLMConfig
-    definitions = LIKELIHOOD
+    reported = ("loss",)
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return (batch["labels"] != IGNORE).sum()

@@ -29,7 +29,7 @@ from lmtrain.models.build import build_model
 from lmtrain.models.folder import export_of
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import Definition, LossParts, inputs_of, options_of, with_routers
+from lmtrain.objectives.parts import LossParts, inputs_of, options_of, with_routers
 from lmtrain.objectives.reference import first_values_hash
 from lmtrain.rollouts.engine import Request, Sampling
 from lmtrain.rollouts.in_process import InProcess
@@ -37,13 +37,6 @@ from lmtrain.rollouts.rollout import after_prompt
 from lmtrain.strategies import sharding
 
 _STUDENT = 0x67_6B_64  # separates the seeds of the student's samples from others
-_FORMULA = {"closed form": "tests/losses/test_distillation.py::test_equals_the_closed_form"}
-_TRL = {"TRL's GKDTrainer": "tests/parity/test_gkd_trl.py::test_losses_and_gradient_norms", **_FORMULA}
-DISTILLATION = {
-    "loss": Definition("nats", "learned tokens", "beta 0: KL(teacher || student), 1: KL(student || teacher), between: "
-                       "generalised JSD (losses/distillation.py)", _TRL),
-    "on_policy": Definition("share", "learned tokens", "written by the student itself in this step"),
-}  # fmt: skip
 
 
 _SAMPLES = ReadWhere(lambda c: c.objective.on_policy > 0, "set objective.on_policy=0.5 too")
@@ -82,7 +75,7 @@ class Distill(Objective):
     """Distillation. A micro-batch is that of SFT: {input_ids, labels, learned, seen, [position_ids, cu_seqlens]}."""
 
     Options = DistillOptions
-    definitions = DISTILLATION
+    reported = ("loss", "on_policy")
     loss_is_nll = False
 
     def prepare(self, config: Config, corpus: Corpus) -> None:

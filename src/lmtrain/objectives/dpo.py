@@ -12,40 +12,9 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.errors import UserError
 from lmtrain.losses.preferences import LOSSES, REFERENCE_FREE, LossOptions, Pairs, preference_losses
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, of_rows, options_of, with_routers
+from lmtrain.objectives.parts import LossParts, of_rows, options_of, with_routers
 from lmtrain.objectives.start_check import check_start
 from lmtrain.objectives.with_reference import ReferenceObjective
-
-_LOOP = {"plain loop": f"{RECOMPUTED}::test_pairs"}
-_TRL = {"TRL's DPOTrainer": "tests/parity/test_dpo_trl.py::test_losses_rewards_and_gradients", **_LOOP}
-_TRL_SFT = {"TRL's DPOTrainer": "tests/parity/test_dpo_trl.py::test_with_an_sft_term", **_LOOP}
-_REWARD = (
-    "objective.beta x (log p(answer) - log p_ref(answer)), log p(answer) without a reference; simpo, orpo: per token"
-)
-PREFERENCE = {
-    "loss": Definition(
-        "nats for sigmoid",
-        "pairs",
-        "preference_loss + objective.sft_weight x sft_loss, without routers' losses",
-        _TRL_SFT,
-    ),
-    "preference_loss": Definition(
-        "nats for sigmoid",
-        "pairs",
-        "objective.loss of the pair (losses/preferences.py)",
-        {"the papers' formulas": "tests/losses/test_preference_losses.py::test_equals_the_formula", **_LOOP},
-    ),
-    "sft_loss": Definition("nats per token", "pairs", "-log p(chosen answer) / its tokens; sft_weight above 0", _LOOP),
-    "rewards/chosen": Definition("nats x beta", "pairs", f"of the chosen answer: {_REWARD}", _TRL),
-    "rewards/rejected": Definition("nats x beta", "pairs", "the same of the rejected answer", _TRL),
-    "rewards/margin": Definition("nats x beta", "pairs", "rewards/chosen - rewards/rejected", _TRL),
-    "rewards/accuracy": Definition("share", "pairs", "1 where the pair's margin is above 0, else 0", _TRL),
-    "logps/chosen": Definition("nats", "pairs", "log p(chosen answer | prompt), summed over its tokens", _TRL),
-    "logps/rejected": Definition("nats", "pairs", "the same of the rejected answer", _TRL),
-    "kl": Definition(
-        "nats per token", "answers", "exp(-r) - 1 + r for r = (log p(answer) - log p_ref(answer)) / its tokens", _LOOP
-    ),
-}
 
 # The options that only some losses read.
 _FLIPS = ["label_smoothing"]
@@ -73,7 +42,10 @@ class DPO(ReferenceObjective):
     """The objective of all losses over pairs (objective.loss)."""
 
     Options = DPOConfig
-    definitions = PREFERENCE
+    reported = (
+        "loss", "preference_loss", "sft_loss", "rewards/chosen", "rewards/rejected", "rewards/margin",
+        "rewards/accuracy", "logps/chosen", "logps/rejected", "kl",
+    )  # fmt: skip
     answers = 2  # per row: chosen, rejected
 
     def prepare(self, config: Config, corpus: Corpus) -> None:

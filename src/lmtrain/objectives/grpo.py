@@ -32,7 +32,7 @@ from lmtrain.errors import RunError, UserError
 from lmtrain.losses.policy import VARIANTS, LossSettings, Sampled, advantages, per_completion, policy_loss
 from lmtrain.models.blocks import evaluating
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.grpo_options import ROLLOUTS, GRPOOptions
+from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.objectives.parts import LossParts, add_sums, means_over, options_of, with_routers
 from lmtrain.objectives.start_check import FirstSteps
 from lmtrain.objectives.with_reference import ReferenceObjective
@@ -51,7 +51,11 @@ class GRPO(ReferenceObjective):
     """GRPO and its variants; `rollout` holds the groups of the current step, `pending` those of the steps after it."""
 
     Options = GRPOOptions
-    definitions = ROLLOUTS
+    reported = (
+        "loss", "reward", "reward/<name>", "reward_failures", "reward_spread", "advantage_spread",
+        "groups_without_signal", "resampled", "overlong_penalty", "response_length", "cut_off", "entropy",
+        "clip_fraction", "kl", "logps/sampler", "logps/trainer", "sampler_difference",
+    )  # fmt: skip
     answers = 1
 
     def prepare(self, config: Config, corpus: Corpus) -> None:

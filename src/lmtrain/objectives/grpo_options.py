@@ -1,4 +1,4 @@
-"""The options of learning from rewards, and the definitions of the numbers it records."""
+"""The options of learning from rewards."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -19,73 +19,6 @@ from lmtrain.config.schema_data import PROMPT_ROWS
 from lmtrain.config.strategies import refuse_split_layers
 from lmtrain.errors import UserError
 from lmtrain.losses.policy import KL_ESTIMATORS, VARIANTS
-from lmtrain.objectives.parts import Definition
-
-_PARITY = "tests/parity/test_grpo_trl.py"
-_TRL = {"TRL's GRPOTrainer and RLOOTrainer": f"{_PARITY}::test_losses_and_gradient_norms"}
-_LOOP = {"plain loop": "tests/objectives/test_grpo.py::test_a_record_is_what_a_plain_loop_counts"}
-_ENGINE = {"trainer's own forward": "tests/rollouts/test_in_process.py::test_log_probs_are_the_trainers"}
-
-_COMPLETIONS = "completions"
-_TOKENS = "sampled tokens"
-ROLLOUTS = {
-    "loss": Definition(
-        "weight of advantages",
-        _COMPLETIONS,
-        "objective.loss (losses/policy.py), with its KL term; val/: minus val/reward",
-        _TRL,
-    ),
-    "reward": Definition(
-        "reward",
-        "completions that were scored",
-        "sum of weight x reward, with overlong_penalty; val/: of one greedy completion a prompt",
-        _LOOP,
-    ),
-    "reward/<name>": Definition(
-        "reward", "completions it was given to", "one term of a summed reward, unweighted", _LOOP
-    ),
-    "reward_failures": Definition(
-        "share",
-        _COMPLETIONS,
-        "a reward raised, took too long or gave no finite number, or none had an opinion; they are in no group's mean "
-        "and have no advantage",
-        _LOOP,
-    ),
-    "reward_spread": Definition(
-        "reward", "groups", "standard deviation of a group's rewards, n - 1 in its divisor", _LOOP
-    ),
-    "advantage_spread": Definition(
-        "advantage", "groups", "standard deviation of a group's advantages, n in its divisor", _LOOP
-    ),
-    "groups_without_signal": Definition(
-        "share", "groups", "all advantages are 0, as where all rewards are equal", _LOOP
-    ),
-    "resampled": Definition(
-        "times", "groups", "how often another prompt's group took the place of one without signal", _LOOP
-    ),
-    "overlong_penalty": Definition(
-        "reward", _COMPLETIONS, "max(-1, min(0, (max_new_tokens - buffer - tokens) / buffer))", _LOOP
-    ),
-    "response_length": Definition("tokens", _COMPLETIONS, "tokens of a completion, with its ending token", _LOOP),
-    "cut_off": Definition("share", _COMPLETIONS, "objective.max_new_tokens came before an ending token", _LOOP),
-    "entropy": Definition(
-        "nats", _TOKENS, "of the distribution that a token was drawn from, at the sampling temperature", _LOOP
-    ),
-    "clip_fraction": Definition(
-        "share",
-        _TOKENS,
-        "the ratio is outside the clip range on the side that the advantage pushes to, so the token has no gradient",
-        _TRL,
-    ),
-    "kl": Definition(
-        "nats", _TOKENS, "objective.kl_estimator of KL(policy || reference); where kl_coef is above 0", _TRL
-    ),
-    "logps/sampler": Definition("nats", _TOKENS, "log-probability of a token as the sampler computed it", _ENGINE),
-    "logps/trainer": Definition(
-        "nats", _TOKENS, "the same by the forward of training, under the same weights", _ENGINE
-    ),
-    "sampler_difference": Definition("nats", _TOKENS, "|logps/sampler - logps/trainer|", _ENGINE),
-}
 
 _CLIPS = ReadWhere(lambda c: c.objective.loss != "reinforce", "reinforce has no ratio to clip; set objective.loss=grpo")
 _WITH_KL_IN_LOSS = ReadWhere(

@@ -18,8 +18,6 @@ from lmtrain.errors import UserError
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.parts import (
-    RECOMPUTED,
-    Definition,
     LossParts,
     add_sums,
     means_over,
@@ -28,31 +26,6 @@ from lmtrain.objectives.parts import (
     with_routers,
 )
 from lmtrain.objectives.with_reference import ReferenceObjective
-
-_LOOP = {"plain loop": f"{RECOMPUTED}::test_marked_answers"}
-_FORMULA = "tests/objectives/test_kto.py::test_a_step_is_its_formula_however_it_is_split"
-_TRL = {"TRL's KTOTrainer": "tests/parity/test_kto_trl.py::test_losses_and_gradients", **_LOOP}
-MARKED = {
-    "loss": Definition(
-        "weight, 0 to 1 unweighted",
-        "answers",
-        "desirable_weight x (1 - s(beta (r - kl))), of others undesirable_weight x (1 - s(beta (kl - r))), for "
-        "r = log p(answer) - log p_ref(answer); without routers' losses",
-        _TRL,
-    ),
-    "rewards/chosen": Definition(
-        "nats x beta", "desirable answers", "objective.beta x r; left out where there is none", _TRL
-    ),
-    "rewards/rejected": Definition("nats x beta", "undesirable answers", "the same of these", _TRL),
-    "rewards/margin": Definition("nats x beta", "answers of each kind", "rewards/chosen - rewards/rejected", _TRL),
-    "logps/mean": Definition("nats", "answers", "log p(answer | prompt), summed over its tokens", _LOOP),
-    "kl": Definition(
-        "nats",
-        "prompts, each with the answer of the row before it",
-        "max(0, mean of r), one for a step or validation",
-        {"plain loop over unlike prompts": _FORMULA, **_TRL},
-    ),
-}
 
 
 @dataclass(kw_only=True)
@@ -124,7 +97,7 @@ class KTO(ReferenceObjective):
     """The KTO objective; the reference point z is estimated over all answers of a step, or of a validation."""
 
     Options = KTOOptions
-    definitions = MARKED
+    reported = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margin", "logps/mean", "kl")
     answers = 1  # per row
 
     def prepare(self, config: Config, corpus: Corpus) -> None:

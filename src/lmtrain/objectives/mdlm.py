@@ -29,24 +29,10 @@ from lmtrain.models.denoising import mask_token, set_mask_token
 from lmtrain.models.documents import Inputs
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives import base
-from lmtrain.objectives.parts import RECOMPUTED, Definition, LossParts, options_of, with_routers
+from lmtrain.objectives.parts import LossParts, options_of, with_routers
 
 ATTENTION = "lmtrain_bidirectional"
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
-
-_LOOP = {"plain loop": f"{RECOMPUTED}::test_masked_tokens"}
-BOUND = {
-    "loss": Definition(
-        "nats",
-        "tokens of the rows",
-        "-log p(token | tokens not hidden) / t of the hidden tokens, t being the share hidden of their row (in "
-        "training the probability); its expectation is an upper bound of -log p",
-        _LOOP,
-    ),
-    "loss_se": Definition(
-        "nats", "rows of a validation", "in a validation alone: standard deviation of rows' losses / sqrt(rows)", _LOOP
-    ),
-}
 
 
 @dataclass(kw_only=True)
@@ -105,7 +91,7 @@ class MDLM(base.Objective):
     """
 
     Options = MDLMOptions
-    definitions = BOUND
+    reported = ("loss", "loss_se")
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
         """Reads the options, and the id of the mask token that `settle_model` has set."""

@@ -1,4 +1,4 @@
-"""The results of an objective's micro-batches and steps, and the definition of a metric."""
+"""The results of an objective's micro-batches and steps."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,23 +10,6 @@ from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.errors import UserError
 from lmtrain.models.documents import Inputs, Prefixes
 from lmtrain.models.language_model import LogProbs
-
-# The tests that compare the numbers of real runs with plain loops over the raw rows.
-RECOMPUTED = "tests/parity/test_recomputed.py"
-
-
-class Definition(NamedTuple):
-    """The meaning of a number in metrics.jsonl or summary.json, defined by name next to the code that produces it.
-
-    Training metrics are means over all micro-batches and ranks of a step, validation metrics over all rows; `over`
-    names the items that are averaged. docs/metrics.py writes docs/metrics.md from all definitions.
-    """
-
-    unit: str
-    over: str  # the items it is a mean or sum over
-    formula: str
-    compared: Mapping[str, str] = MappingProxyType({})  # library or plain loop: the test that compares with it
-
 
 Options = TypeVar("Options", bound=ObjectiveConfig)
 

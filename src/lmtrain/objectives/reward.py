@@ -21,25 +21,7 @@ from lmtrain.losses.preferences import bradley_terry
 from lmtrain.models.language_model import LogProbs
 from lmtrain.models.scalar_head import last_real, padding_of, set_padding
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.parts import Definition, LossParts, inputs_of, of_rows, options_of, with_routers
-
-_TRL = {
-    "TRL's RewardTrainer": "tests/parity/test_reward_trl.py::test_losses_and_gradient_norms",
-    "closed form": "tests/objectives/test_reward.py::test_a_step_is_its_formula_however_it_is_split",
-}
-REWARDS = {
-    "loss": Definition(
-        "nats",
-        "pairs",
-        "-log s(r(chosen) - r(rejected) - margin) + objective.center_rewards_coefficient x (r(chosen) + r(rejected))^2",
-        _TRL,
-    ),
-    "rewards/chosen": Definition("reward", "pairs", "r(chosen): the scalar head's output at the last token", _TRL),
-    "rewards/rejected": Definition("reward", "pairs", "the same of the rejected answer", _TRL),
-    "rewards/margin": Definition("reward", "pairs", "rewards/chosen - rewards/rejected", _TRL),
-    "rewards/mean": Definition("reward", "answers", "the mean of both", _TRL),
-    "rewards/accuracy": Definition("share", "pairs", "1 where r(chosen) > r(rejected), else 0", _TRL),
-}
+from lmtrain.objectives.parts import LossParts, inputs_of, of_rows, options_of, with_routers
 
 
 @dataclass(kw_only=True)
@@ -61,7 +43,7 @@ class RewardModel(Objective):
     """The objective of reward models; the model is a transformers `...ForSequenceClassification` with one label."""
 
     Options = RewardOptions
-    definitions = REWARDS
+    reported = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/mean", "rewards/accuracy")
     loss_is_nll = False
 
     def prepare(self, config: Config, corpus: Corpus) -> None:

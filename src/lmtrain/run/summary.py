@@ -23,7 +23,6 @@ from lmtrain.config.effect import TRIAL
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
-from lmtrain.objectives.parts import RECOMPUTED, Definition
 from lmtrain.reports import listing, report
 from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
@@ -31,31 +30,6 @@ from lmtrain.run.going_on import next_commands
 from lmtrain.run.plan_costs import speed_of
 from lmtrain.run_folder.folder import asked
 from lmtrain.secrets import command
-
-_LOOP = {"plain loop": f"{RECOMPUTED}::test_the_summary"}
-SUMMARY = {
-    "step": Definition("steps", "the run", "step of the last record", _LOOP),
-    "tokens": Definition("tokens", "the run", "tokens_seen of the last record", _LOOP),
-    "train": Definition(
-        "as in metrics.jsonl", "the step logged last", "its train/... metrics, and the number of that step", _LOOP
-    ),
-    "validation": Definition(
-        "as in metrics.jsonl", "the last validation", "its val/... metrics, and the number of that step", _LOOP
-    ),
-    "best_metric": Definition(
-        "as in metrics.jsonl",
-        "the checkpoints that stand",
-        "checkpoint.monitor of the best; checkpoint.min_val_rows",
-        _LOOP,
-    ),
-    "tokens_per_s": Definition(
-        "tokens/s", "all ranks, steps since this process began", "tokens / time without validations, saves and samples"
-    ),
-    "wall_seconds": Definition("s", "this process", "time since the run was started or resumed"),
-    "peak_memory_gib": Definition("GiB", "rank 0", "most GPU memory allocated; without a GPU, most resident memory"),
-    "speed_of.parameters": Definition("weights", "the model", "all of them, tied ones once"),
-    "speed_of.trained": Definition("weights", "the model", "those that are trained"),
-}
 
 
 def versions() -> dict[str, str]:
