@@ -11,13 +11,10 @@ import pytest
 
 from chats import write_chats
 from inprocess import message, run
-from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
-from lmtrain.data.examples.row_format import ChatRows
 from lmtrain.data.store import bins, contents
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.text.prepare import prepare
 from lmtrain.errors import UserError
-from lmtrain.run import build
 from support import TINY, rows
 
 MIB = 2**20
@@ -187,81 +184,14 @@ def kinds(corpus: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
     }
 
 
-def earlier_name(folder: Path) -> str:
-    """Returns the fingerprint that earlier versions gave the data in a folder."""
-    digest = sha256()
-    if (folder / "train_00000.mask").exists():  # starts, ids and masks of examples were in separate files
-        for split in ("train", "val"):
-            ends, ids, mask = (np.fromfile(folder / f"{split}_00000.{kind}", dtype)
-                               for kind, dtype in (("docs", "<u8"), ("bin", "<u2"), ("mask", "u1")))  # fmt: skip
-            for part in (np.array([0, *ends], "<i8"), ids.astype("<u4"), mask):
-                digest.update(part.tobytes())
-        return digest.hexdigest()[:16]
-    for file in (next(folder.glob("train*.bin")), next(folder.glob("val*.bin"))):
-        tokens = np.fromfile(file, dtype="<u2")
-        docs = file.with_suffix(".docs")
-        count, documents = min(2048, len(tokens)), docs.stat().st_size // 8 if docs.exists() else 0
-        digest.update(f"split uint16 {len(tokens)}\nshard {len(tokens)} {documents}\n".encode())
-        for i in range(16):
-            start = (len(tokens) - count) * i // 15
-            digest.update(tokens[start : start + count].tobytes())
-    return digest.hexdigest()
-
-
-def file_by_file_name(folder: Path) -> str:
-    """Returns the fingerprint that the version before token bins held examples gave the data in a folder."""
-    parts = []
-    for split in ("train", "val"):
-        ends, ids, mask = (np.fromfile(folder / f"{split}_00000.{kind}", dtype)
-                           for kind, dtype in (("docs", "<u8"), ("bin", "<u2"), ("mask", "u1")))  # fmt: skip
-        arrays = (ids.astype("<u4"), mask, np.array([0, *ends], "<i8"))
-        parts.append([split, *(sha256(array.tobytes()).hexdigest() for array in arrays)])
-    return "sha256:" + sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def test_examples_have_their_earlier_names(tmp_path: Path, data_config, tokenizer_config) -> None:
-    """Examples keep the fingerprints of earlier versions, which wrote every example twice for a weight of 2."""
-    once, twice = write_chats(tmp_path / "once.jsonl", 20), tmp_path / "twice.jsonl"
-    twice.write_text("".join(line * 2 for line in once.read_text().splitlines(keepends=True)))
-    chat = {"chat_template": "vicuna", "max_length": 512, "seq_len": 512, "val_fraction": 0}
-
-    def prepared(path: Path, weight: float) -> PreparedExamples:
-        val = write_chats(tmp_path / "val.jsonl", 5)
-        mixture = [{"path": str(path), "weight": weight}, {"path": str(val), "val_path": str(val)}]
-        cfg = data_config("mixture", mixture=mixture, **chat)
-        return prepare_examples(cfg, tokenizer_config(), ChatRows, progress=False)
-
-    weighted, plain = prepared(once, 2), prepared(twice, 1)
-    assert plain.earlier_fingerprints() == [file_by_file_name(plain.folder), earlier_name(plain.folder)]
-    assert weighted.earlier_fingerprints() == plain.earlier_fingerprints()
-    assert weighted.folder == prepared(once, 1).folder
-    assert weighted.fingerprint != prepared(once, 1).fingerprint
-
-
-def as_before(ours: dict[str, dict[str, object]], data: str) -> dict[str, object]:
-    """Returns a fingerprint as earlier versions wrote it: flat, with few keys and the earlier name of the data."""
-    keys = ("data.seq_len", "data.global_batch_size", "data.isolate_documents", "seed")
-    return {
-        "data": data,
-        "tokenizer": ours["earlier"]["tokenizer"],
-        "model": ours["earlier"]["model"],
-        "optimizer": ours["keys"]["optimizer.name"],
-        **{key: ours["keys"][key] for key in keys},
-    }
-
-
 @pytest.mark.parametrize("kind", ["bins", "text", "chats"])
-def test_a_run_goes_on_over_unchanged_data_only(kind: str, corpus: Path, tmp_path: Path, monkeypatch) -> None:
-    """A run begun by an earlier version resumes, and its data then gets a fingerprint that detects every change."""
+def test_a_run_goes_on_over_unchanged_data_only(kind: str, corpus: Path, tmp_path: Path) -> None:
+    """A run resumes over the same data, whether or not hashes were recorded, and every change is detected."""
     settings, file = kinds(corpus, tmp_path)[kind]
     common = [*TINY, *settings, f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={tmp_path / 'run'}",
               "run.resume=auto", "trainer.limit_val_batches=1", "callbacks.samples.every_n_validations=0",
               "export.enabled=false"]  # fmt: skip
-    now = build.run_fingerprint
-    with monkeypatch.context() as patch:
-        earlier = lambda config, corpus, model: as_before(now(config, corpus, model), earlier_name(corpus.folder))  # noqa: E731
-        patch.setattr(build, "run_fingerprint", earlier)
-        first = run("train", *common, "trainer.max_steps=1")
+    first = run("train", *common, "trainer.max_steps=1")
     assert first.code == 0, first.err
     path = next(p for p in tmp_path.rglob(file) if "run" not in p.relative_to(tmp_path).parts)
     without_hashes(path.parent)

@@ -9,7 +9,7 @@ import browser
 import pytest
 
 from inprocess import message, run, train_tiny
-from lmtrain.reports.curves import Curve, charts, heat_maps, thinned, with_names_of_today
+from lmtrain.reports.curves import Curve, thinned
 from lmtrain.reports.report import write_own
 from lmtrain.run_folder import lock
 from lmtrain.run_folder.folder import RunDir
@@ -207,22 +207,6 @@ def test_a_browser_draws_it(long_run: Path) -> None:
                 "return [...document.querySelectorAll('figure svg[role] path')].map(p => p.getAttribute('d').length)"
             )
             assert min(page.run(strokes)) > 10
-
-
-def test_names_of_earlier_versions_join_the_curves_of_today() -> None:
-    """A run begun with an earlier version and continued with this one has continuous curves."""
-    old = {"step": 1, "train/aux/memory_loss": 1.5, "val/aux/memory_z_loss": 2.0, "aux/memory_use": [600, 400],
-           "train/aux/preference_loss": 0.7, "train/aux/sft_loss": 3.0}  # fmt: skip
-    new = {"step": 2, "train/router/load_balance": 1.2, "val/router/z_loss": 1.0, "router/chapters": [500, 500],
-           "train/preference_loss": 0.6, "train/sft_loss": 2.0}  # fmt: skip
-    found = [with_names_of_today(row) for row in (old, new)]
-    assert set(found[0]) == set(new)
-    assert found[1] == new
-    assert all(curve.x == [1, 2] for chart in charts(found).values() for curve in chart)
-    (heat,) = heat_maps(found)
-    assert (heat.title, heat.first, heat.last) == ("Chapters of the memory", 1, 2)
-    both = with_names_of_today({"train/aux/memory_loss": 1.0, "train/aux/router_loss": 2.0, "aux/router_use": [1]})
-    assert both == {"train/router/memory/load_balance": 1.0, "train/router/load_balance": 2.0, "router/experts": [1]}
 
 
 def test_thinning_keeps_every_stretchs_peaks() -> None:

@@ -3,20 +3,17 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from chats import write_rows
 from inprocess import Ended, message, run, train_tiny
 from lmtrain.callbacks.validation import EarlyStopping
 from lmtrain.checkpoints import manifest, retention, store
 from lmtrain.config.compose import check, compose
-from lmtrain.objectives.base import Objective
 from lmtrain.run.build_callbacks import early_stopping
-from support import TINY, rows, thinned
+from support import TINY, rows
 
 PAIRS = ["objective=dpo", "data=preference_jsonl", "data.chat_template=vicuna", "data.val_fraction=0.2",
          "data.seq_len=512", "model.max_position_embeddings=512", "callbacks.samples.every_n_validations=0",
@@ -113,82 +110,6 @@ def test_options_of_the_preference_loss(tmp_path: Path) -> None:
     # Writing out the value that auto stands for is no change.
     ended = pairs_run(path, tmp_path / "run", "trainer.max_steps=2", "objective.length_normalize=false")
     assert ended.code == 0, ended.err
-
-
-def as_before_keys(fingerprint: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a text run's fingerprint in the form that checkpoints had before it contained keys."""
-    return {
-        "data": fingerprint["contents"]["data"],
-        "tokenizer": fingerprint["earlier"]["tokenizer"],
-        "model": fingerprint["earlier"]["model"],
-        "model.base": None,
-        "peft": None,
-        "data.seq_len": config["data.seq_len"],
-        "data.global_batch_size": config["data.global_batch_size"],
-        "data.isolate_documents": config["data.isolate_documents"],
-        "optimizer": config["optimizer.name"],
-        "seed": config["seed"],
-    }
-
-
-@pytest.fixture
-def earlier_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Trains a run whose checkpoints hold such a fingerprint."""
-    save = Objective.on_save_checkpoint
-
-    def save_as_before(self: Objective, checkpoint: dict[str, Any]) -> None:
-        save(self, checkpoint)
-        checkpoint["fingerprint"] = as_before_keys(self.fingerprint, self.fingerprint["keys"])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Objective, "on_save_checkpoint", save_as_before)
-        ended = train_tiny(corpus, f"run.dir={tmp_path / 'earlier'}", "export.enabled=false")
-    assert ended.code == 0, ended.err
-    return tmp_path / "earlier"
-
-
-def test_a_checkpoint_of_an_earlier_version(earlier_run: Path, corpus: Path, tmp_path: Path) -> None:
-    for override, words in {
-        "seed=2": "seed (then 1337, now 2)",
-        "data.global_batch_size=12": "data.global_batch_size (then 6, now 12)",
-        "data.num_samples=3": "data (then ",
-        "optimizer=lion": "optimizer.name (then adamw, now lion)",
-    }.items():
-        ended = again(corpus, earlier_run, tmp_path, override)
-        assert ended.code == 2
-        assert words in message(ended.err)
-    ended = again(corpus, earlier_run, tmp_path, "model.hidden_size=16")
-    assert "model (then " in message(ended.err)
-    ended = again(corpus, earlier_run, tmp_path, "trainer.gradient_clip_val=2.0")
-    assert ended.code == 0, ended.err
-    said = " ".join(ended.out.replace("│", " ").split())
-    _, note = said.split("is of an earlier version: what it had for", 1)
-    note, _ = note.split("could not be compared", 1)
-    assert "trainer.gradient_clip_val" in note
-    assert "data.fim" not in note, "it is off"
-    assert "model.hidden_size" not in note, "the architecture's hash was compared"
-
-
-@pytest.mark.parametrize("value", thinned(["auto", False], 2))
-def test_a_run_whose_config_has_the_key_fused(value: Any, text_run: Path, corpus: Path, tmp_path: Path) -> None:
-    """Earlier versions wrote this key, which no longer exists."""
-    begun = tmp_path / "begun"
-    shutil.copytree(text_run, begun, symlinks=True)
-    tree = yaml.safe_load((begun / "config.yaml").read_text())
-    tree["optimizer"]["fused"] = value
-    (begun / "config.yaml").write_text(yaml.safe_dump(tree))
-
-    for verb, words in (("evaluate", ["evaluate.limit=1"]), ("export", ["export.dtype=float32"])):
-        ended = run(verb, f"run_dir={begun}", *words)
-        assert ended.code == 0, ended.err
-    new = ["--config-dir", str(begun), f"run.dir={tmp_path / 'new'}", "trainer.max_steps=1"]
-    ended = run("train", *new)
-    assert ended.code == 0, ended.err
-    assert "fused" not in (tmp_path / "new/config.yaml").read_text()
-    assert "no key 'optimizer.fused': AdamW is always" in message(run("train", *new, "optimizer.fused=true").err)
-    ended = again(corpus, begun, tmp_path)
-    assert ended.code == 0, ended.err
-    assert "step_00000002" in ended.out.partition("start ")[2].splitlines()[0]
 
 
 def scores_of(run_dir: Path) -> dict[int, float]:

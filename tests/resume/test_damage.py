@@ -116,29 +116,6 @@ def without_hash(path: Path, **changed: Any) -> None:
     (path / manifest.NAME).write_text(json.dumps({**text, **changed}, indent=2))
 
 
-def of_earlier_version(step: int, folder: Path) -> Path:
-    """Writes a checkpoint as it was before manifests had a checksum and fingerprints had keys."""
-    path = folder / store.name_of(step)
-    store.publish({**content(step, 1.5), "fingerprint": {"seed": 1}}, path)
-    without_hash(path)
-    text = json.loads((path / manifest.NAME).read_text())
-    text.pop("version", None)
-    (path / manifest.NAME).write_text(json.dumps(text, indent=2))
-    return path
-
-
-def test_a_checkpoint_from_before_manifests_had_a_hash_still_loads(tmp_path: Path) -> None:
-    path = of_earlier_version(3, tmp_path)
-    assert store.damage(path) is None
-    assert not manifest.read(path)["verified"]
-    assert store.newest_complete(tmp_path, pytest.fail) == path
-    assert retention.scores(tmp_path, "val/loss") == [(3, 1.5)]
-    # Neither a checksum whose name was damaged nor values of other types are taken for an old manifest.
-    for _ in flips(path / manifest.NAME, every=5):  # only expected errors are raised
-        store.damage(path)
-        assert len(retention.scores(tmp_path, "val/loss")) <= 1
-
-
 @pytest.mark.parametrize("gone", [(), ("version",), ("version", "scored_on", "tokenizer", "interim")])
 def test_a_manifest_of_today_without_its_checksum_is_damage(gone: tuple[str, ...], tmp_path: Path) -> None:
     """If it were accepted as an old manifest, its edited score would choose the best checkpoint."""
@@ -158,20 +135,6 @@ def test_a_manifest_of_a_later_version_is_refused(tmp_path: Path) -> None:
     store.publish(content(3, 1.5), path)
     manifest.write(path, {"step": 3, "metrics": {}, "files": {}, "version": 3})
     assert store.damage(path) == "manifest.json is of format version 3, and this lmtrain reads up to 2: update it"
-
-
-def test_a_resumed_run_says_which_scores_nothing_vouches_for(corpus: Path, tmp_path: Path) -> None:
-    assert train_tiny(corpus, f"run.dir={tmp_path}/run").code == 0
-    for path in store.scan(tmp_path / "run" / "checkpoints"):
-        state = torch.load(path / "trainer.pt", weights_only=True)
-        before = {**state["fingerprint"]["keys"], "data": state["fingerprint"]["contents"]["data"]}
-        files = json.loads((path / manifest.NAME).read_text())["files"]
-        files["trainer.pt"] = store.write(path / "trainer.pt", {**state, "fingerprint": before})
-        text = {"step": store.step_of(path), "metrics": {"val/loss": 1.0}, "interim": False, "files": files}
-        (path / manifest.NAME).write_text(json.dumps(text))
-    ended = train_tiny(corpus, f"run.dir={tmp_path}/run", "run.resume=auto", "trainer.max_steps=3")
-    assert ended.code == 0, ended.err
-    assert "the manifests of step_00000001, step_00000002 have no checksum" in " ".join(ended.out.split())
 
 
 def test_a_pipe_in_a_run_is_refused_and_not_waited_for(tmp_path: Path) -> None:

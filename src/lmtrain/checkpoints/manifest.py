@@ -1,7 +1,6 @@
 """The manifest.json of a checkpoint: its step, scores and files, and a hash of all of these.
 
-The hash covers the parsed content, not the text, so reformatting the file does not invalidate it. A manifest without a
-hash is accepted only if its checkpoint was written by a version that wrote no hashes (`_before_hashes`).
+The hash covers the parsed content, not the text, so reformatting the file does not invalidate it.
 
     version   of this format: 2; a manifest with a hash but no version is of version 1
     step, metrics, interim, files
@@ -22,7 +21,7 @@ NAME = "manifest.json"
 VERSION = 2
 _HASH, _VERSION = "sha256", "version"
 _FILE = re.compile(r"[\w.-]{1,200}", re.ASCII)  # valid names of files in a checkpoint folder
-_REQUIRED, _KNOWN = {"step", "metrics", "files"}, {"step", "metrics", "files", "interim"}
+_REQUIRED = {"step", "metrics", "files"}
 
 
 class Damaged(RunError):
@@ -48,7 +47,7 @@ def write(checkpoint: Path, content: dict[str, Any]) -> None:
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
-    """Returns the content that was given to `write`, plus `verified`: False if the manifest has no hash.
+    """Returns the content that was given to `write`.
 
     Raises:
         Damaged: the manifest is missing, or differs from what was written.
@@ -67,22 +66,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
     problem = _problem(content)
     if problem is not None:
         raise Damaged(checkpoint, f"{NAME} {problem}")
-    verified = content.pop(_HASH, None) is not None
-    if not verified and not _before_hashes(checkpoint):
-        raise Damaged(checkpoint, f"{NAME} has lost its checksum")
-    content.pop(_VERSION, None)
-    return {**content, "verified": verified}
-
-
-def _before_hashes(checkpoint: Path) -> bool:
-    """Returns whether trainer.pt is of a version whose manifests had no hash: its fingerprint has no `keys` entry."""
-    import torch
-
-    try:
-        state = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
-        return "keys" not in state["fingerprint"]
-    except Exception:  # a damaged file may raise anything, and is no evidence of such a version
-        return False
+    return {key: value for key, value in content.items() if key not in (_HASH, _VERSION)}
 
 
 def _hash(content: dict[str, Any]) -> str:
@@ -94,14 +78,14 @@ def _problem(content: Any) -> str | None:
     if not isinstance(content, dict):
         return "is not a JSON object"
     rest = {key: value for key, value in content.items() if key != _HASH}
-    if _HASH in content and content[_HASH] != _hash(rest):
+    if _HASH not in content:
+        return "has lost its checksum"
+    if content[_HASH] != _hash(rest):
         return "does not match its own checksum"
     if type(rest.get(_VERSION, 1)) is not int or rest.get(_VERSION, 1) > VERSION:
         return f"is of format version {rest[_VERSION]}, and this lmtrain reads up to {VERSION}: update it"
     if not rest.keys() >= _REQUIRED:
         return f"lacks {', '.join(sorted(_REQUIRED - rest.keys()))}"
-    if _HASH not in content and not rest.keys() <= _KNOWN:
-        return f"has no checksum, and unknown keys ({', '.join(sorted(rest.keys() - _KNOWN))})"
     metrics, files = rest["metrics"], rest["files"]
     if type(rest["step"]) is not int or type(rest.get("interim", False)) is not bool:
         return "holds a step or an interim flag of the wrong type"

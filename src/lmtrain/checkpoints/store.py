@@ -151,7 +151,6 @@ def add_metrics(path: Path, metrics: dict[str, float], interim: bool, scored_on:
     content = manifest.read(path)
     if content["metrics"]:
         return False
-    del content["verified"]
     interim = interim and content.get("interim", False)  # one that was due when written stays regular
     rows = {"scored_on": scored_on} if scored_on is not None else {}
     manifest.write(path, {**content, "metrics": metrics, "interim": interim, **rows})

@@ -66,7 +66,8 @@ def settled(
     if config_dir is not None:
         places.refuse(composed, overrides, config_dir, config_name)
     _leave_to_replaced(composed, typed_words)
-    _refuse_gone(composed, overrides)
+    if sections.GONE in typed_keys(overrides):
+        raise UserError(explain.unknown_key(sections.GONE, ()))
     _complete_own_optimizer(composed)
     _follow(composed, typed_keys(overrides))
     if "data.seq_len" not in typed_keys(overrides):
@@ -137,13 +138,6 @@ def _check_model_name(name: str, model: DictConfig, folders: list[Path]) -> None
         f"{found}For a model of the hub or of a folder set model=pretrained model.name_or_path={name}; from "
         f"scratch choose one of model={scratch}"
     )
-
-
-def _refuse_gone(composed: DictConfig, overrides: list[str]) -> None:
-    """Raises UserError for a typed key that only the config.yaml of an earlier version may have (sections.GONE)."""
-    for key in sections.GONE:
-        if key in typed_keys(overrides) and "_target_" not in composed[key.partition(".")[0]]:
-            raise UserError(explain.unknown_key(key, ()))
 
 
 def _keep_texts(composed: DictConfig, overrides: list[str], config_dir: str | None, config_name: str) -> None:
@@ -221,7 +215,8 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     assert isinstance(tree, DictConfig)
     init, name = (OmegaConf.select(tree, f"model.{key}") for key in ("init", "name_or_path"))
     check_pretrained_name(init, name)  # before data.seq_len, for which such a model has no default
-    sections.complete(tree)
+    if isinstance(tree.get("data"), DictConfig):
+        tree.data.pop(sections.GONE.removeprefix("data."), None)  # of a config.yaml
     found = sections.classes(tree)
     try:
         schema = sections.schema_of(*found.items())

@@ -4,7 +4,6 @@ Every checkpoint stores the fingerprint as plain containers:
   keys      the values of all config keys that shape the model or the training trajectory
   contents  hashes or descriptions of what names and settings refer to: the tokens ("data"), the tokenizer, the model's
             architecture, the frozen base, an adapter's initial weights, the reference
-  earlier   some contents in the form that checkpoints of earlier versions hold
 A checkpoint is independent of the number of devices, so the fingerprint leaves out where and how a run is computed.
 Those settings may change on resume; their previous values are read from the run's config.yaml.
 """
@@ -16,7 +15,7 @@ from typing import Any
 
 from lmtrain.config import environment
 from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION, Shapes
-from lmtrain.config.keys import annotations_of, flat, keys_in, keys_of, unread, value_of, values
+from lmtrain.config.keys import annotations_of, flat, keys_in, unread, value_of, values
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, did_you_mean
 from lmtrain.secrets import same
@@ -24,11 +23,11 @@ from lmtrain.secrets import same
 Fingerprint = dict[str, dict[str, Any]]
 
 
-def fingerprint(config: Config, contents: dict[str, Any], earlier: dict[str, Any]) -> Fingerprint:
+def fingerprint(config: Config, contents: dict[str, Any]) -> Fingerprint:
     """Builds a run's fingerprint (see the module); the `auto` values of `config` must be resolved."""
     found = values(config, MODEL, TRAJECTORY, by_content=False)
     keys = {k: environment.hashed(k, v, config.kept) for k, v in found.items()}
-    return json.loads(json.dumps({"keys": keys, "contents": contents, "earlier": earlier}, default=str))
+    return json.loads(json.dumps({"keys": keys, "contents": contents}, default=str))
 
 
 def short_hash(value: Any) -> str:
@@ -62,20 +61,19 @@ FEATURE = "feature."  # prefix of contents that a checkpoint has only if the fea
 
 
 def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], config: Config) -> list[Difference]:
-    """Returns the differences between a checkpoint's fingerprint (`theirs`, of any version) and this run's (`ours`).
+    """Returns the differences between a checkpoint's fingerprint (`theirs`) and this run's (`ours`).
 
     Args:
         before: the config the run was last started with, as returned by `read_config`.
     """
-    known = theirs if "keys" in theirs else of_earlier_version(theirs)
-    now = ours["contents"] if known is theirs else {**ours["contents"], **ours["earlier"]}
+    now = ours["contents"]
     found = [
         Difference(name, then, ours["keys"][name])
-        for name, then in known["keys"].items()
+        for name, then in theirs["keys"].items()
         if name in ours["keys"] and not same(then, ours["keys"][name])
     ]
-    for name in {**known["contents"], **{name: None for name in now if name.startswith(FEATURE)}}:
-        then = known["contents"].get(name)
+    for name in {**theirs["contents"], **{name: None for name in now if name.startswith(FEATURE)}}:
+        then = theirs["contents"].get(name)
         if (name in now or name.startswith(FEATURE)) and not same(then, now.get(name)):
             found += _content(name, then, now.get(name), found, before, config)
     return found
@@ -101,37 +99,15 @@ def _content(
 
 def not_compared(theirs: dict[str, Any], ours: Fingerprint, config: Config) -> list[str]:
     """Returns the keys of `ours` that are set and read but have no recorded value in the checkpoint."""
-    known = theirs if "keys" in theirs else of_earlier_version(theirs)
-    told = {name.split(".")[0] for name, value in known["contents"].items() if value is not None}
+    told = {name.split(".")[0] for name, value in theirs["contents"].items() if value is not None}
     return [
         name
         for name, value in ours["keys"].items()
-        if name not in known["keys"]
+        if name not in theirs["keys"]
         and value is not None
         and not (MODEL in annotations_of(name, config) and name.split(".")[0] in told)
         and unread(name, config) is None  # an unread key has no effect
-        and not name.endswith("._target_")  # checkpoints without it identify the class by the section's `name`
     ]
-
-
-def of_earlier_version(theirs: dict[str, Any]) -> Fingerprint:
-    """Converts the fingerprint of an earlier version, whose entries were not named by config keys."""
-    contents = {"data", "tokenizer", "model", "model.base", "peft", "reference"}
-    found: Fingerprint = {
-        "keys": {k: v for k, v in theirs.items() if k not in contents},
-        "contents": {k: theirs[k] for k in ("data", "tokenizer", "model", "reference") if k in theirs},
-    }
-    if "optimizer" in theirs:
-        found["keys"]["optimizer.name"] = found["keys"].pop("optimizer")
-    if theirs.get("model.base") is not None:
-        found["contents"]["model.name_or_path"] = theirs["model.base"]
-    peft = theirs.get("peft")
-    if peft is not None:
-        found["contents"]["peft.adapter"] = peft.get("adapter")
-        for key in keys_of(Config):
-            if key.name.startswith("peft.") and key.shapes in (MODEL, TRAJECTORY) and not key.by_content:
-                found["keys"][key.name] = peft.get(key.name.removeprefix("peft."))
-    return found
 
 
 def read_config(tree: Any, config: Config) -> dict[str, Any]:

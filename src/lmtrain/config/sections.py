@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Removed keys, which only a config.yaml of an earlier version may still have.
-GONE = ("optimizer.fused", "data.ranking", "data.curriculum.score", "data.curriculum.buckets", "data.curriculum.model")
+# A removed key, which only a config.yaml of an earlier version may still have.
+GONE = "data.ranking"
 
 
 def classes(tree: DictConfig) -> dict[str, type[Any]]:
@@ -198,21 +198,6 @@ def options_beside(target: str, section: str, base: type[Any], allow_target: lis
     except TypeError as error:
         raise UserError(f"{section}: the Options of {target}: {error}") from None
     return options
-
-
-def complete(tree: DictConfig) -> None:
-    """Upgrades the config.yaml of an earlier version in place: adds keys that others imply, removes those in GONE."""
-    objective, data = tree.get("objective"), tree.get("data")
-    if isinstance(objective, DictConfig) and "_target_" not in objective and objective.get("name") in OBJECTIVES:
-        objective["_target_"] = OBJECTIVES[objective.name][0]
-    if isinstance(data, DictConfig) and "rows" not in data:
-        is_text, is_chat = data.get("conversation_format") is None, data.get("ranking") is None
-        data["rows"] = "text" if is_text else "conversations" if is_chat else "pairs"
-    for key in GONE:
-        section, _, name = key.rpartition(".")
-        holder = OmegaConf.select(tree, section)
-        if isinstance(holder, DictConfig) and "_target_" not in holder:
-            holder.pop(name, None)
 
 
 # Types of model arguments that are checked, by their spelling in annotations; any other type accepts every value.

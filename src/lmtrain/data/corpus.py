@@ -4,7 +4,7 @@ Text becomes token bins, a mixture of bins or a stream; all other data becomes e
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -65,7 +65,6 @@ class Corpus:
     end_ids: list[int] | None = None  # token ids that end an answer; None for text
     splits: dict[str, Any] = field(default_factory=dict)  # counts of each split, by name
     stream: Head | None = None  # set if the training rows come from a stream
-    earlier_fingerprints: Callable[[], list[str]]  # of these tokens in checkpoints of earlier versions
 
     @classmethod
     def of(cls, prepared: PreparedData, **facts: Any) -> "Corpus":
@@ -76,7 +75,6 @@ class Corpus:
             "fingerprint": prepared.fingerprint,
             "notes": prepared.notes,
             "splits": {**prepared.meta["splits"]},
-            "earlier_fingerprints": prepared.earlier_fingerprints,
         }
         return cls(**(known | facts))
 
@@ -235,7 +233,6 @@ def _stream(config: Config) -> Corpus:
                f"held out: its first {val.tokens:,} tokens ({prepared.folder})"],
         val_bytes_per_token=val.bytes_per_token,
         stream=head,
-        earlier_fingerprints=list,
     )  # fmt: skip
 
 
@@ -279,7 +276,6 @@ def _mixture(config: Config) -> Corpus:
         notes=[note for _, part in parts for note in part.notes],
         val_bytes_per_token=counts["val"]["bytes"] / counts["val"]["tokens"] if counts["val"]["bytes"] else None,
         splits=counts,
-        earlier_fingerprints=list,
     )  # fmt: skip
 
 

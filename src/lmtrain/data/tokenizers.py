@@ -217,21 +217,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def ids_hash(plain: dict[str, Any]) -> str:
-    return _hash({k: plain.get(k) for k in ("normalizer", "pre_tokenizer", "model", "post_processor", "added_tokens")})
-
-
-def plain_text_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Returns the hash that folders and checkpoints of earlier versions hold: without post-processor and flags."""
-    return plain_hash(json.loads(tokenizer.backend_tokenizer.to_str()))
-
-
-def plain_hash(plain: dict[str, Any]) -> str:
-    matters = {k: plain.get(k) for k in ("normalizer", "pre_tokenizer", "model")}
-    matters["added_tokens"] = [[t["id"], t["content"]] for t in plain.get("added_tokens", [])]
-    return _hash(matters)
-
-
-def _hash(matters: dict[str, Any]) -> str:
+    matters = {k: plain.get(k) for k in ("normalizer", "pre_tokenizer", "model", "post_processor", "added_tokens")}
     return hashlib.sha256(json.dumps(matters, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
@@ -356,7 +342,7 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 
 def gives_ids_of(folder: Path, known: str) -> bool:
-    """Returns whether a folder's tokenizer.json gives the ids of the tokenizer with hash `known`, of any version.
+    """Returns whether a folder's tokenizer.json gives the ids of the tokenizer with hash `known`.
 
     Raises:
         OSError, ValueError: it can't be read.
@@ -365,4 +351,4 @@ def gives_ids_of(folder: Path, known: str) -> bool:
     if not isinstance(plain, dict):
         raise ValueError("it holds no JSON object")
     as_loaded = json.loads(Backend.from_str(json.dumps(plain)).to_str())
-    return known in (ids_hash(plain), ids_hash(as_loaded), plain_hash(plain), plain_hash(as_loaded))
+    return known in (ids_hash(plain), ids_hash(as_loaded))

@@ -41,25 +41,6 @@ class Curve:
             self.x, self.y = few.x, few.y
 
 
-def with_names_of_today(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the row with metrics named as in earlier versions renamed to their current names."""
-    if not any("aux/" in key for key in row):
-        return row
-    memory = "router/memory/" if any("aux/router_" in key for key in row) else "router/"
-    changes = {
-        "aux/router_use": "router/experts", "aux/memory_use": "router/chapters",
-        "aux/router_loss": "router/load_balance", "aux/memory_loss": f"{memory}load_balance",
-        "aux/router_": "router/", "aux/memory_": memory,
-        "aux/preference_loss": "preference_loss", "aux/sft_loss": "sft_loss",
-    }  # fmt: skip
-    return {_changed(key, changes): value for key, value in row.items()}
-
-
-def _changed(key: str, changes: dict[str, str]) -> str:
-    old = next((part for part in changes if part in key), None)
-    return key if old is None else key.replace(old, changes[old])
-
-
 def charts(rows: Iterable[dict[str, Any]]) -> dict[str, list[Curve]]:
     """Returns {chart: its curves} without non-finite values; train/loss and val/loss are both in the chart `loss`."""
     curves: dict[str, Curve] = {}

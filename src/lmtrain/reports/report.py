@@ -18,7 +18,7 @@ from lmtrain.errors import UserError
 from lmtrain.exports.model_card import loading_code
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
-from lmtrain.reports.curves import charts, heat_maps, with_names_of_today
+from lmtrain.reports.curves import charts, heat_maps
 from lmtrain.reports.report_page import Told
 from lmtrain.run_folder.cut_back import last_rows
 from lmtrain.run_folder.folder import (
@@ -82,8 +82,8 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     with _reading(run.samples):
         samples = _samples(run)
     with _reading(run.metrics):
-        drawn = charts(map(with_names_of_today, read_jsonl(run.metrics)))
-        maps = heat_maps(map(with_names_of_today, read_jsonl(run.metrics, holding=b'": [')))  # rows with a list
+        drawn = charts(read_jsonl(run.metrics))
+        maps = heat_maps(read_jsonl(run.metrics, holding=b'": ['))  # rows with a list
         rows = last_rows(run.metrics, 1 << 16)
     with _reading(run.config):
         trained, changed, typed = _trained(config), _changed(config), _typed(config, summary)

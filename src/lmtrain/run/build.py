@@ -26,7 +26,7 @@ from lmtrain.checkpoints import retention
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.batch import check_reached, horizon, rate_factor, row_lengths, step_sizes
 from lmtrain.config.checks import time_limit_seconds
-from lmtrain.config.fingerprint import Fingerprint, fingerprint, short_hash
+from lmtrain.config.fingerprint import Fingerprint, fingerprint
 from lmtrain.config.options import over_layers
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
@@ -36,7 +36,7 @@ from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
 from lmtrain.data.loaders import check_descriptors, first_rows, rows_used, seen_rows
 from lmtrain.data.modules import TokenDataModule, module_class
 from lmtrain.data.order import Rows
-from lmtrain.data.tokenizers import plain_text_hash, tokenizer_hash
+from lmtrain.data.tokenizers import tokenizer_hash
 from lmtrain.data.val_sets import ValSet, build_val_sets, count, measured_on, scored_on
 from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
@@ -244,8 +244,7 @@ def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprin
         **starting_weights(config, hf_model),
         **contents_of_features(hf_model, config),
     }
-    earlier = {"tokenizer": plain_text_hash(corpus.tokenizer), "model": short_hash(architecture)}
-    found = fingerprint(config, contents, earlier)
+    found = fingerprint(config, contents)
     found["keys"]["router.over_layers"] = over_layers(config)  # with auto resolved
     return found
 

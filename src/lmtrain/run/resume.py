@@ -8,7 +8,6 @@ from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.time_budget import TimeBudget
 from lmtrain.checkpoints import retention, store
 from lmtrain.checkpoints.checksums import Compare
-from lmtrain.config import compose as rules
 from lmtrain.config.constraints import RATE
 from lmtrain.config.fingerprint import (
     MAY_CHANGE,
@@ -20,10 +19,8 @@ from lmtrain.config.fingerprint import (
     trained_otherwise,
 )
 from lmtrain.config.options import WarmupStableDecayConfig
-from lmtrain.config.override_text import shell_word, typed_keys
+from lmtrain.config.override_text import shell_word
 from lmtrain.config.schema import Config
-from lmtrain.data.corpus import Corpus
-from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError, reason
 from lmtrain.objectives.base import Objective
 from lmtrain.objectives.routing import hold_to
@@ -48,8 +45,6 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: C
         newest = store.newest_complete(folder.checkpoints, tell, compare)
         if newest is None and config.run.resume == "auto":
             tell(f"run.resume=auto: no checkpoint in {folder.checkpoints} yet, so this is a fresh start")
-        if newest is not None:
-            _tell_of_unverified(folder.checkpoints, tell)
         return newest
     path = Path(mode).expanduser().resolve()
     key = f"run.{'resume' if config.run.cooldown_from is None else 'cooldown_from'}={mode}"
@@ -71,54 +66,20 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: C
     return path
 
 
-def _tell_of_unverified(folder: Path, tell: Callable[[str], None]) -> None:
-    """Reports manifests of earlier versions, which have no checksum: `best` then depends on unverified scores."""
-    unverified = [p.name for p, content in retention.manifests(folder).items() if not content["verified"]]
-    if unverified:
-        tell(
-            f"the manifests of {', '.join(unverified)} have no checksum, because an earlier version wrote them: "
-            "their scores, by which the best is chosen, are used without a check"
-        )
-
-
-def keep_validation_split(config: Config, folder: RunDir, tell: Callable[[str], None]) -> None:
-    """Sets data.min_val_rows to the value of the run that is continued, so that its validation split does not change.
-
-    Runs of earlier versions have no such value: they held out data.val_fraction of small datasets as well.
-    """
-    mode, data = run_dir.resume_mode(config), config.data
-    if mode == "none" or "data.min_val_rows" in typed_keys(typed()) or not data.min_val_rows:
-        return
-    file = folder.config if mode == "auto" else Path(mode).expanduser().absolute().parent.parent / "config.yaml"
-    try:
-        saved = rules.read(file) if file.is_file() else {}
-    except UserError:
-        return
-    own = saved["data"].get("min_val_rows", 0) if isinstance(saved.get("data"), dict) else data.min_val_rows
-    if own != data.min_val_rows:
-        data.min_val_rows = own
-        tell(f"validation rows are held out as when this run began: data.min_val_rows={own}")
-
-
 def trainer_state(
     checkpoint: Path,
     objective: Objective,
-    corpus: Corpus,
     config: Config,
     tell: Callable[[str], None],
     scored_on: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the content of trainer.pt, if a run with this objective and corpus may go on from the checkpoint.
+    """Returns the content of trainer.pt, if a run with this objective may go on from the checkpoint.
 
     `tell` and exceptions are those of `check_fingerprint`.
     """
     saved = store.load_trainer_state(checkpoint)
     theirs, ours = saved["fingerprint"], objective.fingerprint
     hold_to(objective, theirs, config.router.over_layers)
-    data = (theirs["contents"] if "keys" in theirs else theirs).get("data")
-    if data != ours["contents"]["data"] and data in corpus.earlier_fingerprints():
-        # An earlier version would give our data the checkpoint's hash.
-        ours = {kind: {**values, "data": data} if kind != "keys" else values for kind, values in ours.items()}
     check_fingerprint(checkpoint, theirs, ours, config, tell, scored_on)
     return saved
 

@@ -51,7 +51,6 @@ class Session:
         The folder is locked against other processes until `stack` is closed.
         """
         config, tell = self.config, self.notes.append
-        resume.keep_validation_split(config, self.folder, tell)
         freeze(config)
         world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
         if world.size() > 1:
@@ -67,7 +66,7 @@ class Session:
         check_upload(config.export)
         hf_folder.generation_config(run.objective.model.model, run.corpus.tokenizer, None, config.export.generation)
         if self.checkpoint is not None:
-            saved = resume.trainer_state(self.checkpoint, run.objective, run.corpus, config, tell, run.scored_on)
+            saved = resume.trainer_state(self.checkpoint, run.objective, config, tell, run.scored_on)
             resume.fit_schedule(run, saved, tell)
             run.objective.continue_from(saved)
             self.done = store.step_of(self.checkpoint)

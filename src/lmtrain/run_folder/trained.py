@@ -81,9 +81,9 @@ def check_tokenizer(run: RunDir, fingerprint: dict[str, Any]) -> None:
         fingerprint: the fingerprint stored in the checkpoint that is loaded.
 
     Raises:
-        UserError: the tokenizer differs or can't be read. Checkpoints of earlier versions record only its ids.
+        UserError: the tokenizer differs or can't be read.
     """
-    known = fingerprint.get("contents", fingerprint).get("tokenizer")
+    known = fingerprint["contents"]["tokenizer"]
     told = [c["tokenizer"] for c in retention.manifests(run.checkpoints).values() if c.get("tokenizer")]
     try:
         found = tokenizers.file_hashes(run.tokenizer)

@@ -16,7 +16,7 @@ from lmtrain import terminal
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import report_page
-from lmtrain.reports.curves import charts, with_names_of_today
+from lmtrain.reports.curves import charts
 from lmtrain.reports.report import time_in_words
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import shown
@@ -179,7 +179,7 @@ def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
     """Returns the loss curves of each stage and, if it logged them, DPO's reward accuracies."""
     found = {}
     for one in plan.stages:
-        drawn = charts(with_names_of_today(row) for row in read_jsonl(RunDir(one.run).metrics))
+        drawn = charts(read_jsonl(RunDir(one.run).metrics))
         for chart in ("loss", "rewards/accuracy"):
             if chart in drawn:
                 found[f"{one.name}: {chart}"] = [report_page.line_of(c, c.name, i) for i, c in enumerate(drawn[chart])]

@@ -1,6 +1,5 @@
 """Documents of token bins as examples: with a loss mask and repeated by weight, or text cut into pieces of a row."""
 
-import hashlib
 from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import ClassVar
@@ -9,7 +8,6 @@ import numpy as np
 import torch
 
 from lmtrain.data.order import Repeats
-from lmtrain.data.store import contents
 from lmtrain.data.store.shards import Shard
 from lmtrain.errors import UserError
 
@@ -86,25 +84,6 @@ class Examples:
         begin = int(self._begin[stored])
         number = int(np.searchsorted(self._shard_starts, begin, side="right")) - 1
         return self.shards[number], (begin - int(self._shard_starts[number]), int(self._count[stored]))
-
-
-def earlier_fingerprints(splits: dict[str, Examples]) -> list[str]:
-    """Returns this data's fingerprints in checkpoints of earlier versions, which hashed files of fixed dtypes."""
-    as_one = hashlib.sha256()
-    by_file = []
-    for name, examples in splits.items():
-        starts = np.concatenate([[0], np.cumsum(examples.lengths)]).astype("<i8").tobytes()
-        ids, masks = hashlib.sha256(), hashlib.sha256()
-        as_one.update(starts)
-        for which, dtype, digest in ((0, "<u4", ids), (1, "u1", masks)):
-            for i in range(len(examples)):
-                part = examples.read(i)[which].astype(dtype).tobytes()
-                as_one.update(part)
-                digest.update(part)
-        labelled = all(shard.labels is not None for shard in examples.shards)
-        labels = [hashlib.sha256(examples.labels.astype("<i8").tobytes()).hexdigest()] if labelled else []
-        by_file.append([name, ids.hexdigest(), masks.hexdigest(), hashlib.sha256(starts).hexdigest(), *labels])
-    return [contents.fingerprint(by_file), as_one.hexdigest()[:16]]
 
 
 class ExampleRows(ABC):

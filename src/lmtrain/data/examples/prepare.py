@@ -11,7 +11,7 @@ import numpy as np
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.chat.turns import BadRow
-from lmtrain.data.examples.documents import Examples, earlier_fingerprints
+from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.row_counts import Counts, check_lost, check_untrained, short, summary
 from lmtrain.data.examples.row_format import Example, RowEncoder
 from lmtrain.data.order import Repeats
@@ -20,7 +20,7 @@ from lmtrain.data.store import bins, contents
 from lmtrain.data.store.prepared import (
     PreparedData,
     folder_key,
-    folder_to_use,
+    folder_of,
     min_val_rows,
     new_meta,
     prepare_folder,
@@ -59,9 +59,6 @@ class PreparedExamples(PreparedData):
         repeats = Repeats([n // group for n in self.meta["splits"][name]["parts"]], self.weights)
         return Examples(found.shards, repeats if self.is_weighted else None, group)
 
-    def earlier_fingerprints(self) -> list[str]:
-        return earlier_fingerprints({name: self.split(name) for name in self.counts})  # type: ignore[misc]
-
 
 def prepare_examples(
     cfg: DataConfig,
@@ -94,7 +91,7 @@ def prepare_examples(
         encoder=encoder.identity,
         **min_val_rows(cfg),
     )
-    target = folder_to_use(cfg, f"{parts[0].source.label}-{named.label}", key)
+    target = folder_of(cfg, f"{parts[0].source.label}-{named.label}", key)
     notes = [note for part in parts for note in part.source.notes]
     with PrepareProgress(progress) as show:
 

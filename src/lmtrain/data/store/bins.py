@@ -15,7 +15,6 @@ meta.json and .docs files) can be read too.
 
 import json
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
@@ -178,17 +177,17 @@ def largest_token(bins: SplitBins, chunk: int = 1 << 22) -> int:
     )
 
 
-def check_tokenizer(made_with: str, found: tuple[str, ...], where: Path | str, tokenizer_name: str) -> None:
+def check_tokenizer(made_with: str, found: str, where: Path | str, tokenizer_name: str) -> None:
     """Raises UserError if bins were made with another tokenizer, in which case their ids would be noise to train on.
 
     Args:
         made_with: the hash of the bins' tokenizer.
-        found: the acceptable hashes; the message shows the first.
+        found: the hash of the tokenizer that is used.
     """
-    if made_with not in found:
+    if made_with != found:
         raise UserError(
             f"the bins in {where} were made with another tokenizer (hash {made_with[:12]}) than "
-            f"{tokenizer_name} (hash {found[0][:12]}): use the one they came with, tokenizer=hub "
+            f"{tokenizer_name} (hash {found[:12]}): use the one they came with, tokenizer=hub "
             f"tokenizer.name_or_path={where}/tokenizer, or prepare them again"
         )
 
@@ -216,16 +215,3 @@ def fingerprint(meta: Meta, hashes: dict[str, str]) -> str:
                                 for s in split["shards"]]]
          for name, split in meta["splits"].items()]
     )  # fmt: skip
-
-
-def sampled_fingerprint(splits: list[SplitBins]) -> str:
-    """Returns the fingerprint that earlier versions put in checkpoints: sizes and 16 blocks of each shard."""
-    digest = sha256()
-    for bins in splits:
-        digest.update(f"split {bins.dtype} {bins.tokens}\n".encode())
-        for shard in bins.shards:
-            count = min(2048, shard.tokens)
-            digest.update(f"shard {shard.tokens} {shard.documents}\n".encode())
-            for i in range(16):
-                digest.update(shard.read((shard.tokens - count) * i // 15, count).tobytes())
-    return digest.hexdigest()

@@ -43,10 +43,6 @@ class PreparedData:
     fingerprint: str
     notes: list[str]
 
-    def earlier_fingerprints(self) -> list[str]:
-        """Returns the fingerprints that checkpoints of earlier versions have for these tokens."""
-        return [bins.sampled_fingerprint(list(self.splits.values()))]
-
 
 def settings(section: DataConfig | TokenizerConfig) -> dict[str, Any]:
     """Returns the config keys that shape tokens, except those that name files, whose contents are in the key instead.
@@ -71,23 +67,6 @@ def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
     """Returns the folder for a key, <cache_dir>/<label>-<hash>."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", label)
     return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{short_hash(key)[:12]}"
-
-
-def without_min_val_rows(key: dict[str, Any]) -> dict[str, Any]:
-    """Returns the key that earlier versions, which always held out data.val_fraction, used for the same data."""
-    return {name: value for name, value in key.items() if name != "min_val_rows"}
-
-
-def folder_to_use(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
-    """Returns `folder_of`, or the folder of an earlier version if it holds what this version would prepare."""
-    own, earlier = (folder_of(cfg, label, k) for k in (key, without_min_val_rows(key)))
-    if is_complete(own) or not is_complete(earlier):
-        return own
-    val = bins.load_meta(earlier)["splits"].get("val")
-    if val is None:  # nothing was held out, which min_val_rows doesn't change
-        return earlier
-    rows = val["counts"]["rows"] if "counts" in val else max(val["documents"] or 0, (val["bytes"] or 0) // 1000)
-    return earlier if rows >= key["min_val_rows"] else own
 
 
 def min_val_rows(cfg: DataConfig) -> dict[str, int]:

@@ -22,13 +22,12 @@ from lmtrain.data.store.contents import Facts
 from lmtrain.data.store.prepared import (
     PreparedData,
     folder_key,
-    folder_to_use,
+    folder_of,
     is_complete,
     min_val_rows,
     new_meta,
     open_folder,
     prepare_folder,
-    without_min_val_rows,
 )
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
@@ -62,7 +61,7 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
             resolved={"source": source.resolved, "tokenizer": named.resolved},
             **min_val_rows(cfg),
         )
-        target = folder_to_use(cfg, f"{source.label}-{named.label}", key)
+        target = folder_of(cfg, f"{source.label}-{named.label}", key)
         if None in key["resolved"].values() and not is_complete(target):
             target = _prepared_before(target, key, show) or target
         filling = _Filling(cfg, tokenizer_cfg, source, named, show)
@@ -87,7 +86,7 @@ def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -
             continue
         theirs = bins.load_meta(folder)["key"]
         resolved = {**theirs.get("resolved", {}), **dict.fromkeys(unknown)}
-        if {**theirs, "resolved": resolved} in (key, without_min_val_rows(key)):
+        if {**theirs, "resolved": resolved} == key:
             found.append(folder)
     newest = max(found, key=lambda f: (f / bins.META).stat().st_mtime_ns, default=None)
     if newest is not None:
@@ -198,8 +197,8 @@ def open_ready(
         if any(shard.mask is not None for shard in train.shards):
             raise UserError(f"{folder} holds examples with a loss mask, and data=bins reads text: name bins of text")
         tokenizer = tokenizers.load_folder(folder / "tokenizer")
-        known = (tokenizers.tokenizer_hash(tokenizer), tokenizers.plain_text_hash(tokenizer))
-        bins.check_tokenizer(train.meta["tokenizer_hash"], known, folder, f"{folder}/tokenizer")
+        own = tokenizers.tokenizer_hash(tokenizer)
+        bins.check_tokenizer(train.meta["tokenizer_hash"], own, folder, f"{folder}/tokenizer")
         _check_asked(train.meta, tokenizer, tokenizer_cfg, folder)
         return folder, train.meta, tokenizer
     return _open_plain(cfg, tokenizer_cfg, folder, train, say)
@@ -210,11 +209,10 @@ def _check_asked(meta: bins.Meta, own: PreTrainedTokenizerFast, cfg: TokenizerCo
     if cfg.kind in ("bpe", "char"):
         return
     named = tokenizers.identity(cfg)
-    made_with = meta["key"].get("made_with", meta["key"].get("tokenizer"))  # the second in folders of earlier versions
-    if cfg.kind == "hub" and named.unreachable and made_with == named.settings:
+    if cfg.kind == "hub" and named.unreachable and meta["key"].get("made_with") == named.settings:
         return
     asked = tokenizers.tokenizer_hash(tokenizers.load_or_train(cfg, lambda _: iter(()), named))
-    bins.check_tokenizer(tokenizers.tokenizer_hash(own), (asked,), folder, f"tokenizer {named.label}")
+    bins.check_tokenizer(tokenizers.tokenizer_hash(own), asked, folder, f"tokenizer {named.label}")
 
 
 def _open_plain(
