@@ -34,9 +34,7 @@ class Command:
     verb: str
     words: tuple[str, ...]
     here: Path
-    forked: (
-        bool  # from a process that has imported torch already, which saves seconds; not for verbs of several processes
-    )
+    forked: bool  # from a process that has imported torch already; not for verbs that start further processes
 
 
 @dataclass(frozen=True)
