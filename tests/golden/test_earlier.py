@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from inprocess import run, snapshot
+from lmtrain.config.compose import check, compose, dump
 from support import rows
 
 EARLIER = Path(__file__).parent / "earlier"
@@ -78,3 +80,13 @@ def test_an_export_is_read(here: Path) -> None:
     assert ended.code == 0, ended.err
     found = json.loads((here / "outputs" / "evaluations" / "now.json").read_text())["scores"]
     assert found["loss"] == pytest.approx(5.707926836325016, abs=1e-5)  # what that commit's `lmtrain.evaluate` gave
+
+
+def test_removed_keys_of_a_config_are_left_out() -> None:
+    """A config.yaml of commit 516ce9d may have these keys, whatever class `_target_` names for its data."""
+    words = ["objective=sft", "data=chat_jsonl", "data.path=x.jsonl", "data.seq_len=32"]
+    tree = yaml.safe_load(dump(check(compose(words))))
+    assert tree["data"]["_target_"]
+    tree["data"]["ranking"], tree["debug"] = "best", {"name": "replay"}
+    tree["data"]["curriculum"]["score"] = tree["optimizer"]["fused"] = None
+    assert check(tree).data.rows == "conversations"

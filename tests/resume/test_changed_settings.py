@@ -3,9 +3,11 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from chats import write_rows
 from inprocess import Ended, message, run, train_tiny
@@ -13,7 +15,7 @@ from lmtrain.callbacks.validation import EarlyStopping
 from lmtrain.checkpoints import manifest, retention, store
 from lmtrain.config.compose import check, compose
 from lmtrain.run.build_callbacks import early_stopping
-from support import TINY, rows
+from support import TINY, rows, thinned
 
 PAIRS = ["objective=dpo", "data=preference_jsonl", "data.chat_template=vicuna", "data.val_fraction=0.2",
          "data.seq_len=512", "model.max_position_embeddings=512", "callbacks.samples.every_n_validations=0",
@@ -110,6 +112,28 @@ def test_options_of_the_preference_loss(tmp_path: Path) -> None:
     # Writing out the value that auto stands for is no change.
     ended = pairs_run(path, tmp_path / "run", "trainer.max_steps=2", "objective.length_normalize=false")
     assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize("value", thinned(["auto", False], 2))
+def test_a_run_whose_config_has_the_key_fused(value: Any, text_run: Path, corpus: Path, tmp_path: Path) -> None:
+    """Earlier versions wrote this key, which no longer exists."""
+    begun = tmp_path / "begun"
+    shutil.copytree(text_run, begun, symlinks=True)
+    tree = yaml.safe_load((begun / "config.yaml").read_text())
+    tree["optimizer"]["fused"] = value
+    (begun / "config.yaml").write_text(yaml.safe_dump(tree))
+
+    for verb, words in (("evaluate", ["evaluate.limit=1"]), ("export", ["export.dtype=float32"])):
+        ended = run(verb, f"run_dir={begun}", *words)
+        assert ended.code == 0, ended.err
+    new = ["--config-dir", str(begun), f"run.dir={tmp_path / 'new'}", "trainer.max_steps=1"]
+    ended = run("train", *new)
+    assert ended.code == 0, ended.err
+    assert "fused" not in (tmp_path / "new/config.yaml").read_text()
+    assert "no key 'optimizer.fused': AdamW is always" in message(run("train", *new, "optimizer.fused=true").err)
+    ended = again(corpus, begun, tmp_path)
+    assert ended.code == 0, ended.err
+    assert "step_00000002" in ended.out.partition("start ")[2].splitlines()[0]
 
 
 def scores_of(run_dir: Path) -> dict[int, float]:

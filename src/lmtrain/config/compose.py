@@ -66,8 +66,9 @@ def settled(
     if config_dir is not None:
         places.refuse(composed, overrides, config_dir, config_name)
     _leave_to_replaced(composed, typed_words)
-    if sections.GONE in typed_keys(overrides):
-        raise UserError(explain.unknown_key(sections.GONE, ()))
+    for key in set(sections.GONE) & typed_keys(overrides).keys():
+        if "_target_" not in composed[key.partition(".")[0]]:
+            raise UserError(explain.unknown_key(key, ()))
     _complete_own_optimizer(composed)
     _follow(composed, typed_keys(overrides))
     if "data.seq_len" not in typed_keys(overrides):
@@ -215,8 +216,11 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     assert isinstance(tree, DictConfig)
     init, name = (OmegaConf.select(tree, f"model.{key}") for key in ("init", "name_or_path"))
     check_pretrained_name(init, name)  # before data.seq_len, for which such a model has no default
-    if isinstance(tree.get("data"), DictConfig):
-        tree.data.pop(sections.GONE.removeprefix("data."), None)  # of a config.yaml
+    for key in sections.GONE:
+        section, _, name = key.rpartition(".")
+        holder = OmegaConf.select(tree, section)
+        if isinstance(holder, DictConfig) and (section != "optimizer" or "_target_" not in holder):
+            holder.pop(name, None)
     found = sections.classes(tree)
     try:
         schema = sections.schema_of(*found.items())

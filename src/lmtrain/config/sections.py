@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A removed key, which only a config.yaml of an earlier version may still have.
-GONE = "data.ranking"
+# Removed keys, which only a config.yaml of an earlier version may still have.
+GONE = ("optimizer.fused", "data.ranking", "data.curriculum.score", "data.curriculum.buckets", "data.curriculum.model")
 
 
 def classes(tree: DictConfig) -> dict[str, type[Any]]:
