@@ -62,13 +62,11 @@ def test_an_edit_anywhere_in_ready_bins_gives_another_fingerprint(
 ) -> None:
     folder = write_plain(tmp_path / "bins", megabytes * MIB // 4)
     found = lambda: prepare(data_config("bins", path=str(folder)), tokenizer_config("bytes"), False).fingerprint  # noqa: E731
-    sampled = lambda: bins.sampled_fingerprint([bins.open_bins(folder, "train")])  # noqa: E731
-    names, before = [found()], sampled()
+    names = [found()]
     assert found() == names[0]
     for at in (3 * MIB // 4 + 16, 300_000, 0):
         edit(folder / "train.bin", at)
         names.append(found())
-        assert (sampled() == before) == (at > 0), "the first edits are such as samples of the file miss"
     edit(folder / "val.bin", 12_344)
     names.append(found())
     assert len(set(names)) == len(names)
