@@ -184,15 +184,6 @@ def test_shorter_than_one_row(tmp_path):
         Windows(shards, 64, seed=0, isolate_documents=False)
 
 
-def test_fingerprint_follows_the_tokens_not_the_place(tmp_path):
-    folders = [tmp_path / name for name in "abc"]
-    for folder in folders:
-        folder.mkdir()
-    splits = [write(f, [[1, 2, 3], [last]]) for f, last in zip(folders, (4, 4, 5), strict=True)]
-    first, same, other = (bins.sampled_fingerprint([s]) for s in splits)
-    assert first == same != other
-
-
 def test_a_sparse_8_gib_bin_is_read_in_place(tmp_path):
     with (tmp_path / "train.bin").open("wb") as file:
         file.seek(8 * 2**30 - 2)
