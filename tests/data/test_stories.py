@@ -7,6 +7,8 @@ import pytest
 from lmtrain.data.sources.choose import open_source, pieces
 from lmtrain.data.sources.stories import ROWS, Stories, held_out, questions, story
 from lmtrain.data.sources.story_world import NAMES, PLACES, SHAPES, UNSEEN, consistent_share, read
+from lmtrain.generation.text_metrics import TextMetrics
+from lmtrain.rewards.stories import Consistent
 
 
 def test_the_same_arguments_give_the_same_rows() -> None:
@@ -200,6 +202,17 @@ def test_the_share_of_consistent_sentences() -> None:
     assert consistent_share("Mia lost it in the park. Ball the had.", BEGIN) == 0.5
     assert consistent_share("Mia lost it in the park. She wal", BEGIN) == 1  # the last sentence is not complete
     assert consistent_share("She wal", BEGIN) == 0
+
+
+def test_consistency_as_reward_and_as_metric() -> None:
+    rows = [row for _, row in Stories("openings", held_out=20).records("val")]
+    true, cut = [row["completion"] for row in rows], [row["completion"][:-9] for row in rows]
+    prompts = [row["prompt"] for row in rows]
+    false = [" Tom gave Mia the red ball. Not a sentence of a story."] * 20
+    metric = TextMetrics([{"_target_": "lmtrain.generation.text_metrics.StoryConsistency"}])
+    for answers, share in ((true, 1.0), (cut, 1.0), (false, 0.0), (true[:10] + false[10:], 0.5)):
+        assert metric.score(answers, true, prompts) == {"StoryConsistency": share}
+        assert sum(Consistent()(prompts, answers)) / 20 == share
 
 
 def test_a_hundred_stories_are_good_english() -> None:

@@ -69,7 +69,9 @@ class Samples(pl.Callback):
                 self.texts = [self._continue(module, i, True) for i in places]
         else:
             self.texts = world.shared_out(places, lambda i: self._continue(module, i, False))
-        pairs = [(t, p.reference) for t, p in zip(self.texts, self.prompts, strict=True) if p.reference is not None]
+        pairs = [
+            (t, p.reference, p.shown) for t, p in zip(self.texts, self.prompts, strict=True) if p.reference is not None
+        ]
         if not pairs or not self.text_metrics.metrics:
             return {}
         return world.from_first(lambda: self.text_metrics.score(*map(list, zip(*pairs, strict=True))))

@@ -220,9 +220,9 @@ def _add_answers(
 
     batches = [questions[start : start + e.batch_size] for start in range(0, len(questions), e.batch_size)]
     answers = [text for texts in world.shared_out(batches, answer) for text in texts]
-    references = [q["reference"] for q in questions]
-    scores.whole |= world.from_first(lambda: metrics.score(answers, references))
-    scores.texts |= {"prompt": [q["prompt"] for q in questions], "answer": answers, "reference": references}
+    references, prompts = [q["reference"] for q in questions], [q["prompt"] for q in questions]
+    scores.whole |= world.from_first(lambda: metrics.score(answers, references, prompts))
+    scores.texts |= {"prompt": prompts, "answer": answers, "reference": references}
     if isinstance(metrics.metrics.get("exact_match"), ExactMatch):
         same = [a.strip() == r.strip() for a, r in zip(answers, references, strict=True)]
         scores.columns |= {"exact": np.array(same, dtype=float), "answers": np.ones(len(same))}

@@ -9,6 +9,7 @@ from torchmetrics.text import BLEUScore, CHRFScore
 from transformers import AutoModel, AutoTokenizer
 
 from lmtrain.config.targets import build_target
+from lmtrain.data.sources.story_world import consistent_share
 from lmtrain.errors import UserError
 
 
@@ -17,6 +18,19 @@ class ExactMatch(MeanMetric):
 
     def update(self, preds: list[str], target: list[str]) -> None:  # type: ignore[override]
         super().update(torch.tensor([float(p.strip() == t.strip()) for p, t in zip(preds, target, strict=True)]))
+
+
+class StoryConsistency(MeanMetric):
+    """The share of sentences that contradict nothing told before, in stories that continue openings of data=stories.
+
+    A sentence that is not one of these stories' counts as inconsistent: `data.sources.story_world.consistent_share`.
+    """
+
+    takes_prompts = True  # `update` gets the openings too
+
+    def update(self, preds: list[str], target: list[str], prompts: list[str]) -> None:  # type: ignore[override]
+        shares = [consistent_share(text, opening) for text, opening in zip(preds, prompts, strict=True)]
+        super().update(torch.tensor(shares))
 
 
 class BertScore(MeanMetric):
@@ -65,6 +79,8 @@ NAMED: dict[str, dict[str, Any]] = {
 }
 BERTSCORE = "bertscore:"  # prefix of the encoder's hub name or folder
 
+_ANY = ["a word"], ["a word"], [""]  # an answer, its reference and its prompt, to see whether a metric takes them
+
 
 def _target_of(entry: Any) -> tuple[str, dict[str, Any]]:
     """Returns the name and the target (class and arguments) of a requested metric."""
@@ -95,7 +111,7 @@ class TextMetrics:
                 self.metrics[name] = build_target(target, key, Metric, allow_target)
                 # Only rank 0 computes scores, so a metric that synchronized with the other ranks would wait forever.
                 self.metrics[name].distributed_available_fn = lambda: False
-                self._one(name, ["a word"], ["a word"])
+                self._one(name, *_ANY)
             except OSError as error:
                 said = " ".join(str(error).split())
                 raise UserError(
@@ -109,21 +125,22 @@ class TextMetrics:
 
     def names(self) -> list[str]:
         """Returns the names of the values that `score` reports."""
-        return list(self.score(["a word"], ["a word"])) if self.metrics else []
+        return list(self.score(*_ANY)) if self.metrics else []
 
-    def score(self, answers: list[str], references: list[str]) -> dict[str, float]:
+    def score(self, answers: list[str], references: list[str], prompts: list[str] | None = None) -> dict[str, float]:
         """Returns each metric over all answers; several values of one metric are named <metric>_<value's name>."""
         found: dict[str, float] = {}
         for name in self.metrics:
-            found |= self._one(name, answers, references)
+            found |= self._one(name, answers, references, prompts or [""] * len(answers))
         return found
 
-    def _one(self, name: str, answers: list[str], references: list[str]) -> dict[str, float]:
+    def _one(self, name: str, answers: list[str], references: list[str], prompts: list[str]) -> dict[str, float]:
         metric = self.metrics[name]
         metric.reset()
         # These expect a list of references per answer; a plain string would be read as a list of characters.
         several = isinstance(metric, BLEUScore | CHRFScore)
-        metric.update(answers, [[r] for r in references] if several else references)
+        asked = {"prompts": prompts} if getattr(metric, "takes_prompts", False) else {}
+        metric.update(answers, [[r] for r in references] if several else references, **asked)
         value = metric.compute()
         if not isinstance(value, dict):
             return {name: mean(value)}

@@ -60,6 +60,21 @@ def held_out(name: str, thing: str) -> bool:
     return mix64(*name.encode(), 0, *thing.encode()) % HELD_OUT == 0
 
 
+@functools.cache
+def _alternatives(line: str) -> list[list[tuple[int, str, list[str]]]]:
+    """Returns the alternative steps of a plot's line: chance in percent, name, what fills its slots."""
+    found = []
+    for alternative in line.split(" / "):
+        steps = [step.rpartition("% ") for step in alternative.split(", ")]
+        found.append([(int(chance or 100), *_named(words)) for chance, _, words in steps])
+    return found
+
+
+def _named(words: str) -> tuple[str, list[str]]:
+    name, *given = words.split()
+    return name, given
+
+
 class Story:
     """A story with all that is told in it: `lines` are its sentences, `told` their kinds and slots."""
 
@@ -91,10 +106,8 @@ class Story:
 
     def _play(self, lines: list[str], filled: Slots) -> None:
         for line in lines:
-            for step in self.draw.choice(line.split(" / ")).split(", "):
-                chance, sign, words = step.rpartition("% ")
-                name, *given = words.split()
-                if sign and self.draw.random() * 100 >= int(chance):
+            for chance, name, given in self.draw.choice(_alternatives(line)):
+                if chance < 100 and self.draw.random() * 100 >= chance:
                     continue
                 slots = [filled.get(slot) or NUMBERS[self.world.held(filled[given[0]])] for slot in given]
                 if name in PARTS:
@@ -108,18 +121,20 @@ class Story:
         words, before = dict(slots), self.told[-1][1] if self.told else {}
         if "a" in slots:
             a, other = slots["a"], before.get("b")
-            words |= {**gendered(a), "c": a}
+            words |= gendered(a)
+            words["c"] = a
             clear = before.get("a") == a and not (other and NAMES[other] == NAMES[a])
             words["a"] = words["s"] if clear and self.draw.random() < 0.7 else a
         if "t" in slots:
             words |= self._words_for(kind, slots["t"], before)
-        words |= {"q": PLACES[slots["q"]]} if "q" in slots else {}
-        words |= {"X": article(slots["x"])} if "x" in slots else {}
+        if "q" in slots:
+            words["q"] = PLACES[slots["q"]]
+        if "x" in slots:
+            words["X"] = article(slots["x"])
         line = self.draw.choice(KINDS[kind].sentences).format(**words)
         self.lines.append(line[0].upper() + line[1:])
         self.told.append((kind, slots))
-        wrong = self.world.apply(kind, slots)
-        assert not wrong, f"{self.shape}: {self.text}: {wrong}"
+        self.world.change(kind, slots)
 
     def _words_for(self, kind: str, t: str, before: Slots) -> dict[str, str]:
         """Returns how a thing is called: after its introduction, also by its noun alone; as it, where that is clear."""
@@ -241,7 +256,12 @@ def _prompt(s: Story, split: str) -> dict[str, Any]:
             "shape": s.shape}  # fmt: skip
 
 
-ROWS = {"questions": _conversation, "pairs": _pair, "prompts": _prompt}
+def _opening(s: Story, split: str) -> dict[str, Any]:
+    """Returns a row with a story's first two sentences, and with the others as what follows them."""
+    return {"prompt": " ".join(s.lines[:2]), "completion": f" {' '.join(s.lines[2:])}"}
+
+
+ROWS = {"questions": _conversation, "pairs": _pair, "prompts": _prompt, "openings": _opening}
 
 
 class Stories:
@@ -254,7 +274,8 @@ class Stories:
     def __init__(self, rows: str = "questions", number: int = 20_000, held_out: int = 400, seed: int = 0) -> None:
         """
         Args:
-            rows: what `records` yields: questions, conversations about a story; pairs; prompts, with the right answer.
+            rows: what `records` yields: questions, conversations about a story; pairs; prompts, with the right answer;
+                openings, the beginnings of stories with what follows.
             number: number of stories to train on.
             held_out: number of stories to validate on.
             seed: other seeds give other stories; what is held out does not depend on it.

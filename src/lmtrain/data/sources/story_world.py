@@ -48,6 +48,7 @@ def article(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
+@functools.cache
 def gendered(name: str) -> dict[str, str]:
     """Returns the words of sentences that depend on whether the person is a girl or a boy."""
     s, m, h = ("she", "her", "her") if NAMES[name] == "girl" else ("he", "him", "his")
@@ -66,16 +67,15 @@ class World:
         self.thefts: set[tuple[str, str]] = set()  # which animal took which thing
         self.sky: str | None = None
 
-    def apply(self, kind: str, slots: Slots) -> list[str]:
-        """Makes what a sentence tells true; returns the conditions that did not hold, each as "condition values"."""
-        wrong = []
-        for name, *names in KINDS[kind].needs:
-            given = [slots[n] for n in names]
-            if not getattr(self, f"is_{name}")(*given):
-                wrong.append(f"{name} {', '.join(given)}")
+    def contradictions(self, kind: str, slots: Slots) -> list[str]:
+        """Returns the conditions of a sentence that don't hold before it, each as "condition values"."""
+        needs = [(name, [slots[n] for n in names]) for name, *names in KINDS[kind].needs]
+        return [f"{name} {', '.join(given)}" for name, given in needs if not getattr(self, f"is_{name}")(*given)]
+
+    def change(self, kind: str, slots: Slots) -> None:
+        """Makes true what a sentence tells."""
         for name, *names in KINDS[kind].does:
-            getattr(self, name)(*(slots[n] for n in names))
-        return wrong
+            getattr(self, name)(*[slots[n] for n in names])
 
     def held(self, a: str) -> int:
         """Returns how many things a person has."""
@@ -220,7 +220,8 @@ def read(text: str) -> list[ReadSentence]:
         if kind is not None:
             wrong = _named_things(slots, thing, world) + _resolve(slots, subject, world)
             subject, thing = slots.get("a", subject), slots.get("t", thing)
-            wrong += world.apply(kind, slots)
+            wrong += world.contradictions(kind, slots)
+            world.change(kind, slots)
         found.append(ReadSentence(sentence, kind, wrong))
     return found
 
