@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lmtrain.config.schema import Config
     from lmtrain.first_words import words
 
+HELP = Path(__file__).with_name("help")  # the texts of --help
 VERBS = {
     "train": "train a model: compose, check, train, export",
     "prepare": "source text to tokenizer and bins, or rows to examples, without training",
@@ -343,33 +344,9 @@ def help_text(verb: str) -> str:
         for group in sorted(folder.iterdir())
         if group.is_dir() and group.name != "pipeline" and any(group.glob("*.yaml"))
     )
-    return f"""{VERBS[verb]}
-
-usage: python -m lmtrain.{verb} [group=option ...] [key=value ...] [--config-dir DIR] [--cfg] [-m]
-{verb_help(verb, folder)}
-groups and their options (defaults in {folder}):
-{groups}
-
-keys used most:
-  run.name=my_run            a named run: the same command again continues it
-  trainer.max_steps=2000     optimizer steps (or trainer.max_epochs)
-  data.path=my.txt           your own text, with data=text | jsonl | parquet | bins
-  data.seq_len=1024          tokens per row
-  data.global_batch_size=64  rows per optimizer step, whatever the number of devices
-  data.micro_batch_size=8    rows per device per forward
-  optimizer.lr=6e-4          peak learning rate
-
-  --cfg                      print the composed config with every key and its default
-  --config FILE.yaml         a file of settings, which may also stand alone: python -m lmtrain.{verb} FILE.yaml
-  --config-dir DIR           a folder of your own configs, laid out like conf/
-  --trust FILE               a yaml file that you trust: it may set run.allow_target, what is read and where to write
-  --info                     Hydra's report on where configs come from (--info defaults, searchpath, ...)
-  -m key=a,b                 a sweep: one run per combination; with --cfg it is only shown
-  --version                  lmtrain's and Python's
-
-where a value comes from: python -m lmtrain.explain data.seq_len [overrides]
-
-verbs: {", ".join(VERBS)}"""
+    text = (HELP / "verb.txt").read_text(encoding="utf-8").removesuffix("\n")
+    usage, verbs = verb_help(verb, folder), ", ".join(VERBS)
+    return text.format(verb=verb, what=VERBS[verb], usage=usage, folder=folder, groups=groups, verbs=verbs)
 
 
 def _no_verb(word: str, rest: list[str]) -> str:

@@ -7,20 +7,6 @@ from lmtrain import cli, errors, terminal
 from lmtrain.distributed import ranks
 from lmtrain.secrets import hide
 
-HELP = """{what}
-
-usage: python -m lmtrain.pipeline pipeline=NAME [STAGE.key=value ...] [key=value ...] [--config-dir DIR] [--cfg]
-
-  pipeline=laptop             one of conf/pipeline/ ({known}), or a file of yours: pipeline=my_stages.yaml
-  sft.optimizer.lr=1e-4       a key of one stage, or of one evaluation
-  trainer.accelerator=cpu     a key of all stages
-  run.name=first              the folder, outputs/first; run.root and run.dir as of a run
-  --trust FILE                a yaml file that you trust: it may set run.allow_target, what is read and where to write
-  --cfg                       print the plan and each stage's config; nothing is started
-
-The same command again skips what has finished and goes on with what has not; a stage that changed runs again, and
-those that begin with what it exports. More: docs/pipeline.md"""
-
 
 def run(args: argparse.Namespace) -> int:
     """Runs the pipeline that the arguments name, or only prints it with --cfg; returns the exit code."""
@@ -60,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         from lmtrain.config.defaults import conf_dir
 
         known = ", ".join(sorted(path.stem for path in (conf_dir() / "pipeline").glob("*.yaml")))
-        print(HELP.format(what=cli.OTHERS["pipeline"], known=known))
+        text = (cli.HELP / "pipeline.txt").read_text(encoding="utf-8").removesuffix("\n")
+        print(text.format(what=cli.OTHERS["pipeline"], known=known))
         return errors.FINISHED
     try:
         return cli.plain(lambda: run(args))

@@ -21,34 +21,8 @@ from lmtrain.errors import UserError
 from lmtrain.models.folder import PREFIX, change_config, check_shards, written_config
 
 MODELING = "modeling_memory"
-
-LICENSE = """# Copyright The lmtrain authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except in compliance with
-# the License. You may obtain a copy of the License at http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software distributed under the License is distributed on an
-# "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied. See the License for the
-# specific language governing permissions and limitations under the License.
-"""
-
-CLASSES = '''
-
-class MemoryConfig({config}):
-    """{config} with `memory`, the fields of MemorySettings."""
-
-    model_type = "{model_type}"
-
-
-class MemoryForCausalLM({model}):
-    """{model} with a memory."""
-
-    config_class = MemoryConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        attach_memory(self, MemorySettings(**config.memory))
-'''
+# The modeling file: its licence, the source of `memory`, and two classes.
+_TEMPLATE = Path(__file__).with_name(f"{MODELING}.txt")
 
 
 def check_exportable(model: PreTrainedModel) -> None:
@@ -67,7 +41,8 @@ def modeling_file(config: PreTrainedConfig) -> str:
     code = inspect.getsource(memory)
     imports = f"from torch import Tensor, nn\nfrom transformers import {names['config']}, {names['model']}\n"
     code = code.replace("from torch import Tensor, nn\n", imports, 1)
-    return LICENSE + code + CLASSES.format(**names, model_type=PREFIX + config.model_type)
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    return template.format(code=code, **names, model_type=PREFIX + config.model_type)
 
 
 def write(model: PreTrainedModel, settings: MemorySettings, state: dict[str, torch.Tensor], folder: Path) -> None:

@@ -8,30 +8,13 @@ from pathlib import Path
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 
-_TABLES = configparser.ConfigParser(delimiters=("->",), interpolation=None)  # raises for duplicate names
+# It raises for duplicate names.
+_TABLES = configparser.ConfigParser(delimiters=("->",), interpolation=None, allow_no_value=True)
 _TABLES.read_string(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
 NEIGHBOURS, _SWITCHES, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING, VERBS = (
     dict(_TABLES[name]) for name in ("keys", "switches", "options", "without", "hydra_flags", "lightning", "verbs")
 )
-
-# Sections of lmtrain or other projects in which a name of the table keeps its meaning: data.block_size.
-_SECTIONS = (
-    "trainer", "data", "datamodule", "dataset", "model", "optimizer", "optim", "scheduler", "schedule",
-    "lr_scheduler", "train", "training", "training_args", "args", "config", "run", "eval", "checkpoint",
-    "logger", "lora", "lora_config", "peft", "peft_config", "generate", "export", "objective", "module",
-    "litmodule", "tokenizer", "callbacks", "model_checkpoint", "early_stopping",
-)  # fmt: skip
-_AMBIGUOUS = (
-    "name",
-    "num_samples",
-    "rank",
-    "start",
-    "tokens",
-    "adapter",
-    "project",
-    "split",
-    "activation",
-)  # ambiguous within sections
+_SECTIONS, _AMBIGUOUS, _ALIKE = (tuple(_TABLES[name]) for name in ("sections", "ambiguous", "alike"))
 
 
 def _last_part(key: str) -> str:
@@ -72,18 +55,6 @@ def absent(key: str) -> str | None:
     """Returns why lmtrain has no equivalent of another project's setting, or what replaces it; None if unknown."""
     last = _last_part(key)
     return WITHOUT.get(last, f"here it is {LIGHTNING[last]}" if last in LIGHTNING and last not in NEIGHBOURS else None)
-
-
-_ALIKE = (  # keys whose values have the same meaning in other projects
-    "optimizer.lr", "optimizer.weight_decay", "schedule.warmup_steps", "schedule.warmup_ratio", "data.seq_len",
-    "data.micro_batch_size", "trainer.max_steps", "trainer.max_epochs", "trainer.gradient_clip_val", "peft.r",
-    "peft.alpha", "peft.dropout", "model.num_hidden_layers", "model.num_attention_heads", "model.hidden_size",
-    "trainer.log_every_n_steps", "trainer.save_every_n_steps", "data.val_fraction", "data.name", "run.name",
-    "data.num_samples", "data.text_column", "data.path", "data.val_path", "run.dir",
-    "trainer.devices", "trainer.num_nodes", "data.val_split", "data.train_split", "data.max_prompt_length",
-    "trainer.overfit_batches", "model.intermediate_size", "model.dropout",
-    "generate.prompt", "generate.max_new_tokens", "generate.temperature", "objective.beta", "run.root",
-)  # fmt: skip
 
 
 def with_value(name: str, here: str, value: object) -> str:
