@@ -10,6 +10,7 @@ LoRA: Hu et al. 2021, arXiv:2106.09685; rsLoRA: arXiv:2312.03732; DoRA: arXiv:24
 import copy
 import difflib
 import re
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +27,11 @@ from peft import (
     set_peft_model_state_dict,
 )
 from peft import PeftConfig as StoredConfig
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.save_and_load import load_peft_weights
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from lmtrain.adapters import quantized
 from lmtrain.adapters.memory import attach_memory
@@ -37,8 +39,10 @@ from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of
 from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError, first_line
-from lmtrain.models.folder import check_shards
+from lmtrain.models.folder import check_shards, from_pretrained
 from lmtrain.models.scalar_head import auto_class, has_scalar_head
+from lmtrain.models.wrapper import ATTRIBUTE as WRAPPER
+from lmtrain.models.wrapper import Wrapper, is_wrapper, outermost, wrapper_of
 
 # Initializations that subtract the initial A and B from the base weight, which becomes W - s B A.
 _MOVES_BASE = ("pissa", "olora")
@@ -99,6 +103,7 @@ def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> 
         lora_alpha=cfg.alpha,
         lora_dropout=cfg.dropout,
         target_modules=targets,
+        exclude_modules=_own_kinds(model) if targets == "all-linear" else None,
         modules_to_save=also_trained or None,
         bias=cfg.bias,
         use_rslora=cfg.use_rslora,
@@ -133,8 +138,10 @@ def _continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int
                 f"base (export.merge=true) and start from that"
             )
         config.lora_dropout = cfg.dropout
-        peft = PeftModel.from_pretrained(model, name, is_trainable=True, config=config)
-        held = set(load_peft_weights(name, device="cpu"))
+        with tempfile.TemporaryDirectory() as scratch:
+            place = _inner(name, config, model, Path(scratch))
+            peft = PeftModel.from_pretrained(model, place, is_trainable=True, config=config)
+            held = set(load_peft_weights(place, device="cpu"))
     except UserError:
         raise
     except Exception as error:  # the hub's, safetensors' and pickle's errors share no base class
@@ -183,6 +190,16 @@ def _check_names_match(model: PreTrainedModel, key: str, names: Any) -> None:
     last = sorted({m.rpartition(".")[2] for m in modules if not m.rpartition(".")[2].isdigit()})
     near = difflib.get_close_matches(missing[0].rpartition(".")[2], last, n=3) or last
     raise UserError(f"{key}: {missing[0]!r} matches no module of the model{hint} (there are {', '.join(near)})")
+
+
+def _own_kinds(model: PreTrainedModel) -> list[str] | None:
+    """Returns the names of linear layers with a forward of their family's own, None without one.
+
+    LoRA expects a tensor from a linear layer, and Llama 4's router gives a tuple.
+    """
+    linear = ((name, type(m)) for name, m in model.named_modules() if isinstance(m, nn.Linear))
+    own = [name for name, cls in linear if cls.forward.__module__.startswith("transformers.models.")]
+    return own or None
 
 
 def _matches(module: str, names: Sequence[str]) -> bool:
@@ -258,10 +275,69 @@ def write_adapter(adapter: Adapter, folder: Path, dtype: torch.dtype) -> None:
         scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
         config.r, config.lora_alpha, config.use_rslora = 2 * config.r, scaling * 2 * config.r, False
         config.init_lora_weights = True
+    wrapper = wrapper_of(adapter.peft.get_base_model())
+    if wrapper is not None and config.task_type != SCALAR:
+        weights = _outer(config, weights, adapter.peft.get_base_model(), wrapper)
     weights = {k: v.detach().to("cpu", dtype).contiguous().clone() for k, v in weights.items()}
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+_OF_BASE = "base_model.model."  # before the base model's names in an adapter's files
+
+
+def _outer(config: LoraConfig, weights: dict[str, Tensor], model: nn.Module, wrapper: Wrapper) -> dict[str, Tensor]:
+    """Renames the parts of a language model as in its wrapper, in `config` too; returns the weights under such names.
+
+    The targets become a pattern for exactly the adapted modules: the tower has modules of the same names.
+    """
+    modules = [wrapper.outer(name) for name, _ in model.named_modules()]
+    # Stacked experts are named by config.target_parameters.
+    own = [name for name, m in model.named_modules() if hasattr(m, "lora_A") and not isinstance(m, ParamWrapper)]
+    adapted = set(map(wrapper.outer, own))
+    of_layers = sorted({re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in adapted})
+    pattern = "|".join(of_layers)
+    exact = {name for name in modules if re.fullmatch(pattern, name)} == adapted
+    config.exclude_modules = None
+    config.target_modules = pattern if exact else "|".join(map(re.escape, sorted(adapted)))
+    if config.modules_to_save:
+        saved = [name for name, module in model.named_modules() if hasattr(module, "modules_to_save")]
+        config.modules_to_save = [wrapper.outer(name) for name in saved]
+    if isinstance(config.trainable_token_indices, dict):
+        rows = config.trainable_token_indices
+        config.trainable_token_indices = {wrapper.outer(name): ids for name, ids in rows.items()}
+    # By these AutoPeftModel finds the wrapper's class; AutoPeftModelForCausalLM may load the language model alone.
+    config.task_type = None
+    config.auto_mapping = {"base_model_class": wrapper.cls.__name__, "parent_library": wrapper.cls.__module__}
+    return {_OF_BASE + wrapper.outer(name.removeprefix(_OF_BASE)): tensor for name, tensor in weights.items()}
+
+
+def _inner(name: str, config: LoraConfig, model: nn.Module, scratch: Path) -> str:
+    """Returns a copy of a wrapper's adapter, in `scratch`, with its language model's names, which `config` gets too.
+
+    Any other adapter is left as it is, and `name` returned.
+    """
+    wrapper = wrapper_of(model)
+    if wrapper is None:
+        return name
+    weights = load_peft_weights(name, device="cpu")
+    inner = {key: _OF_BASE + wrapper.inner(key.removeprefix(_OF_BASE)) for key in weights}
+    if all(key == other for key, other in inner.items()):
+        return name
+    config.target_modules = {
+        key.removeprefix(_OF_BASE).partition(".lora_A")[0] for key in inner.values() if ".lora_A" in key
+    }
+    config.modules_to_save = [wrapper.inner(name) for name in config.modules_to_save or []] or None
+    if isinstance(config.trainable_token_indices, dict):
+        rows = config.trainable_token_indices
+        config.trainable_token_indices = {wrapper.inner(name): ids for name, ids in rows.items()}
+    config.task_type, config.auto_mapping = "CAUSAL_LM", None
+    save_file(
+        {inner[key]: tensor.contiguous() for key, tensor in weights.items()}, scratch / "adapter_model.safetensors"
+    )
+    config.save_pretrained(str(scratch))
+    return str(scratch)
 
 
 def gives_rewards(folder: Path) -> bool:
@@ -269,13 +345,29 @@ def gives_rewards(folder: Path) -> bool:
     return StoredConfig.from_pretrained(str(folder)).task_type == SCALAR
 
 
-def load_adapter(folder: Path, **options: Any) -> PreTrainedModel:
-    """Loads an exported adapter onto its base model; `options` are those of from_pretrained.
+def load_adapter(folder: Path, *, whole: bool = False, **options: Any) -> PreTrainedModel:
+    """Loads an exported adapter onto its base model, of a wrapper onto its language model.
+
+    Args:
+        whole: return a wrapper whole instead.
+        options: those of from_pretrained.
 
     Raises:
-        UserError: see `check_shards`.
+        UserError: see `models.folder.from_pretrained`.
     """
-    check_shards(Path(str(StoredConfig.from_pretrained(str(folder)).base_model_name_or_path)))
+    stored = StoredConfig.from_pretrained(str(folder))
+    base = str(stored.base_model_name_or_path)
+    check_shards(Path(base))
+    given = {"revision": stored.revision} if stored.revision else {}
+    settings = AutoConfig.from_pretrained(base, **given)
+    if is_wrapper(settings) and stored.task_type != SCALAR:
+        if whole:
+            model = outermost(settings, scalar_head=False).from_pretrained(base, **given, **options)
+            return PeftModel.from_pretrained(model, folder).get_base_model()
+        model = from_pretrained(base, **given, **options)
+        with tempfile.TemporaryDirectory() as scratch:
+            place = _inner(str(folder), stored, model, Path(scratch))
+            return PeftModel.from_pretrained(model, place, config=stored).get_base_model()
     if gives_rewards(folder):
         return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).get_base_model()
     return AutoPeftModelForCausalLM.from_pretrained(folder, **options).get_base_model()
@@ -318,6 +410,7 @@ def _dequantized_twin(model: PreTrainedModel) -> PreTrainedModel:
         owner = name.rpartition(".")[0]
         state[plain] = quantized.dequantized(layers[owner]) if quantised else parameter.detach().cpu().float()
     twin.load_state_dict(state, strict=False)
+    twin.__dict__[WRAPPER] = wrapper_of(model)
     if hasattr(model, "generation_config"):  # models with a scalar head have none
         twin.generation_config = model.generation_config
     return twin

@@ -6,7 +6,8 @@ requested first, in one request without retries; the hash also identifies what i
 
 import os
 import re
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
@@ -21,6 +22,21 @@ class Unreachable(Exception):
 def endpoint() -> str:
     """Returns the URL of the hub: HF_ENDPOINT, or huggingface.co by default."""
     return str(huggingface_hub.constants.ENDPOINT)
+
+
+def optional_file(name_or_path: str, file: str, **options: Any) -> Path | None:
+    """Returns the path of a file of a folder, or of its copy from the hub; None if there is none or no answer.
+
+    Args:
+        options: revision and local_files_only.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder / file if (folder / file).is_file() else None
+    try:
+        return Path(huggingface_hub.hf_hub_download(name_or_path, file, **options))
+    except (hub_errors.HfHubHTTPError, hub_errors.LocalEntryNotFoundError, OSError, ValueError):
+        return None
 
 
 def commit_of(kind: Literal["dataset", "tokenizer", "model"], name: str, revision: str | None) -> str:

@@ -31,7 +31,16 @@ from lmtrain.files import open_regular, read_regular
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"  # for character tokenizers only: a prompt may hold a character that the corpus lacks
 # The files of a folder that make up its identity.
-_FILES = ("tokenizer*", "*.model", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*")
+_FILES = (
+    "tokenizer*",
+    "*.model",
+    "vocab*",
+    "merges*",
+    "special_tokens*",
+    "added_tokens*",
+    "chat_template*",
+    "processor_config.json",
+)
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,18 @@ def usable(tokenizer: Any) -> Any:
     return tokenizer
 
 
+def with_template(tokenizer: Any, name_or_path: str, **options: Any) -> Any:
+    """Gives the tokenizer of a multimodal model the chat template that is only in its processor's files."""
+    kept = {key: value for key, value in options.items() if key in ("revision", "local_files_only")}
+    for name in ("chat_template.json", "processor_config.json") if tokenizer.chat_template is None else ():
+        file = hub.optional_file(name_or_path, name, **kept)
+        found = json.loads(read_regular(file)).get("chat_template") if file is not None else None
+        if isinstance(found, str):
+            tokenizer.chat_template = found
+            break
+    return tokenizer
+
+
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Calls save_pretrained, with a class name that all versions of transformers know; adds tokenizer.model if any."""
     tokenizer.save_pretrained(str(folder))
@@ -236,9 +257,9 @@ def _load(cfg: TokenizerConfig, named: Identity) -> PreTrainedTokenizerFast:
     try:
         if not cfg.trust_remote_code and _has_fast_file(place, is_folder, options):
             # Directly from tokenizer.json: model classes rebuild it by their own rules and may split text differently.
-            return PreTrainedTokenizerFast.from_pretrained(place, **options)
+            return with_template(PreTrainedTokenizerFast.from_pretrained(place, **options), place, **options)
         found = AutoTokenizer.from_pretrained(place, trust_remote_code=cfg.trust_remote_code, **options)
-        tokenizer = usable(found)
+        tokenizer = with_template(usable(found), place, **options)
     except (OSError, ValueError, KeyError) as error:
         if offline:
             raise UserError(hub.explain_unreachable("tokenizer", name, named.unreachable)) from None

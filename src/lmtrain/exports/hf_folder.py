@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from lmtrain.adapters import memory_export
 from lmtrain.adapters.memory_adapter import memory_of
@@ -20,12 +20,13 @@ from lmtrain.data.tokenizers import save as save_tokenizer
 from lmtrain.errors import RunError, UserError, did_you_mean
 from lmtrain.exports import model_card
 from lmtrain.files import read_regular, replacing
+from lmtrain.models import wrapper
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.denoising import mark_folder, mask_token
 from lmtrain.models.flops import parameter_counts
 from lmtrain.models.folder import change_config, is_exported
-from lmtrain.models.scalar_head import auto_class, has_scalar_head, padding_of
+from lmtrain.models.scalar_head import has_scalar_head, padding_of
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import command, shown_in
 
@@ -133,13 +134,16 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def write_model(model: PreTrainedModel, folder: Path, dtype: str) -> None:
-    state = {k: v.detach().to("cpu", getattr(torch, dtype)) for k, v in drop_tied(model, model.state_dict()).items()}
+    every = {k: v.detach().to("cpu", getattr(torch, dtype)) for k, v in model.state_dict().items()}
+    state = drop_tied(model, every)
     own = getattr(model, "generation_config", None)  # a model with a scalar head has none
     model.generation_config = GenerationConfig()  # export_model writes it
     try:
         settings = memory_of(model)
         if settings is not None:
             memory_export.write(model, settings, state, folder)
+        elif wrapper.comes_whole(model):
+            wrapper.write(model, state, {name: t for name, t in every.items() if name not in state}, folder)
         else:
             model.save_pretrained(folder, state_dict=state)
     finally:
@@ -243,13 +247,14 @@ def load_exported(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     if like.is_remote_code():  # the exported source code is that of this class
         return type(like).from_pretrained(folder, dtype=torch.float32)
     if not (folder / "adapter_config.json").exists():
-        return auto_class(has_scalar_head(like)).from_pretrained(folder, dtype=torch.float32)
+        config = AutoConfig.from_pretrained(folder)
+        return wrapper.outermost(config, has_scalar_head(like)).from_pretrained(folder, dtype=torch.float32)
     from lmtrain.adapters.lora import load_adapter
 
     options: dict[str, Any] = {}
     if getattr(like.config, "quantization_config", None) is not None:
         options = {"quantization_config": like.config.quantization_config, "device_map": {"": like.device}}
-    model = load_adapter(folder, dtype=torch.float32, **options)
+    model = load_adapter(folder, whole=True, dtype=torch.float32, **options)
     if has_scalar_head(like):
         model.config.get_text_config().pad_token_id = padding_of(like)
     make_trainable_on_cpu(model)  # the AVX512-BF16 kernel needs widths divisible by 64

@@ -28,7 +28,8 @@ from lmtrain.models.folder import base_config, is_exported
 from lmtrain.models.nulls import field_name, filled
 from lmtrain.models.probe import set_attention
 from lmtrain.models.routers import use_experts
-from lmtrain.models.scalar_head import auto_class, give_scalar_head
+from lmtrain.models.scalar_head import give_scalar_head
+from lmtrain.models.wrapper import is_wrapper, outermost, text_config, text_of
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +75,12 @@ def build_model(
     if cfg.attention not in CHOICES:
         raise UserError(f"model.attention={cfg.attention} is not one of {', '.join(CHOICES)}")
     config = folder.checked(_config(cfg, vocab_size, eos_token_id, allow_target), "model")
+    text = text_config(config)
     _check_vocabulary(cfg, config, vocab_size, new_tokens)
     _check_positions(cfg, config, seq_len)
     _forget_padding(config)
     if scalar_head:
-        give_scalar_head(config, str(getattr(cfg, "name_or_path", None) or f"model={cfg.name}"))
+        give_scalar_head(text, str(getattr(cfg, "name_or_path", None) or f"model={cfg.name}"))
     if isinstance(cfg, CustomModelConfig):
         if scalar_head:
             raise UserError("model._target_: objective=reward needs a model of transformers with a scalar head")
@@ -131,6 +133,9 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
         )
     _check_shape(cfg)
     known = CONFIG_MAPPING[family]()
+    if is_wrapper(known):
+        text = text_config(known).model_type
+        raise UserError(f"model.family={family} reads more than text: its language model is model.family={text}")
     for key in SHAPE_KEYS:
         value = getattr(cfg, key)
         if value is not None:
@@ -241,9 +246,10 @@ def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
         )
     here = Path(str(cfg.name_or_path))
     config = base_config(here) if is_exported(here) else _from_hub(AutoConfig.from_pretrained, cfg)
-    config.update(_free_fields(cfg, config))
+    text = text_config(config)
+    text.update(_free_fields(cfg, text))
     if cfg.router_aux_loss_coef is not None:
-        config.router_aux_loss_coef = cfg.router_aux_loss_coef
+        text.router_aux_loss_coef = cfg.router_aux_loss_coef
     return config
 
 
@@ -305,18 +311,21 @@ def _explain_loading(cfg: LoadedModelConfig, error: Exception) -> str:
 
 
 def _instantiate(cfg: ModelConfig, config: PretrainedConfig, scalar_head: bool) -> PreTrainedModel:
-    cls = auto_class(scalar_head)
+    cls = outermost(config, scalar_head)
     try:
-        return cls.from_config(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code)
+        model = cls.from_config(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code)
+        return text_of(model, scalar_head)
     except ValueError as error:
         raise UserError(f"transformers can't build this {config.model_type}: {_last_line(error)}") from error
 
 
 def _forget_padding(config: PretrainedConfig) -> None:
-    """Removes the padding id, which training doesn't use.
+    """Removes the padding id, which training doesn't use; a wrapper's forward, with which exports are checked, does.
 
     With one, transformers' GPT-2 searches every batch for it, which synchronizes with the GPU.
     """
+    if is_wrapper(config):
+        return
     with contextlib.suppress(StrictDataclassError):  # ModernBERT requires a number
         config.pad_token_id = None
 

@@ -8,7 +8,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTraine
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lmtrain.errors import UserError
-from lmtrain.models.scalar_head import HEAD, auto_class, says_scalar_head
+from lmtrain.models.scalar_head import HEAD, says_scalar_head
+from lmtrain.models.wrapper import outermost, text_of
 
 PREFIX = "memory_"  # precedes the base's model_type
 ADDED = ("model_type", "architectures", "auto_map", "memory")  # fields that the base's config lacks or has otherwise
@@ -92,6 +93,8 @@ def check_shards(folder: Path) -> None:
 def from_pretrained(name: str, *, scalar_head: bool | None = None, **options: Any) -> PreTrainedModel:
     """Loads a model with `AutoModelForCausalLM.from_pretrained`, or with the auto class for scalar heads.
 
+    Of a multimodal wrapper, the language model is returned (models/wrapper.py).
+
     Args:
         name: a folder, or a name on the hub.
         scalar_head: whether the model gets a scalar head, a new one if the files have none; None: as in config.json.
@@ -108,7 +111,8 @@ def from_pretrained(name: str, *, scalar_head: bool | None = None, **options: An
         config = AutoConfig.from_pretrained(name, **kept)
     check_shards(Path(name))
     checked(config, f"{name}/config.json")
-    cls = auto_class(says_scalar_head(config) if scalar_head is None else scalar_head)
+    rewards = says_scalar_head(config) if scalar_head is None else scalar_head
+    cls = outermost(config, rewards)
     model, info = cls.from_pretrained(name, output_loading_info=True, **options)
     missing = sorted(set(info["missing_keys"]) - ({f"{HEAD}.weight"} if scalar_head else set()))
     if missing and getattr(model.config, "quantization_config", None) is None:
@@ -118,7 +122,7 @@ def from_pretrained(name: str, *, scalar_head: bool | None = None, **options: An
         )
     assert isinstance(model, PreTrainedModel)
     _check_quantised(model, name, options)
-    return model
+    return text_of(model, rewards)
 
 
 def _check_quantised(model: PreTrainedModel, name: str, options: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def leave(model: PreTrainedModel, name_or_path: str) -> bool:
     config = model.config
     if any(b.is_floating_point() and b.dtype != torch.float32 for b in model.buffers()):
         return False
-    files = _files(_folder(name_or_path, getattr(config, "_commit_hash", None)))
+    files = of_model(name_or_path, getattr(config, "_commit_hash", None))
     readers: dict[str, Any] = {file: safe_open(file, "pt") for file in set(files.values())}
     parameters = dict(model.named_parameters())
     if not all(name in files and _same(p, readers[files[name]].get_slice(name)) for name, p in parameters.items()):
@@ -53,6 +53,11 @@ def leave(model: PreTrainedModel, name_or_path: str) -> bool:
     config.dtype = torch.float32
     setattr(model, LEFT, {name: files[name] for name in parameters})
     return True
+
+
+def of_model(name_or_path: str, commit: str | None) -> dict[str, str]:
+    """Returns the safetensors file of each tensor of a model by name: of a folder, or of the hub's copy here."""
+    return _files(_folder(name_or_path, commit))
 
 
 def _folder(name_or_path: str, commit: str | None) -> Path:

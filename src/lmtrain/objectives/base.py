@@ -29,7 +29,7 @@ from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.objectives.parts import LossParts, StepResult, add_sums, means_over
 from lmtrain.objectives.routing import routed
-from lmtrain.objectives.start_check import FirstSteps, check_judged, weights_move
+from lmtrain.objectives.start_check import FirstSteps, check_judged, name_unreached, weights_move
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.skipping import can_skip
 from lmtrain.strategies.placement import placement_of
@@ -240,6 +240,8 @@ class Objective(pl.LightningModule):
             parts = self.micro_batch_loss(micro_batch)
             self.manual_backward(parts.loss_sum * scale)
             add_sums(sums, parts.sums)
+        if step == 0:
+            name_unreached(self)
         if self.guard.spike_factor is not None:
             self.step_loss = total(self.trainer, sums["loss"]) / n_tokens.clamp(min=1)
         self.judged_step = -1

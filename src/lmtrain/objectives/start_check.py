@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lmtrain.distributed.devices import total
 from lmtrain.errors import RunError
 from lmtrain.losses.preferences import LOSSES, Loss, LossOptions, Pairs, Ratios, preference_losses
 from lmtrain.models.blocks import evaluating
+from lmtrain.strategies.placement import placement_of
+from lmtrain.terminal import note
 
 FULL = (1e-4, 1e-6)  # absolute and relative tolerance of log-probabilities in fp32
 HALF = (5e-2, 2e-3)  # the same if matrices are multiplied in half precision
@@ -139,6 +142,30 @@ def check_judged(optimizer: torch.optim.Optimizer, step: int, judged: int) -> No
             f"{type(optimizer).__name__}.step(closure) doesn't call its closure, in which gradients are clipped and "
             f"looked at: begin it with `if closure is not None: closure()`"
         )
+
+
+def name_unreached(objective: Any) -> None:
+    """Names the trained parameters that the first step's backward did not reach; called after it.
+
+    Rows of an embedding that were not seen, and stacked experts that no token was routed to, have gradients of 0.
+
+    Raises:
+        RunError: there are some, and DistributedDataParallel would fail on them in the next step.
+    """
+    if placement_of(objective.trainer).steps_itself:
+        return  # the engine keeps the gradients
+    names = [n for n, p in objective.model.model.named_parameters() if p.requires_grad and p.grad is None]
+    if not names:
+        return
+    some = f"{', '.join(names[:3])}{f' ({len(names)} in all)' if len(names) > 3 else ''}"
+    ddp = getattr(objective.trainer.strategy, "model", None)
+    if isinstance(ddp, DistributedDataParallel) and not ddp.find_unused_parameters:
+        raise RunError(
+            f"no gradient reaches {some}: the loss is computed without these weights, and ranks that keep whole copies "
+            f"wait for their gradients. Set trainer.strategy=ddp_find_unused_parameters_true"
+        )
+    if objective.trainer.is_global_zero:
+        note(f"no gradient reaches {some}: the loss is computed without these weights, so they stay as they are")
 
 
 def weights_move(objective: Any) -> FirstSteps:

@@ -28,7 +28,7 @@ from lmtrain.data.val_sets import count
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
-from lmtrain.models import dial, flops
+from lmtrain.models import dial, flops, wrapper
 from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.mixers import by_rows
 from lmtrain.optim.groups import table_rows
@@ -88,6 +88,7 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
     compute, per_token = flops_in_all(run), flops.flops_per_token(model, c.data.seq_len)
     return [
         ("model", f"{c.model.name}: {si(total)} parameters ({si(trainable)} trained, {si(embedding)} in embeddings)"),
+        *(("left out", wrapper.kept_words(found)) for found in [wrapper.wrapper_of(model)] if found),
         *(("adapter", describe_adapter(found, c.peft)) for found in [adapter_of(model)] if found),
         *(("attention", f"the model's own: {why}") for why in [getattr(model, "own_attention_because", None)] if why),
         *(("mixers", f"{n} layers read each packed document as a row of its own") for n in [by_rows(model)] if n),

@@ -361,6 +361,9 @@ def _config(export: Path) -> dict[str, Any]:
 
 def loading_class(export: Path) -> tuple[str, str]:
     """Returns the names of the package and the class that load an exported folder."""
-    kind = "SequenceClassification" if gives_rewards(export) else "CausalLM"
-    is_adapter = (export / "adapter_config.json").exists()
-    return ("peft", f"AutoPeftModelFor{kind}") if is_adapter else ("transformers", f"AutoModelFor{kind}")
+    kind, adapter = "SequenceClassification" if gives_rewards(export) else "CausalLM", export / "adapter_config.json"
+    if adapter.exists():
+        names_class = json.loads(adapter.read_text(encoding="utf-8")).get("auto_mapping")  # that of a wrapper
+        return "peft", "AutoPeftModel" if names_class else f"AutoPeftModelFor{kind}"
+    whole = any(name.endswith("ForConditionalGeneration") for name in _config(export).get("architectures") or [])
+    return "transformers", "AutoModelForImageTextToText" if whole else f"AutoModelFor{kind}"

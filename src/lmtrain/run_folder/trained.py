@@ -151,6 +151,7 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
             model = folder.from_pretrained(name, **options)
         if not path.exists() or any(any(path.glob(names)) for names in _TOKENIZER_FILES):
             tokenizer = tokenizers.usable(AutoTokenizer.from_pretrained(name, **options))
+            tokenizers.with_template(tokenizer, name, local_files_only=offline)
             if has_scalar_head(model) and (is_adapter or padding_of(model) is None):  # a base may have another
                 set_padding(model, tokenizer)
             return model, tokenizer
