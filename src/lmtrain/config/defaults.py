@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import yaml
+
 from lmtrain.errors import UserError
 
 PARTS = ("base", "common")  # files in a group's folder that its options are based on; no options themselves
@@ -22,28 +24,6 @@ def options_of(group: str, folders: Iterable[Path]) -> list[str]:
     return sorted({f.stem for d in folders for f in (d / group).glob("*.yaml") if f.stem not in PARTS})
 
 
-EXAMPLES = {
-    "train": (
-        "python -m lmtrain.train",
-        "python -m lmtrain.train book.txt run.name=book model=gpt_small",
-        "python -m lmtrain.train settings.yaml trainer.max_steps=500",
-        "python -m lmtrain.train experiment=sft_smollm2_lora data.path=chats.jsonl",
-    ),
-    "prepare": ("python -m lmtrain.prepare data=wikitext tokenizer=gpt2",),
-    "inspect": (
-        "python -m lmtrain.inspect objective=sft data=chat_jsonl data.path=chats.jsonl inspect.html=rows.html",
-    ),
-    "export": ("python -m lmtrain.export outputs/book export.checkpoint=last export.dtype=bfloat16",),
-    "generate": (
-        'python -m lmtrain.generate outputs/book "Once upon a time, there"',
-        "python -m lmtrain.generate outputs/book generate.prompt=Once generate.num_samples=3",
-        "cat prompt.txt | python -m lmtrain.generate outputs/book --prompt -",
-    ),
-    "tune": ("python -m lmtrain.tune data.path=book.txt", "python -m lmtrain.tune data.path=book.txt tune.apply=true"),
-    "verify": ("python -m lmtrain.verify model=gpt_nano trainer.devices=2 trainer.accelerator=cpu",),
-}
-
-
 def own_keys(verb: str, conf: Path) -> list[tuple[str, str]]:
     """Returns (key=default, description) for each key of the command's own section; empty if it has none."""
     file = conf / verb / "default.yaml"
@@ -59,6 +39,7 @@ def verb_help(verb: str, conf: Path) -> str:
     keys = own_keys(verb, conf)
     width = max((len(key) for key, _ in keys), default=0)
     lines = ["", "its own keys:", *(f"  {key:<{width}}  {about}".rstrip() for key, about in keys)] if keys else []
-    if verb in EXAMPLES:
-        lines += ["", "examples:", *(f"  {example}" for example in EXAMPLES[verb])]
+    examples = yaml.safe_load((Path(__file__).parents[1] / "help" / "examples.yaml").read_text(encoding="utf-8"))
+    if verb in examples:
+        lines += ["", "examples:", *(f"  {example}" for example in examples[verb])]
     return "\n".join(lines) + ("\n" if lines else "")
