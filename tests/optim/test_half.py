@@ -2,12 +2,14 @@
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
-from test_optimizers import Net, build, train
+from test_optimizers import Net, backward, build, train
 from torch import Tensor, nn
 
+from lmtrain.objectives.start_check import WeightsMove
 from lmtrain.optim.half import join, round_randomly
 
 SMALL = {"adamw": 1e-4, "lion": 1e-4, "muon": 3e-4, "adafactor": 3e-4}  # less than half the distance of most weights
@@ -47,6 +49,23 @@ def test_weight_and_rest_are_the_float32_weight(name: str) -> None:
     for p, q in zip(exact.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(exact_weight(q, optimizer), p.detach(), rtol=3e-7, atol=1e-9)
         assert torch.equal(q, exact_weight(q, optimizer).bfloat16())
+
+
+@pytest.mark.parametrize("name", [*SMALL, "adamw_8bit"])
+def test_small_updates_pass_the_check_of_the_first_steps(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """At 2e-5 hardly any bfloat16 weight changes, but weights joined with their rests do."""
+    model = Net().bfloat16()
+    optimizer = build(model, name, lr=2e-5)
+    trainer = SimpleNamespace(world_size=1, is_global_zero=True)
+    check = WeightsMove(SimpleNamespace(model=model, trainer=trainer, _optimizer=optimizer, device=torch.device("cpu")))
+    for step in range(20):
+        backward(model, step)
+        check.see_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        over = check.over(step + 1, [2e-5], torch.tensor(1.0), may_wait=True)
+    assert over
+    assert "have moved" not in capsys.readouterr().out
 
 
 def exact_weight(p: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:

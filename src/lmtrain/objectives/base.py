@@ -29,7 +29,7 @@ from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.guard import StepGuard
 from lmtrain.objectives.parts import LossParts, StepResult, add_sums, means_over
 from lmtrain.objectives.routing import routed
-from lmtrain.objectives.start_check import FirstSteps, check_judged, name_unreached, weights_move
+from lmtrain.objectives.start_check import FirstSteps, WeightsMove, check_judged, name_unreached
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.skipping import can_skip
 from lmtrain.strategies.placement import placement_of
@@ -275,9 +275,9 @@ class Objective(pl.LightningModule):
 
         It must not draw from a random generator, except from those that `seed_step` reseeds.
         """
-        # Shards are gathered and freed between steps: what a parameter holds then does not show what was trained.
-        sharded = placement_of(self.trainer).steps_itself or any(map(layout.is_part, self.model.parameters()))
-        return [] if sharded else [weights_move(self)]
+        sharded = any(map(layout.is_part, self.model.parameters()))
+        # A strategy that steps itself keeps the weights that are trained to itself.
+        return [] if placement_of(self.trainer).steps_itself else [WeightsMove(self, sharded)]
 
     def _look_at_start(self, step: int) -> None:
         """Runs the pending checks of the first steps; raises RunError if one fails."""
@@ -310,6 +310,8 @@ class Objective(pl.LightningModule):
             optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips the update without a host sync
         elif bad:
             optimizer.zero_grad(set_to_none=True)  # parameters without a gradient are not updated
+        for first in self.first_steps:
+            first.see_gradients()
 
     def seed_step(self, step: int) -> None:
         """Seeds the generators from (seed, step, rank), so that no generator state needs saving.

@@ -1,7 +1,7 @@
 """Checks on the first steps of an objective, which cost nothing afterwards.
 
 For every objective: once enough steps were taken for a change to be visible (`FirstSteps`), trained weights must have
-changed and frozen ones must not (`weights_move`). With a reference: policy and reference must give the same
+changed and frozen ones must not (`WeightsMove`). With a reference: policy and reference must give the same
 log-probabilities before the first step (`check_agreement`, `check_start`), and different ones afterwards
 (`answers_move`). Only preference losses are checked for the value of the first loss: with other objectives, weights
 initialised from scratch may have any scale.
@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lmtrain.distributed.devices import total
+from lmtrain.distributed.dtensor import held
 from lmtrain.errors import RunError
 from lmtrain.losses.preferences import LOSSES, Loss, LossOptions, Pairs, Ratios, preference_losses
 from lmtrain.models.blocks import evaluating
+from lmtrain.optim.half import REST, join
 from lmtrain.strategies.placement import placement_of
 from lmtrain.terminal import note
 
@@ -29,7 +31,9 @@ HALF = (5e-2, 2e-3)  # the same if matrices are multiplied in half precision
 MUST_SHOW = (1e-6, 1e-4)
 # The same for weights, and the first step to check: some optimizers change weights only every few steps, or begin with
 # far smaller steps than their learning rate suggests.
-WEIGHTS_MUST_SHOW, WEIGHTS_SINCE = (1e-4, 1e-2), 20
+WEIGHTS_MUST_SHOW, WEIGHTS_SINCE = 1e-4, 20
+# How many trained weights are looked at; gradients below this part of their mean are not expected to move one.
+SAMPLE, NEARLY_ZERO = 2**13, 0.01
 CHUNK = 2**22  # elements of a tensor that are summed at a time
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -104,6 +108,9 @@ class FirstSteps:
         self.must_show, self.wrong, self.since, self.slowest = must_show, wrong, since, slowest
         self.rates, self.moved = 0.0, torch.zeros(())
 
+    def see_gradients(self) -> None:
+        """Called before each optimizer step, once its gradients are clipped."""
+
     def over(self, step: int, rates: Sequence[float], grad_norm: Tensor, may_wait: bool) -> bool:
         """Runs the check if it is due; returns whether it is finished. Must be called after each optimizer step.
 
@@ -168,45 +175,79 @@ def name_unreached(objective: Any) -> None:
         note(f"no gradient reaches {some}: the loss is computed without these weights, so they stay as they are")
 
 
-def weights_move(objective: Any) -> FirstSteps:
-    """Builds the check that trained weights change and frozen ones don't; must be called before the first step."""
-    names, trained, before = _weights(objective)
+class WeightsMove(FirstSteps):
+    """The check that trained weights change and frozen ones don't; must be built before the first step.
 
-    def wrong() -> tuple[str, str] | None:
-        changed = (_weights(objective)[2] != before).cpu()
-        found = torch.stack([trained.any(), (changed & trained).any(), (changed & ~trained).any()])
-        any_trained, moved, thawed = total(objective.trainer, found.double().to(objective.device)).tolist()
-        if thawed:
-            which = next((n for n, c, t in zip(names, changed.tolist(), trained.tolist(), strict=True) if c > t), "")
-            return f"weights that are frozen have changed ({which or 'on another rank'})", (
+    Trained ones are judged by a sample of those whose gradients are not nearly zero, in full precision: joined with
+    what `half.py` keeps beside half-precision weights. If all stand still the run ends, if most do it is told.
+
+    Args:
+        sharded: ranks hold shards, so frozen weights, gathered and freed between steps, are not looked at.
+    """
+
+    def __init__(self, objective: Any, sharded: bool = False) -> None:
+        super().__init__(WEIGHTS_MUST_SHOW, self._wrong, since=WEIGHTS_SINCE, slowest=True)
+        self.objective, self.rate = objective, 0.0
+        self.parameters = [p for group in objective._optimizer.param_groups for p in group["params"]]
+        # An odd number, so that it isn't the same column of every row.
+        self.stride = sum(p.numel() for p in self.parameters) // SAMPLE | 1
+        named = [] if sharded else objective.model.named_parameters()
+        # Kernels may change the memory layout of quantised weights, which are integers or tensor subclasses.
+        frozen = {n: p for n, p in named if not p.requires_grad and p.is_floating_point() and type(p) is Parameter}
+        self.frozen = {"on another rank": torch.zeros(1, device=objective.device), **frozen}  # the first never changes
+        self.sums = self._checksums()
+        self.before = self.gradients = torch.zeros(())  # then [n]: the sample after step 1, and its gradients since
+
+    def see_gradients(self) -> None:
+        found = [torch.zeros_like(self._some(p)) if p.grad is None else self._some(p.grad) for p in self.parameters]
+        self.gradients = self.gradients + torch.cat(found).float().abs().nan_to_num(0.0, 0.0, 0.0)
+
+    def over(self, step: int, rates: Sequence[float], grad_norm: Tensor, may_wait: bool) -> bool:
+        if step == 1:  # which makes the rests
+            self.before, self.gradients = self._exact(), torch.zeros(())
+        rises, self.rate = min(rates) > self.rate, min(rates)
+        if step >= self.since and not rises and 0 < self.rates < self.must_show:
+            self.must_show = self.rates / 2000  # there is no warm-up to wait for
+        return super().over(step, rates, grad_norm, may_wait)
+
+    def _some(self, tensor: Tensor) -> Tensor:
+        return held(tensor).flatten()[:: self.stride]
+
+    @torch.no_grad()
+    def _exact(self) -> Tensor:
+        """Returns the sampled weights, [n], at least in the precision that they are updated in."""
+        parts = []
+        for p in self.parameters:
+            near, rest = self._some(p), self.objective._optimizer.state.get(p, {}).get(REST)
+            parts.append(near if rest is None else join(near.float(), self._some(rest).int()))
+        return torch.cat(parts)
+
+    def _checksums(self) -> Tensor:
+        return torch.stack([_checksum(p).to(self.objective.device) for p in self.frozen.values()])
+
+    def _wrong(self) -> tuple[str, str] | None:
+        thawed = self._checksums() != self.sums
+        due = self.gradients > NEARLY_ZERO * self.gradients.sum() / self.gradients.count_nonzero().clamp(min=1)
+        found = [marks.sum().to(thawed.device) for marks in (thawed, due, due & (self._exact() != self.before))]
+        n_thawed, n_due, n_moved = total(self.objective.trainer, torch.stack(found).double()).tolist()
+        if n_thawed:
+            which = list(self.frozen)[int(thawed.int().argmax())]
+            return f"weights that are frozen have changed ({which})", (
                 "an optimizer or a callback of your own may write to them; else please report this"
             )
-        if any_trained and not moved:
-            return "every trained weight is bit for bit what it was before the first", (
-                f"trainer.precision={objective.trainer.precision} rounds the updates away, and bf16-mixed and 32-true, "
-                f"which keep weights in fp32, don't; or the optimizer (optimizer._target_, of your own) changes "
-                f"nothing. If neither is so, please report this"
+        if n_due and not n_moved and self.moved.item() >= WEIGHTS_MUST_SHOW:
+            return f"each of {n_due:,.0f} trained weights looked at is bit for bit what it was after the first", (
+                "the optimizer (optimizer._target_, of your own) changes nothing, or a callback of your own puts "
+                "weights back. If neither is so, please report this"
+            )
+        if n_moved < n_due / 2 and self.objective.trainer.is_global_zero:
+            note(
+                f"only {n_moved / n_due:.1%} of the trained weights have moved since the first step ({n_due:,.0f} were "
+                f"looked at, whose gradients are not zero): other updates are below the weights' precision, and lost. "
+                f"Raise optimizer.lr ({self.rate:g} now). An optimizer of your own is given fp32 weights in any "
+                f"trainer.precision and must not round them to bf16, and a callback must not put weights back"
             )
         return None
-
-    index = 0 if _is_full(objective) else 1
-    return FirstSteps(WEIGHTS_MUST_SHOW[index], wrong, since=WEIGHTS_SINCE, slowest=True)
-
-
-@torch.no_grad()
-def _weights(objective: Any) -> tuple[list[str], Tensor, Tensor]:
-    """Returns names, which are trained (bool [N], in host memory) and checksums (int64 [N]) of unsharded parameters.
-
-    Integer parameters and tensor subclasses are left out: kernels may change the memory layout of quantised weights.
-    """
-    names, trained, sums = [], [], []
-    for name, p in objective.model.named_parameters():
-        if not p.is_floating_point() or is_traceable_wrapper_subclass(p):
-            continue
-        names.append(name)
-        trained.append(p.requires_grad)
-        sums.append(_checksum(p).to(objective.device))
-    return names, torch.tensor(trained), torch.stack(sums)
 
 
 def _checksum(tensor: Tensor) -> Tensor:
@@ -233,10 +274,9 @@ def answers_move(objective: Any, batch: dict[str, Tensor], before: Tensor) -> Fi
             if torch.equal(policy, other):
                 return f"the policy's log-probabilities of the first micro-batch are still exactly {what}", (
                     f"what is trained is not what the loss is computed with, and nothing would be learned. A reference "
-                    f"that is put in the policy's place (objective.reference=frozen_copy) can do that, or a "
-                    f"trainer.precision ({objective.trainer.precision} here) that rounds the updates away: "
-                    f"trainer.precision=bf16-mixed and 32-true keep weights in fp32. If they don't help, please report "
-                    f"this"
+                    f"that is put in the policy's place (objective.reference=frozen_copy) can do that, or updates that "
+                    f"trainer.precision ({objective.trainer.precision} here) doesn't show: raise optimizer.lr. If that "
+                    f"doesn't help, please report this"
                 )
         return None
 
