@@ -36,6 +36,7 @@ VERBS = {
     "verify": "proves exact resume on this very config and machine",
 }
 
+FIRST = ("train", "inspect", "chat", "evaluate", "report")  # what people need first, in this order
 
 OTHERS = {  # commands with a command line of their own
     "pipeline": "stages one after another, from raw text to an aligned model: pipeline=laptop",
@@ -202,7 +203,7 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
         places.refuse_words(composed, args.overrides, read.typed, read.config)
     if args.cfg:
         terminal.status.stop()
-        print(config.to_yaml(composed), end="", flush=True)
+        print(config.to_yaml(composed, args.package), end="", flush=True)
     checked = config.check(composed)  # after printing, so that --cfg shows invalid configs too
     terminal.be_quiet(checked.run.quiet)
     effect.refuse(verb, read.typed, checked, default)
@@ -272,7 +273,7 @@ def _show_info(args: argparse.Namespace) -> int:
     kinds = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
     asked = [word for word in args.overrides if word in kinds]
     overrides = [word for word in args.overrides if word not in asked]
-    config.compose(overrides, args.config_dir, args.config_name)  # reports mistakes with lmtrain's own messages
+    _, overrides = config.settled(overrides, args.config_dir, args.config_name)  # with lmtrain's own messages
     folders, search = folders_of(args.config_dir, args.config_name)
     with hydra_over(folders) as hydra:
         hydra.show_info(asked[0] if asked else "all", args.config_name, [*search, *overrides])
@@ -309,6 +310,8 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     add_flags(parser)
     parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("--info", "-i", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--resolve", action="store_true")  # values are shown resolved anyway
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--config")
     if verb == "generate":
@@ -320,6 +323,8 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
         from lmtrain.config import explain as overrides
 
         raise UserError(overrides.unknown_flags(unknown, argv, verb))
+    if (args.package or args.resolve) and (args.multirun or not args.cfg):
+        raise UserError("--package and --resolve go with --cfg, of a single run")
     if args.config is not None:
         args.overrides.insert(0, args.config)
     if args.trust:
@@ -368,9 +373,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs `lmtrain VERB [overrides]` and returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        width = max(map(len, [*VERBS, *OTHERS]))
-        print("usage: lmtrain VERB [overrides]\n")
-        print("\n".join(f"  {verb:<{width}}  {what}" for verb, what in (VERBS | OTHERS).items()))
+        every = VERBS | OTHERS
+        rows = {v: f"  {v:<{max(map(len, every))}}  {every[v]}" for v in every}
+        print("usage: lmtrain VERB [overrides]\n\nto begin with:\n" + "\n".join(rows[v] for v in FIRST))
+        print("\nthe others:\n" + "\n".join(line for v, line in rows.items() if v not in FIRST))
         print("\n`lmtrain VERB --help` says more, `lmtrain --version` which version this is.")
         return errors.FINISHED
     if argv[0] == "--version":

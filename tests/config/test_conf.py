@@ -251,6 +251,13 @@ NEEDS = {
 )
 
 
+# Options that need a device, and what a run says where there is none.
+ON_A_GPU = {
+    "trainer/gpu.yaml": "sees no CUDA device here: set trainer.accelerator=cpu",
+    "trainer/deepspeed.yaml": "trainer.strategy=deepspeed needs CUDA devices",
+}
+
+
 @pytest.fixture
 def hf_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
@@ -275,6 +282,10 @@ def test_every_option_runs(
         assert ended.code == 2
         assert advice in ended.err
         pytest.skip(f"{extra} is not installed; the run says so: {ended.err.strip()}")
+    if name in ON_A_GPU and not torch.cuda.is_available():
+        assert ended.code == 2
+        assert ON_A_GPU[name] in ended.err
+        return
     assert ended.code == 0, ended.err
     print(f"{choice}: {ended.seconds:.2f} s")
     assert_a_step_was_trained(tmp_path, ended)

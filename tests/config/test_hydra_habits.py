@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 import lmtrain
 from inprocess import message, run
 from lmtrain.config.compose import check, compose
+from lmtrain.config.defaults import conf_dir
 from lmtrain.errors import UserError
 from lmtrain.optim.optimizers import build_optimizer
 
@@ -97,21 +98,57 @@ def test_plus_and_tilde() -> None:
     assert shown("++optimizer.lr=0.25")["optimizer"]["lr"] == 0.25
     assert shown("+model.extra.attn_pdrop=0.1")["model"]["extra"] == {"attn_pdrop": 0.1}
     assert shown("~logger.tensorboard")["logger"] == {}
+    assert shown("~logger")["logger"] == {}
+    assert shown("+experiment=shakespeare_char") == shown("experiment=shakespeare_char")
+    assert shown("+debug=fast", "+trainer=cpu")["trainer"]["accelerator"] == "cpu"
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
+def as_hydra_runs_it(config: DictConfig) -> None:
+    """An application of Hydra's over the same folder of configs."""
+
+
+@pytest.mark.parametrize("section", ["trainer", "callbacks.ema"])
+def test_one_section_as_hydra_shows_it(
+    section: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["trainer=fsdp", "--cfg", "job", "--resolve", "-p", section]
+    monkeypatch.setattr(sys, "argv", ["app.py", *words])
+    as_hydra_runs_it()
+    hydras = capsys.readouterr().out
+    ended = run("train", *words)
+    assert ended.code == 0, ended.err
+    assert ended.out.strip() == hydras.strip()
+    assert hydras.startswith(f"# @package {section}")
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["hydra.run.dir=x"], "here it is run.dir"),
-        (["+experiment=shakespeare_char"], "write experiment=shakespeare_char"),
+        (["+experiment=shakespear_char"], "did you mean experiment=shakespeare_char"),
         (["+optimizer.lrr=1"], "did you mean optimizer.lr"),
         (["++optimizer.lrr=1"], "did you mean optimizer.lr"),
         (["~optimizer.lr"], "or set optimizer.lr=..."),
-        (["~logger"], "logger=none turns it off"),
+        (["~logger=csv"], "~logger or logger=none turns it off"),
+        (["~callbacks"], "the group callbacks can't be left out; options: default, early_stopping, ema"),
         (["--cfg", "hydra"], "--info"),
         (["--hydra-help"], "--help"),
-        (["--package", "model"], "lmtrain.explain"),
-        (["--resolve"], "--cfg prints resolved values"),
+        (["--package", "model"], "go with --cfg"),
+        (["--resolve"], "go with --cfg"),
+        (["--cfg", "--package", "modl"], "--package modl: no section; sections: objective, "),
+        (["hparams_search=mnist_optuna"], "here it is sweep=optuna (with -m)"),
+        (["train=False"], "python -m lmtrain.train"),
+        (["test=True"], "python -m lmtrain.evaluate RUN"),
+        (["paths.output_dir=x"], "here it is run.dir=x"),
+        (["paths.log_dir=x"], "here it is run.root=x"),
+        (["paths.data_dir=x"], "here it is data.path=x"),
+        (["tags=[a]"], "here it is logger.wandb.tags (with logger=wandb)"),
+        (["extras.print_config=False"], "config.yaml"),
+        (["trainer=mps"], "did you mean trainer=cpu (losses are summed in fp64"),
+        (["trainer=ddp_sim"], "did you mean trainer=ddp trainer.accelerator=cpu trainer.devices=2?"),
+        (["debug=limit"], "did you mean debug=fast?"),
+        (["callbacks=model_checkpoint"], "did you mean checkpoint.keep_best?"),
         (["--config-path", "conf"], "--config-dir"),
         (["--experimental-rerun", "x"], "--config-dir"),
         (["hydra.verbose=true"], "a sweep, -m, reads it"),

@@ -20,7 +20,7 @@ SAID = {
     "optimizer=adamw|optimizer.betas=[0.9,1.5]": "optimizer.betas=[0.9, 1.5]: two numbers are needed, from 0 up to",
     "model.name=gpt2": "set model=pretrained model.name_or_path=gpt2; from scratch choose one of model=",
     "model=llama_nano|model.name=llama_small": "the model stays llama_nano. Choose model=llama_small",
-    "~peft": "peft=none turns it off",
+    "~peft=lora": "peft=none turns it off",
     "~model": "the group model can't be left out; options: ",
     "run.name=\u00e9t\u00e9": "use letters (a-z, A-Z), digits",
     "data=text|data.path=/dev/null": "is a device, pipe or socket",

@@ -352,6 +352,11 @@ pack_sequences -> data.packing
 d_ff -> model.intermediate_size
 activation -> model.hidden_act
 attention_dropout -> model.dropout
+# the lightning-hydra template
+hparams_search -> sweep=optuna
+optimized_metric -> checkpoint.monitor
+log_dir -> run.root
+tags -> logger.wandb.tags
 """
 PAIRS = [tuple(line.split(" -> ")) for line in WORDS.splitlines() if " -> " in line]
 

@@ -1,5 +1,7 @@
 """README and docs are correct: commands run, links resolve, options and keys exist, and no option is missing."""
 
+import io
+import json
 import re
 import shlex
 import subprocess
@@ -11,12 +13,14 @@ import pytest
 import yaml
 from _pytest.mark import ParameterSet
 
+from chats import write_rows
 from inprocess import TWO_STEPS, run
 from lmtrain import cli
 from lmtrain.config import compose as config
 from lmtrain.config.explain import flatten
 from loopback_hub import serving
 from support import REPO
+from tiny_pretrained import save_pretrained
 
 CONF = REPO / "conf"
 PAGES = sorted(p for f in (REPO, REPO / "docs", REPO / "benchmarks") for p in f.glob("*.md"))
@@ -35,7 +39,8 @@ def commands(page: Path) -> list[str]:
     return [part.strip() for line in lines if line for part in line.split("&&")]
 
 
-README = commands(REPO / "README.md")
+REFERENCE = REPO / "docs" / "reference.md"  # the tables of options and files
+README = [*commands(REPO / "README.md"), *commands(REFERENCE)]
 SHRINK = [
     *("model.num_hidden_layers=1", "model.num_attention_heads=2", "model.hidden_size=32"),
     *("model.max_position_embeddings=32", "data.seq_len=32", "data.global_batch_size=4", "data.micro_batch_size=2"),
@@ -50,13 +55,13 @@ def overrides(words: list[str]) -> list[str]:
 
 
 def test_there_are_commands() -> None:
-    print(f"{len(README)} commands in README.md, {sum(len(commands(p)) for p in PAGES)} in all pages")
+    print(f"{len(README)} commands in README.md and reference.md, {sum(len(commands(p)) for p in PAGES)} in all pages")
     assert len(README) >= 10
 
 
 def runs() -> Iterator[ParameterSet]:
     """Yields each command that runs a verb; commands that start processes or ask the hub are marked slow."""
-    for command in README:
+    for command in dict.fromkeys(README):
         if command.startswith("python -m lmtrain."):
             words = shlex.split(command)[3:]
             light = "-m" not in words and "data=wikitext" not in words and "experiment=shakespeare_char" not in words
@@ -70,7 +75,7 @@ def needs_the_hub(words: list[str]) -> bool:
 
 @pytest.mark.parametrize("command", runs())
 def test_commands_of_the_readme_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """README commands run with small settings; those that need the hub use the loopback hub, if it is available."""
+    """Commands of README and reference.md run with small settings; those that need the hub use the loopback hub."""
     monkeypatch.chdir(tmp_path)
     _, _, module, *words = shlex.split(command)
     verb = module.removeprefix("lmtrain.")
@@ -89,6 +94,35 @@ def test_commands_of_the_readme_run(command: str, tmp_path: Path, monkeypatch: p
     assert code == 0
     made = list(tmp_path.glob("outputs/*/export")) + list(tmp_path.glob("outputs/sweeps/*/*/export"))
     assert len(made) == (2 if "-m" in words else 1)
+
+
+@pytest.mark.slow
+def test_the_doors_of_the_readme_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's other commands run in their order, on a tiny model and a few rows: each ends well."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "chats.jsonl", "chat_jsonl")
+    write_rows(tmp_path / "pairs.jsonl", "preference_jsonl")
+    lines = (json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(40))
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    base = save_pretrained(tmp_path / "outputs" / "my_sft", max_position_embeddings=512)
+    tiny = [f"model.name_or_path={base}", "data.seq_len=512", "data.global_batch_size=4", "data.micro_batch_size=2",
+            "data.val_fraction=0.1", "trainer.precision=32-true", "data.chat_template=vicuna"]  # fmt: skip
+    short = [*TWO_STEPS, "callbacks.samples.max_new_tokens=4", "schedule.warmup_steps=0", "logger=none"]
+    doors = re.findall(r"^python -m lmtrain\.(\w+) ([^#\n]*)", (REPO / "README.md").read_text(), flags=re.MULTILINE)
+    doors = [
+        (verb, shlex.split(words)) for verb, words in doors if f"python -m lmtrain.{verb} {words}".strip() not in README
+    ]
+    assert [verb for verb, _ in doors] == ["train", "train", "train", "inspect", "chat", "evaluate"]
+    for number, (verb, words) in enumerate(doors):
+        monkeypatch.setattr("sys.stdin", io.StringIO("How far is Oslo?\n"))
+        more = {"train": [*tiny, *short, f"run.dir=outputs/{number or 'my_run'}"], "inspect": tiny}.get(verb, [])
+        if "objective=grpo" in words:
+            more = [w for w in more if not w.startswith("model.")] + [
+                "objective.group_size=2",
+                "objective.max_new_tokens=4",
+            ]
+        ended = run(verb, *words, *more)
+        assert ended.code == 0, ended.err
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -140,8 +174,8 @@ def options_named(cell: str) -> set[str]:
     return {item.split()[0].strip("`") for item in items if item and (" " not in item or item.startswith("`"))}
 
 
-def test_the_readmes_tables_name_every_option_and_no_other() -> None:
-    rows = table(REPO / "README.md")
+def test_the_tables_name_every_option_and_no_other() -> None:
+    rows = table(REFERENCE)
     with_choice = {group for group, options in GROUPS.items() if len(options) > 1}
     assert with_choice - set(rows) == set(), "groups without a row"
     for group, cell in rows.items():
@@ -184,7 +218,7 @@ def test_the_python_script(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (script,) = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(), flags=re.DOTALL)
+    (script,) = re.findall(r"```python\n(.*?)```", REFERENCE.read_text(), flags=re.DOTALL)
     assert len(script.splitlines()) <= 12
     smaller = [*SHRINK, "tokenizer=bytes", "data=text", f"data.path={corpus}"]
     exec(script.replace("lmtrain.compose(words)", f"lmtrain.compose(words + {smaller})"))  # noqa: S102

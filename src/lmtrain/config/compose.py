@@ -39,7 +39,8 @@ def settled(
 ) -> tuple[DictConfig, list[str]]:
     """Returns the result of `compose` and the overrides used, including the option of `data` chosen by data.path."""
     folders, search = folders_of(config_dir, config_name)
-    typed_words, overrides = overrides, effect.with_model_named(overrides, folders)
+    typed_words = explain.with_plain_groups(overrides, folders)
+    overrides = effect.with_model_named(typed_words, folders)
     is_named = overrides != typed_words
     others = [o for o in overrides if not o.lstrip("+").startswith("model.name=")]
     if others != overrides:
@@ -48,7 +49,6 @@ def settled(
     if not for_sweep:
         explain.refuse_sweep_keys(overrides)
     effect.check_suffix(overrides)
-    explain.refuse_deleted_groups(overrides, folders)
     safe_yaml.check_words(overrides)
     overrides = [to_hydra(override) for override in overrides]
     composed, overrides, refused = _hydra_composed(overrides, folders, search, config_name, for_sweep)
@@ -195,11 +195,21 @@ def _follow(composed: DictConfig, typed: Mapping[str, str]) -> None:
         composed.data.min_val_rows = 0
 
 
-def to_yaml(composed: DictConfig) -> str:
-    """Returns the composed config as YAML with interpolations resolved, except those that read the environment."""
+def to_yaml(composed: DictConfig, package: str | None = None) -> str:
+    """Returns the composed config as YAML with interpolations resolved, except those that read the environment.
+
+    package: the only section to return, headed as by Hydra's --package; UserError if it is none.
+    """
     kept = environment.note(composed)
     tree = environment.unresolved(OmegaConf.to_container(composed, resolve=True), kept, environment.as_written)
-    return OmegaConf.to_yaml(OmegaConf.create(tree))
+    if package in (None, "_global_"):
+        return OmegaConf.to_yaml(OmegaConf.create(tree))
+    section = at(tree, str(package).split("."))
+    if not isinstance(section, dict):
+        raise UserError(
+            f"--package {package}: no section; sections: {', '.join(k for k in tree if isinstance(tree[k], dict))}"
+        )
+    return f"# @package {package}\n{OmegaConf.to_yaml(OmegaConf.create(section))}"
 
 
 def check(composed: DictConfig | Mapping[str, Any]) -> Config:

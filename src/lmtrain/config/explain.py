@@ -211,14 +211,23 @@ def refuse_sweep_keys(overrides: list[str]) -> None:
             raise UserError(f"{key} has no effect on a single run{here}")
 
 
-def refuse_deleted_groups(overrides: list[str], folders: list[Path]) -> None:
-    """Raises UserError for ~group: every group needs an option, and groups that can be off have the option none."""
+def with_plain_groups(overrides: list[str], folders: list[Path]) -> list[str]:
+    """Returns the overrides with `+group=x` as `group=x` (every config has all groups) and `~group` as `group=none`.
+
+    Raises UserError for `~group` of a group that has no option none.
+    """
+    found = list[str]()
     for override in overrides:
-        group = override[1:].partition("=")[0]
-        if override.startswith("~") and any((d / group).is_dir() for d in folders):
+        group, equals, _ = override.lstrip("+~").partition("=")
+        is_group = any((d / group).is_dir() for d in folders)
+        if is_group and override.startswith("~"):
             options = options_of(group, folders)
-            off = f"{group}=none turns it off; " if "none" in options else ""
-            raise UserError(f"~{group}: the group {group} can't be left out; {off}options: {', '.join(options)}")
+            if equals or "none" not in options:
+                off = f"~{group} or {group}=none turns it off; " if "none" in options else ""
+                raise UserError(f"{override}: the group {group} can't be left out; {off}options: {', '.join(options)}")
+            override = f"{group}=none"
+        found.append(override.lstrip("+") if is_group and equals else override)
+    return found
 
 
 def refused(
@@ -239,8 +248,6 @@ def refused(
         if message is not None:
             return message
         key = override.key_or_group
-        if override.is_add() and key in groups and "Multiple values for" in said:
-            return f"{override.input_line}: every config has the group {key}: write {key}={override.value()}"
         if f"Could not override '{key}'" in str(error) and "No match in the defaults list" in str(error):
             return f"{key}: this config is a run's own and offers no options: set single keys, {key}.<key>=<value>"
     try:
