@@ -29,10 +29,7 @@ class Routing(pl.Callback):
         self.told: set[tuple[str, int]] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        found = {}
-        for kind, steps in self.in_a_row.items():
-            found[kind] = steps.tolist()
-        return found
+        return {kind: steps.tolist() for kind, steps in self.in_a_row.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.in_a_row = {kind: torch.tensor(steps) for kind, steps in state_dict.items()}

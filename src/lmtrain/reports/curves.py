@@ -48,9 +48,7 @@ def charts(rows: Iterable[dict[str, Any]]) -> dict[str, list[Curve]]:
         for key, value in row.items():
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if number and key not in _LEFT_OUT:
-                if key not in curves:
-                    curves[key] = Curve(key)
-                curves[key].add(int(row["step"]), float(value))
+                curves.setdefault(key, Curve(key)).add(int(row["step"]), float(value))
     found: dict[str, list[Curve]] = {}
     for key, curve in curves.items():
         found.setdefault(_chart_of(key), []).append(thinned(curve))

@@ -20,17 +20,9 @@ from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError
 
 FORMATS = {
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".rst": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
+    **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    **{f".{name}": name for name in ("json", "csv", "tsv", "parquet", "arrow")},
 }
 _ALIKE = (["json", "jsonl"], ["csv", "tsv"])  # formats that may be mixed in one folder
 _MARKUP = (".md", ".rst")  # in a folder, read only if it holds no other data: a README describes data

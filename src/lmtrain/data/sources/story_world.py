@@ -6,6 +6,7 @@ follows what is true, so that it can say which sentences of a story, such as a m
 
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ class Kind(NamedTuple):
 
     slots: list[str]
     sentences: list[str]
-    needs: list[list[str]]  # conditions, such as ["has", "a", "t"]: World.is_has
+    needs: list[list[str]]  # conditions, such as ["has", "a", "t"]: _HOLDS["has"]
     does: list[list[str]]  # changes, such as ["put", "t", "p"]: World.put
 
 
@@ -56,7 +57,7 @@ def gendered(name: str) -> dict[str, str]:
 
 
 class World:
-    """What is true at a point of a story; each condition and change of stories.yaml is a method."""
+    """What is true at a point of a story; each change of stories.yaml is a method, each condition in `_HOLDS`."""
 
     def __init__(self) -> None:
         self.at: dict[str, str] = {}  # the places of people and animals
@@ -70,7 +71,7 @@ class World:
     def contradictions(self, kind: str, slots: Slots) -> list[str]:
         """Returns the conditions of a sentence that don't hold before it, each as "condition values"."""
         needs = [(name, [slots[n] for n in names]) for name, *names in KINDS[kind].needs]
-        return [f"{name} {', '.join(given)}" for name, given in needs if not getattr(self, f"is_{name}")(*given)]
+        return [f"{name} {', '.join(given)}" for name, given in needs if not _HOLDS[name](self, *given)]
 
     def change(self, kind: str, slots: Slots) -> None:
         """Makes true what a sentence tells."""
@@ -81,57 +82,7 @@ class World:
         """Returns how many things a person has."""
         return sum(holder == a for holder in self.where.values())
 
-    def is_met(self, a: str) -> bool:
-        return a in self.at
-
-    def is_unmet(self, a: str) -> bool:
-        return a not in self.at
-
-    def is_new(self, t: str) -> bool:
-        return t not in self.where
-
-    def is_at(self, a: str, p: str) -> bool:
-        return (self.at.get(a) or self.where.get(a)) == p
-
-    def is_away(self, a: str, p: str) -> bool:
-        return self.at.get(a) != p
-
-    def is_off(self, t: str, p: str) -> bool:
-        return self.where.get(t) != p
-
-    def is_near(self, a: str, b: str) -> bool:
-        """Whether two are at the same place; somebody new comes up where they are met."""
-        return a in self.at and self.at.get(b, self.at[a]) == self.at[a]
-
-    def is_beside(self, x: str, t: str) -> bool:
-        place = self.where.get(t, "")
-        return x in self.at and self.at.get(place, place) == self.at[x]
-
-    def is_has(self, a: str, t: str) -> bool:
-        return self.where.get(t) == a
-
-    def is_lacks(self, a: str, t: str) -> bool:
-        return self.where.get(t) != a
-
-    def is_lost(self, a: str, t: str) -> bool:
-        return (a, t) in self.losses
-
-    def is_took(self, x: str, t: str) -> bool:
-        return (x, t) in self.thefts
-
-    def is_gave(self, b: str, a: str, t: str | None = None) -> bool:
-        return any(gift[:2] == (b, a) and t in (None, gift[2]) for gift in self.gifts)
-
-    def is_wished(self, a: str, t: str) -> bool:
-        return (a, t) in self.wishes
-
-    def is_resting(self, a: str) -> bool:
-        return self.at.get(a) == "at home"
-
-    def is_count(self, a: str, n: str) -> bool:
-        return self.held(a) == NUMBERS.index(n)
-
-    def is_weather(self, w: str) -> bool:
+    def weather(self, w: str) -> bool:
         self.sky = self.sky or w
         return self.sky == w
 
@@ -157,6 +108,31 @@ class World:
 
     def wish(self, a: str, t: str) -> None:
         self.wishes.add((a, t))
+
+
+def _gave(w: World, b: str, a: str, t: str | None = None) -> bool:
+    return any(gift[:2] == (b, a) and t in (None, gift[2]) for gift in w.gifts)
+
+
+_HOLDS: dict[str, Callable[..., bool]] = {
+    "met": lambda w, a: a in w.at,
+    "unmet": lambda w, a: a not in w.at,
+    "new": lambda w, t: t not in w.where,
+    "at": lambda w, a, p: (w.at.get(a) or w.where.get(a)) == p,
+    "away": lambda w, a, p: w.at.get(a) != p,
+    "off": lambda w, t, p: w.where.get(t) != p,
+    "near": lambda w, a, b: a in w.at and w.at.get(b, w.at[a]) == w.at[a],  # somebody new comes up where met
+    "beside": lambda w, x, t: x in w.at and w.at.get(w.where.get(t, ""), w.where.get(t, "")) == w.at[x],
+    "has": lambda w, a, t: w.where.get(t) == a,
+    "lacks": lambda w, a, t: w.where.get(t) != a,
+    "lost": lambda w, a, t: (a, t) in w.losses,
+    "took": lambda w, x, t: (x, t) in w.thefts,
+    "gave": _gave,
+    "wished": lambda w, a, t: (a, t) in w.wishes,
+    "resting": lambda w, a: w.at.get(a) == "at home",
+    "count": lambda w, a, n: w.held(a) == NUMBERS.index(n),
+    "weather": World.weather,
+}
 
 
 class ReadSentence(NamedTuple):
