@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -26,18 +27,7 @@ from lmtrain.errors import RunError, reason
 from lmtrain.files import write_atomic
 
 _POLL_SECONDS = 0.02
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 
 
 class FilePiece(NamedTuple):

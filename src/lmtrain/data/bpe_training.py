@@ -37,23 +37,20 @@ def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text:
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
     )
+    ended = contextlib.suppress(BrokenPipeError)  # raised where the process has ended; its exit code says how
     assert process.stdin is not None
     assert process.stdout is not None
-    try:
-        with contextlib.suppress(BrokenPipeError):  # the process has ended, and its exit code says how
-            for part in text:
-                process.stdin.write(json.dumps(part).encode() + b"\n")
-            process.stdin.close()
-        trained = process.stdout.read()
-    except BaseException:  # Ctrl-C too
-        process.kill()
-        raise
-    finally:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        process.stdout.close()
-        code = process.wait()
-    if code != 0:
+    with ended, process:  # on leaving, the pipes are closed and the process is waited for
+        try:
+            with ended:
+                for part in text:
+                    process.stdin.write(json.dumps(part).encode() + b"\n")
+                process.stdin.close()
+            trained = process.stdout.read()
+        except BaseException:  # Ctrl-C too
+            process.kill()
+            raise
+    if (code := process.returncode) != 0:
         memory = ": out of memory, most likely; lower tokenizer.train_characters" if code == -signal.SIGKILL else ""
         raise RunError(f"the process that trained the tokenizer ended with exit code {code}{memory}")
     return Tokenizer.from_str(trained.decode())

@@ -98,12 +98,10 @@ class Documents:
             else:
                 self.pieces = [(n, 1, prefix) for n, prefix in zip(lengths, prefixes.lengths.tolist(), strict=True)]
         elif method == "dense_mask":
-            self.token_document = torch.bucketize(
-                torch.arange(batch * seq_len, device=cu_seqlens.device), cu_seqlens[1:], right=True
-            ).view(batch, seq_len)
+            token = torch.arange(batch * seq_len, device=cu_seqlens.device).view(batch, seq_len)
+            self.token_document = torch.bucketize(token, cu_seqlens[1:], right=True)
             # Positions within the token's own document, without its prefix; row boundaries are document boundaries.
-            offset = torch.arange(batch * seq_len, device=cu_seqlens.device) - cu_seqlens[self.token_document.flatten()]
-            self.token_offset = offset.view(batch, seq_len)
+            self.token_offset = token - cu_seqlens[self.token_document]
             prefix = torch.zeros_like(cu_seqlens[1:]) if prefixes is None else prefixes.lengths
             self.token_prefix = prefix[self.token_document]
             self.mask(None)  # built here, outside compiled blocks

@@ -125,8 +125,10 @@ def _try(copy: PreTrainedModel) -> Support:
     alike = lengths.limit is not None or _close(first, rows[:1, :FIRST])
     if not (_close(altered[:, :FIRST], rows[:, :FIRST]) and alike):
         return Support(causal="tokens see those that come after them")
-    reason = _own_only(copy)
-    if reason is None:
+    config, reason = copy.config.get_text_config(), None
+    if any(getattr(config, name, None) for name in SPARSE):
+        reason = "it uses sparse attention: it chooses itself which keys a token attends to"
+    else:
         attention.use_attention(copy)
         reason = _differs(copy, rows, ids)
     if reason is not None:
@@ -154,14 +156,6 @@ def _try(copy: PreTrainedModel) -> Support:
     if reason is not None and not copy._supports_attention_backend:
         return Support(attention=OWN, documents=OWN)
     return Support(documents=reason, mixers=changed if reason is None else {})
-
-
-def _own_only(copy: PreTrainedModel) -> str | None:
-    """Returns why the family can only use its own attention, or None if lmtrain's can be tested."""
-    config = copy.config.get_text_config()
-    if any(getattr(config, name, None) for name in SPARSE):
-        return "it uses sparse attention: it chooses itself which keys a token attends to"
-    return None
 
 
 def packed_documents(ids: Tensor, prefix: int = 0, reach: int = 0) -> dict[str, Any]:
@@ -320,14 +314,11 @@ def _longrope(fields: dict[str, Any], small: dict[str, Any], seq_len: int) -> di
     if not isinstance(rope, dict) or rope.get("rope_type") != KIND:
         return {}
     name = "original_max_position_embeddings"
-    width, own = _head_width(fields), small.get("head_dim", HEAD_DIM)
+    width = int(fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"])
+    own = small.get("head_dim", HEAD_DIM)
     longest = FIRST + 1 if rope[name] < seq_len else SIZE_OF["max_position_embeddings"]
     factors = {kind: rope[kind][: len(rope[kind]) * own // width] for kind in ("short_factor", "long_factor")}
     return {"rope_parameters": rope | factors | {name: longest}} | ({name: longest} if name in fields else {})
-
-
-def _head_width(fields: dict[str, Any]) -> int:
-    return int(fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"])
 
 
 def _sized(value: Any, size: int) -> Any:

@@ -98,9 +98,10 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     validated = (row for row in read_jsonl(run.metrics, json.dumps(monitor).encode()) if row.get("step") != 0)
     scores = (row[monitor] for row in validated if isinstance(row.get(monitor), int | float))
     score = (max if higher else min)(scores, default=None)
+    objective, model, data = trained
     return Told(
         name=name or run.path.name,
-        subtitle=_subtitle(trained, listed),
+        subtitle=f"{listed.status.replace('_', ' ')} at step {listed.steps()}: {objective}, {model} on {data}",
         headline=headline,
         typed=typed,
         facts=facts,
@@ -166,11 +167,6 @@ def _compared(config: dict[str, Any], monitor: str, higher: bool) -> str:
     words = ", ".join(f"{key}={_words(value)}" for key, value in said.items() if value is not None)
     of = f"{objective} ({loss})" if loss else str(objective)
     return f"{monitor}, {'highest' if higher else 'lowest'} first: {of} on {_words(data)} ({words})"
-
-
-def _subtitle(trained: tuple[Any, Any, Any], listed: listing.Listed) -> str:
-    objective, model, data = trained
-    return f"{listed.status.replace('_', ' ')} at step {listed.steps()}: {objective}, {model} on {data}"
 
 
 def _headline(

@@ -210,20 +210,15 @@ def read_rows(path: File, format: str, cfg: DataConfig) -> Iterator[str]:
     """Yields the text of each row of a file; the rows of a plain text file are its lines or paragraphs."""
     if format == "text":
         if cfg.sample_by == "paragraph":
-            yield from _paragraphs(path)
+            for is_text, lines in itertools.groupby(raw_lines(path), key=lambda line: bool(line.strip())):
+                if is_text:
+                    yield "".join(lines).rstrip("\r\n")
         else:  # lines keep their line ends if they are to be joined into documents
             yield from (line if cfg.document_start else line.rstrip("\r\n") for line in raw_lines(path))
         return
     columns = columns_of(cfg.text_column)
     for where, row in read_table(path, format, columns):
         yield text_of(row, columns, cfg.column_separator or "", where)
-
-
-def _paragraphs(path: File) -> Iterator[str]:
-    """Yields the runs of lines between blank lines."""
-    for is_text, lines in itertools.groupby(raw_lines(path), key=lambda line: bool(line.strip())):
-        if is_text:
-            yield "".join(lines).rstrip("\r\n")
 
 
 def read_records(files: list[tuple[File, str]]) -> Iterator[Record]:

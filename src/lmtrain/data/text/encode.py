@@ -82,16 +82,12 @@ class Encoder:
         begun: tuple[list[Segment], Future[list[np.ndarray]]] | None = None  # encoded while the next part is read
         with ThreadPoolExecutor(1) as pool:
             for part in _parts(self.segments(pieces, continues), PART):
-                found = pool.submit(self._ids_of, part)
+                found = pool.submit(self.ids, [_before(s.text) + s.text if s.continues else s.text for s in part])
                 if begun is not None:
                     yield from self._finish(*begun)
                 begun = part, found
             if begun is not None:
                 yield from self._finish(*begun)
-
-    def _ids_of(self, part: list[Segment]) -> list[np.ndarray]:
-        texts = [_before(s.text) + s.text if s.continues else s.text for s in part]
-        return self.ids(texts)
 
     def segments(self, pieces: Iterable[Piece], continues: bool = False) -> Iterator[Segment]:
         """Cuts documents where it doesn't change their tokens, into segments of SEGMENT characters or somewhat more."""
