@@ -303,10 +303,10 @@ def test_fingerprints_have_a_hash_in_a_secrets_place(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SEED", "5")
     read = check(compose(["seed=${oc.env:SEED}", group.format("'${oc.env:S}'")]))
     plain = check(compose(["seed=5", group.format(CANARY)]))
-    ours, theirs = fingerprint(read, {}, {}), fingerprint(plain, {}, {})
+    ours, theirs = fingerprint(read, {}), fingerprint(plain, {})
     assert CANARY not in str(ours)
     assert ours["keys"]["seed"] == 5
     # The same run as one with the value typed, and another run than one with another value.
     assert changes(theirs, ours, {}, read) == changes(ours, theirs, {}, plain) == changes(ours, ours, {}, read) == []
-    other = fingerprint(check(compose(["seed=5", group.format("another-canary")])), {}, {})
+    other = fingerprint(check(compose(["seed=5", group.format("another-canary")])), {})
     assert [change.name for change in changes(other, ours, {}, read)] == ["optimizer.groups"]
