@@ -204,20 +204,14 @@ class Records(Logger):
             self._file = None
 
     # The rest of Lightning's logger interface.
+    name = version = ""
+
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Does nothing: config.yaml holds the hyperparameters."""
 
     @property
     def experiment(self) -> "Records":
         return self
-
-    @property
-    def name(self) -> str:
-        return ""
-
-    @property
-    def version(self) -> str:
-        return ""
 
     @property
     def save_dir(self) -> str:
