@@ -104,6 +104,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         **{"image_token_id": 265, "boi_token_id": 266, "eoi_token_id": 267},
     },
 }  # fmt: skip
+WRAPPERS["qwen3_5_moe"] = {
+    **WRAPPERS["qwen3_5"],
+    "text_config": {**WRAPPERS["qwen3_5"]["text_config"], "num_experts": 4, "num_experts_per_tok": 2,
+                    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+}  # fmt: skip
 
 
 def save_wrapper(folder: Path, family: str) -> Path:

@@ -1,9 +1,11 @@
 """Multimodal wrappers: their language model is trained, their towers are left alone, and the export is whole."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from peft import AutoPeftModel, PeftModel
@@ -11,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from inprocess import run, stops_at
+from inprocess import run, stops_at, train_tiny
 from lmtrain.checkpoints import store
 from lmtrain.exports.hf_folder import logits
 from lmtrain.run_folder import trained
@@ -161,6 +163,36 @@ def test_a_template_of_the_processor_is_the_tokenizers(bases: Any, tmp_path: Pat
         cfg = TokenizerConfig(kind="hub", name_or_path=str(base))
         found = tokenizers.load_or_train(cfg, lambda _: iter(()), tokenizers.identity(cfg))
         assert found.chat_template == template
+
+
+class Idle(pl.Callback):
+    """A callback that gives the model a parameter without which the loss is computed."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        pl_module.model.model.idle = torch.nn.Parameter(torch.ones(3))
+
+
+IDLE = [f"callbacks.extra=[{{_target_: {__name__}.Idle}}]", f"run.allow_target=[{__name__}]", "export.enabled=false"]
+
+
+def test_a_parameter_without_a_gradient_is_named(corpus: Path, tmp_path: Path) -> None:
+    done = train_tiny(corpus, f"run.dir={tmp_path / 'run'}", *IDLE)
+    assert done.code == 0
+    assert "note: no gradient reaches idle" in done.out
+    assert "no gradient" not in train_tiny(corpus, f"run.dir={tmp_path / 'other'}", "export.enabled=false").out
+
+
+@pytest.mark.slow
+def test_ranks_that_would_wait_for_a_gradient_say_so(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent / "helpers"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    ranks = ["trainer.accelerator=cpu", "trainer.devices=2", "data.global_batch_size=8"]
+    done = train_tiny(corpus, f"run.dir={tmp_path / 'run'}", *IDLE, *ranks)
+    assert done.code == 1
+    assert "no gradient reaches idle" in capfd.readouterr().err
 
 
 @pytest.mark.slow

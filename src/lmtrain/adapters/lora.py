@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from peft import (
+    AutoPeftModel,
     AutoPeftModelForCausalLM,
     AutoPeftModelForSequenceClassification,
     LoraConfig,
@@ -31,7 +32,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.save_and_load import load_peft_weights
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lmtrain.adapters import quantized
 from lmtrain.adapters.memory import attach_memory
@@ -39,10 +40,10 @@ from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of
 from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError, first_line
-from lmtrain.models.folder import check_shards, from_pretrained
+from lmtrain.models.folder import check_shards
 from lmtrain.models.scalar_head import auto_class, has_scalar_head
 from lmtrain.models.wrapper import ATTRIBUTE as WRAPPER
-from lmtrain.models.wrapper import Wrapper, is_wrapper, outermost, wrapper_of
+from lmtrain.models.wrapper import Wrapper, text_of, wrapper_of
 
 # Initializations that subtract the initial A and B from the base weight, which becomes W - s B A.
 _MOVES_BASE = ("pissa", "olora")
@@ -353,24 +354,15 @@ def load_adapter(folder: Path, *, whole: bool = False, **options: Any) -> PreTra
         options: those of from_pretrained.
 
     Raises:
-        UserError: see `models.folder.from_pretrained`.
+        UserError: see `check_shards`, and `text_of`.
     """
     stored = StoredConfig.from_pretrained(str(folder))
-    base = str(stored.base_model_name_or_path)
-    check_shards(Path(base))
-    given = {"revision": stored.revision} if stored.revision else {}
-    settings = AutoConfig.from_pretrained(base, **given)
-    if is_wrapper(settings) and stored.task_type != SCALAR:
-        if whole:
-            model = outermost(settings, scalar_head=False).from_pretrained(base, **given, **options)
-            return PeftModel.from_pretrained(model, folder).get_base_model()
-        model = from_pretrained(base, **given, **options)
-        with tempfile.TemporaryDirectory() as scratch:
-            place = _inner(str(folder), stored, model, Path(scratch))
-            return PeftModel.from_pretrained(model, place, config=stored).get_base_model()
+    check_shards(Path(str(stored.base_model_name_or_path)))
     if gives_rewards(folder):
         return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).get_base_model()
-    return AutoPeftModelForCausalLM.from_pretrained(folder, **options).get_base_model()
+    cls = AutoPeftModel if stored.auto_mapping else AutoPeftModelForCausalLM
+    model = cls.from_pretrained(folder, **options).get_base_model()
+    return model if whole else text_of(model)
 
 
 @torch.no_grad()

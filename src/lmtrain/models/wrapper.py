@@ -192,12 +192,18 @@ def write(model: PreTrainedModel, state: dict[str, Tensor], tied: dict[str, Tens
         with safe_open(file, "pt") as reader:
             whole |= {name: reader.get_tensor(name) for name in reader.keys() if name not in whole}  # noqa: SIM118
     folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict({name: tensor.contiguous() for name, tensor in whole.items()}, folder)
+    save_torch_state_dict({name: _alone(tensor) for name, tensor in whole.items()}, folder)
     config.save_pretrained(folder)
     for name in PROCESSOR:
         found = hub.optional_file(wrapper.name_or_path, name, revision=getattr(wrapper.config, "_commit_hash", None))
         if found is not None:
             shutil.copyfile(found, folder / name)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Returns the tensor, copied if it is a part of another, as an expert is of the stacked ones."""
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def config_of(model: PreTrainedModel, wrapper: Wrapper) -> PretrainedConfig:
