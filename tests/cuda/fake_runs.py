@@ -50,6 +50,7 @@ from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.compose import check, compose
 from lmtrain.data.modules import TokenDataModule
 from lmtrain.distributed import devices, process_group
+from lmtrain.models import probe
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives import with_reference
 from lmtrain.objectives.reference import Precomputed
@@ -57,6 +58,8 @@ from lmtrain.run import build
 from lmtrain.run_folder.folder import RunDir
 
 aten = torch.ops.aten
+ATTENTION = "scaled_dot_product_attention"
+real_attention, probe_support = getattr(torch.nn.functional, ATTENTION), probe.support
 STEPS = 3  # rows are logged at steps 1 and 3, so nothing may wait for the device in step 2
 FIXED = [
     "trainer.accelerator=cuda", "trainer.devices=1", "trainer.compile=false", f"trainer.max_steps={STEPS}",
@@ -172,6 +175,11 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
         with unset_fake_temporarily():
             return Batches(dataset, indices, fake, watch, train=sampler is not None)
 
+    def real_support(*args: Any) -> probe.Support:
+        """Tries the tiny copy, whose values are compared, on real tensors and with the real attention."""
+        with _disable_current_modes(), mock.patch.object(torch.nn.functional, ATTENTION, real_attention):
+            return probe_support(*args)
+
     run_folder = RunDir(folder / name)
     run_folder.path.mkdir(parents=True)
     patches = [
@@ -184,6 +192,7 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
         ),
         mock.patch.object(bnb.nn.modules, "fix_4bit_weight_quant_state_from_module", keep_state),
         *ranks_of(config.trainer),
+        mock.patch.object(probe, "support", real_support),
         # These look at values before training.
         mock.patch.object(with_reference, "first_values_hash", return_value=""),
         mock.patch.object(Precomputed, "find", no_reference),
@@ -194,7 +203,7 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
         # With this, torch.tensor(.., device="cuda") is made on the host and copied.
         mock.patch.object(FakeTensorMode, "avoid_device_init", True),
         # Without kernels torch would decompose it into its parts.
-        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention),
+        mock.patch.object(torch.nn.functional, ATTENTION, fused_attention),
         # Fake parameters are moved by swapping, which torch refuses for tensors that have weak references.
         mock.patch.object(torch.utils.weakref, "getweakrefs", return_value=[]),
     ]

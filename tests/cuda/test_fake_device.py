@@ -88,7 +88,7 @@ FP8_PRODUCTS = {"fp8_lora_padded_noise": 2 * (3 * STEPS + 1), "fp8_fsdp_two_rank
 # What may wait for the device: writing a row, a score or a checkpoint, and the start of the run.
 MAY_WAIT = {
     "callbacks/metrics.py": {"_log_step", "log_validation", "on_train_start", "state_dict"},
-    "callbacks/routing.py": {"use", "warn", "state_dict"},
+    "callbacks/routing.py": {"use", "warn", "state_dict", "<dictcomp>"},
     "objectives/guard.py": {"counts", "to", "state_dict"},
     "objectives/base.py": {"validation_means"},
     "callbacks/checkpoints.py": {"save"},
