@@ -343,7 +343,7 @@ def tiny_copy(model: PreTrainedModel, seq_len: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         config = shrink(model.config, seq_len)
-        if mask_token(model) is not None:  # objective=mdlm has an attention of its own, all others set is_causal
+        if mask_token(model) is not None:  # masked diffusion has an attention of its own, all others set is_causal
             config.is_causal = True
         small = type(model)._from_config(config, dtype=torch.float32)
         enlarge(small)

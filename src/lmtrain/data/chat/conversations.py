@@ -183,8 +183,8 @@ def unread_columns(row: Mapping[str, Any], columns: Iterable[str], cfg: DataConf
     """Returns a remark for each column of a row that has a meaning and is not among the `columns` of its format."""
     read = {column_of(column, row, cfg) for column in columns}
     found = [name for name in _MEANT if row.get(name) is not None and name not in read]
-    kto = "; objective=kto learns from labels that are true or false" if truth_of(row.get("label")) is not None else ""
-    return [Remark(f"the column {name} is not read{kto if name == 'label' else ''}") for name in found]
+    hint = "; data=unpaired_jsonl reads labels that are true or false" if truth_of(row.get("label")) is not None else ""
+    return [Remark(f"the column {name} is not read{hint if name == 'label' else ''}") for name in found]
 
 
 def _template(row: Mapping[str, Any], cfg: DataConfig, where: str) -> list[dict[str, Any]]:
