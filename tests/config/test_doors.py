@@ -117,13 +117,6 @@ def test_what_does_not_fit_is_refused_in_one_message(case: str, corpus: Path, tm
     assert ended.err.strip().splitlines()[-1].startswith("error: ")
 
 
-def test_a_config_of_before_the_targets_is_read(corpus: Path) -> None:
-    config = rules.check(rules.compose(["objective=dpo", "data=preference_jsonl", "data.path=x", "data.seq_len=8"]))
-    plain = rules.to_plain(config)
-    del plain["objective"]["_target_"], plain["data"]["rows"]
-    assert rules.check(plain) == config
-
-
 class BrokenRows(UnpairedRowEncoder):
     def __init__(self, tokenizer: Any, cfg: schema.DataConfig) -> None:
         raise ArithmeticError("no such row")

@@ -305,14 +305,6 @@ def test_an_unknown_way_to_logits_is_refused():
         LanguageModel(hf, objective())
 
 
-def test_convolutions_refuse_packed_documents():
-    model = wrapped("gpt2")
-    model.model.transformer.h[0].mix = nn.Conv1d(1, 1, 1)
-    wrapped_again = LanguageModel(model.model, objective())
-    with pytest.raises(UserError, match="isolate_documents=false"):
-        wrapped_again(**packed())
-
-
 def test_generation_inside_training_uses_transformers_attention_with_masks(family):
     """A padded batch generates what each prompt generates alone, and training is unaffected afterwards."""
     model, batch = wrapped(family), packed()

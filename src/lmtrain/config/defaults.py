@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-import yaml
-
 from lmtrain.errors import UserError
 
 PARTS = ("base", "common")  # files in a group's folder that its options are based on; no options themselves
@@ -36,6 +34,8 @@ def own_keys(verb: str, conf: Path) -> list[tuple[str, str]]:
 
 def verb_help(verb: str, conf: Path) -> str:
     """Returns help on the command's own keys and examples, each part after an empty line; '' if there is neither."""
+    import yaml  # here, because this module is imported before the first line that a command prints
+
     keys = own_keys(verb, conf)
     width = max((len(key) for key, _ in keys), default=0)
     lines = ["", "its own keys:", *(f"  {key:<{width}}  {about}".rstrip() for key, about in keys)] if keys else []

@@ -104,7 +104,7 @@ def support(model: PreTrainedModel, seq_len: int) -> Support:
         seq_len: length of the training rows: a window that they never exceed is not tested.
     """
     try:
-        with torch.no_grad(), torch.device("cpu"):
+        with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
             return _try(tiny_copy(model, seq_len))
     except Exception as error:  # the family's code may raise anything about small sizes
         # Code that comes with a hub model may use the name of a tested family.
