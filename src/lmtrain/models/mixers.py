@@ -52,7 +52,7 @@ class HandsOn(nn.Module):
     """A block's class with this one before it: hands the documents to layers to which the block doesn't pass them."""
 
     def forward(self, *args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
-        for layer in self.modules():
+        for layer in self.children():
             if isinstance(layer, ByDocument):
                 layer.handed = documents
         return super().forward(*args, documents=documents, **kwargs)
@@ -107,7 +107,7 @@ def keep_apart(model: PreTrainedModel, choices: Choices) -> None:
     for name, kind in choices.items():
         _become(model.get_submodule(name), kinds[kind])
     for block in decoder_blocks(model):
-        if any(isinstance(layer, ByDocument) for layer in block.children()) and not isinstance(block, ByDocument):
+        if any(map(_reads_rows, block.children())) and not isinstance(block, ByDocument):
             _become(block, HandsOn)
 
 
@@ -197,7 +197,11 @@ def _reach_of(layer: nn.Module) -> int:
 
 def by_rows(model: nn.Module) -> int:
     """Returns how many layers read each document as a row of its own, which takes more time than packed rows."""
-    return sum(isinstance(layer, ByDocument) and not isinstance(layer, ShortConvolution) for layer in model.modules())
+    return sum(map(_reads_rows, model.modules()))
+
+
+def _reads_rows(layer: nn.Module) -> bool:
+    return isinstance(layer, ByDocument) and not isinstance(layer, ShortConvolution)
 
 
 def reach(model: nn.Module) -> int:
