@@ -45,7 +45,7 @@ def test_labelled_conversations_are_not_learned_as_good_ones(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("objective", "columns", "said"), [
-    ("sft", {"label": False, "score": 0.5}, ["label is not read; objective=kto learns from", "score is not read"]),
+    ("sft", {"label": False, "score": 0.5}, ["label is not read; data=unpaired_jsonl reads", "score is not read"]),
     ("sft", {"label": "fine", "rejected": "c"}, ["label is not read", "rejected is not read"]),
     ("sft", {"topic": "x", "weight": None}, []),
     ("dpo", {"chosen": "c", "rejected": "d", "margin": 1.0, "weight": 2}, ["weight is not read"]),
