@@ -78,7 +78,7 @@ def test_near_repeats_are_left_out_and_no_others(texts: list[str], tmp_path: Pat
 
 
 def test_the_share_of_near_repeats_that_is_found() -> None:
-    """By their true similarity, that of complete sets: the recall that docs/pretraining.md states."""
+    """By their true similarity, that of complete sets: the recall that docs/text.md states."""
     draw, found = random.Random(5), {0.6: [0, 0], 0.8: [0, 0], 0.85: [0, 0], 0.9: [0, 0]}
     index = repeats._Near()
     for number in range(600):
