@@ -8,6 +8,7 @@ TRL    := .venv-trl
 GGUF   := .venv-gguf
 LMEVAL := .venv-lm-eval
 LOWEST := .venv-lowest
+OLDEST := .venv-oldest-torch
 TRITON := .venv-triton
 PY     := $(VENV)/bin/python
 ARGS   ?=
@@ -16,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side, one thread each; see tests/conftest.py. Neighbours stay together: many share runs of their file.
 JOBS   ?= 2
 
-.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-triton train pipeline smoke test test-all nightly test-lowest coverage docs screenshots lint typecheck clean
+.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-oldest-torch env-triton train pipeline smoke test test-all nightly test-lowest test-oldest-torch coverage docs screenshots lint typecheck clean
 
 env: $(VENV)/.installed
 
@@ -65,6 +66,18 @@ $(LOWEST)/.installed: pyproject.toml
 	@$(LOWEST)/bin/python -c "import lmtrain, torch, lightning, transformers, pytest"
 	@touch $@
 
+# torch 2.11 and transformers 5.17, as on many machines with a GPU, with the packages that fit them; the rest as pinned. PyPI has torch
+# 2.11 for Linux with CUDA only (2.5 GB with its libraries): a CPU build that is installed before is kept (.github/workflows/nightly.yml).
+env-oldest-torch: $(OLDEST)/.installed
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	@grep -vE "^(torch|triton|transformers|huggingface[-_]hub)==" constraints.txt > $(OLDEST)/constraints.txt
+	@printf "torch==2.11.*\ntransformers==5.17.*\n" >> $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check -c $(OLDEST)/constraints.txt -e ".[dev]"
+	@$(OLDEST)/bin/python -c "import lmtrain, torch, lightning, transformers, pytest"
+	@touch $@
+
 # Five minutes on the standard library's source, or what ARGS says: make train ARGS="experiment=shakespeare_char"
 train: env
 	$(PY) -m lmtrain.train $(if $(findstring experiment=,$(ARGS)),,experiment=python_stdlib) $(ARGS)
@@ -94,6 +107,11 @@ nightly: env
 test-lowest: env-lowest
 	$(LOWEST)/bin/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
+# The quick tests, and the slow ones with several ranks: what is sharded depends most on torch's version.
+test-oldest-torch: env-oldest-torch
+	$(OLDEST)/bin/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)
+	$(OLDEST)/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m "slow and not nightly and not gpu" tests/distributed tests/strategies $(ARGS)
+
 # Lines of src/ that the quick tests run, subprocesses left out; fails below the floor.
 coverage: env
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" --cov=lmtrain --cov-report=term:skip-covered --cov-fail-under=80 $(ARGS)
@@ -114,4 +132,4 @@ typecheck: env
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) $(TRL) $(GGUF) $(LMEVAL) $(LOWEST) $(TRITON) .pytest_cache .mypy_cache .ruff_cache dist build site
+	rm -rf $(VENV) $(TRL) $(GGUF) $(LMEVAL) $(LOWEST) $(OLDEST) $(TRITON) .pytest_cache .mypy_cache .ruff_cache dist build site

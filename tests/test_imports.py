@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import lmtrain
 from lmtrain import cli
-from support import REPO
+from support import REPO, TINY, rows
 
 # pyarrow and datasets (200 MB) are needed only for columnar files and the hub; benchmarks/gpu_day.py runs without them.
 EXTRAS = ("pyarrow", "torchao", "datasets", "deepspeed", "bitsandbytes", "lm_eval", "matplotlib", "optuna", "submitit",
@@ -148,31 +149,27 @@ def test_the_wheel_brings_conf_and_nothing_of_the_tests(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_installed_wheel_works_from_any_folder(wheel: Path, tmp_path: Path) -> None:
-    target = tmp_path / "site"
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(wheel)],
-        check=True,
-        capture_output=True,
-    )
-    elsewhere = tmp_path / "elsewhere"
+def test_the_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    """In processes that see the wheel and what it requires, but not the working tree: -S reads no .pth files."""
+    assert wheel.name == f"lmtrain-{lmtrain.__version__}-py3-none-any.whl"
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    env = {"PYTHONPATH": str(target)}
-    where = python("import lmtrain; print(lmtrain.__file__)", cwd=elsewhere, env=env)
-    assert where == str(target / "lmtrain" / "__init__.py")
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    packages = [p for p in sys.path if p.endswith("site-packages")]
 
-    def run(*argv: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "lmtrain.train", *argv],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=elsewhere,
-            env={**os.environ, **env},
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def run(*argv: str, see: list[str]) -> subprocess.CompletedProcess[str]:
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(see), "LMTRAIN_CACHE": str(tmp_path / "cache")}
+        command = [sys.executable, "-S", "-m", "lmtrain.train", *argv]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=elsewhere, env=env)
 
-    assert f"(defaults in {target}/lmtrain/conf)" in run("--help")
-    assert "vocab_multiple_of" in run("--cfg", "model=llama_small")
+    assert "No module named" in run("--help", see=packages).stderr
+    shown = run("--help", see=[str(site), *packages]).stdout
+    assert f"(defaults in {site}/lmtrain/conf)" in shown
     assert list(elsewhere.iterdir()) == []
+
+    words = [*TINY, "data.num_samples=40", "trainer.max_steps=3", "run.name=first"]
+    done = run(*words, see=[str(site), *packages])
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in rows(elsewhere / "outputs/first/metrics.jsonl") if "train/loss" in row] == [1, 2, 3]
+    assert (elsewhere / "outputs" / "first" / "export" / "model.safetensors").exists()
