@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
 def prepare(config: Config) -> int:
     """Prepares the data, or finds it in the cache, and prints a summary of its splits; returns the exit code."""
-    from lmtrain.data.corpus import prepare_corpus
-    from lmtrain.data.text import prepare as data
-    from lmtrain.data.text.mixture import prepare_mixture
-
     if config.data.rows != "text":
+        from lmtrain.data.corpus import prepare_corpus
+
         corpus = prepare_corpus(config)
         _print([*corpus.words, *corpus.notes])
         return errors.FINISHED
@@ -35,6 +33,10 @@ def prepare(config: Config) -> int:
             f"data.ring_bytes={config.data.ring_bytes} tokenizes while a run trains: there is nothing to prepare; set "
             f"data.ring_bytes=null to have all of it on disk"
         )
+    # Neither of these imports torch, which would take longer than tokenizing 100 MB.
+    from lmtrain.data.text import prepare as data
+    from lmtrain.data.text.mixture import prepare_mixture
+
     if config.data.source == "mixture":
         for _, part in prepare_mixture(config.data, config.tokenizer):
             _show(part)

@@ -10,14 +10,16 @@ costs no memory.
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 _ROUNDS = 6
 _MASK64 = (1 << 64) - 1
-MicroBatch = dict[str, torch.Tensor]
+MicroBatch = dict[str, "torch.Tensor"]
 
 
 class Rows(Protocol):

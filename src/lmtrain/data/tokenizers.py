@@ -19,7 +19,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub import hf_hub_download
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lmtrain.config.schema_data import TokenizerConfig
@@ -134,7 +134,7 @@ def load_folder(folder: Path) -> PreTrainedTokenizerFast:
     return read(folder, PreTrainedTokenizerFast)
 
 
-def read(folder: Path, cls: Any = AutoTokenizer) -> Any:
+def read(folder: Path, cls: Any) -> Any:
     """Loads the tokenizer of a folder with a class of transformers.
 
     Raises:
@@ -258,6 +258,8 @@ def _load(cfg: TokenizerConfig, named: Identity) -> PreTrainedTokenizerFast:
         if not cfg.trust_remote_code and _has_fast_file(place, is_folder, options):
             # Directly from tokenizer.json: model classes rebuild it by their own rules and may split text differently.
             return with_template(PreTrainedTokenizerFast.from_pretrained(place, **options), place, **options)
+        from transformers import AutoTokenizer  # which imports torch
+
         found = AutoTokenizer.from_pretrained(place, trust_remote_code=cfg.trust_remote_code, **options)
         tokenizer = with_template(usable(found), place, **options)
     except (OSError, ValueError, KeyError) as error:

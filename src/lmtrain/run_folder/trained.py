@@ -44,7 +44,7 @@ def from_run(
     checkpoint = find_checkpoint(run, which)
     state = store.load_trainer_state(checkpoint)
     check_tokenizer(run, state["fingerprint"])
-    tokenizer = tokenizers.read(run.tokenizer)
+    tokenizer = tokenizers.read(run.tokenizer, AutoTokenizer)
     if config.peft.quantization is None or on_host or not torch.cuda.is_available():
         config.trainer.accelerator = "cpu"
     config.trainer.strategy = "auto"  # this process holds the whole model

@@ -79,9 +79,11 @@ def is_complete(folder: Path) -> bool:
 
 
 def prepare_folder(
-    target: Path, fill: Callable[[Path], None], notes: list[str], cfg: DataConfig, show: PrepareProgress
+    target: Path, fill: Callable[[Path], Any], notes: list[str], cfg: DataConfig, show: PrepareProgress
 ) -> PreparedData:
     """Opens the folder `target`, first filling it by fill(empty folder), which writes meta.json last, if incomplete.
+
+    `fill` may return the tokenizer that it has loaded from the folder, so that it is not loaded once more.
 
     It is safe to call from several processes at once (one fills, the others wait) and to kill at any moment (nothing
     that looks complete is left, and the next call starts over).
@@ -91,20 +93,22 @@ def prepare_folder(
         RunError: the disk is full.
     """
 
-    def fill_or_explain(folder: Path) -> None:
+    def fill_or_explain(folder: Path) -> Any:
         try:
-            fill(folder)
+            return fill(folder)
         except Exception as error:
             if disk_full(error):
                 raise RunError(_explain_full(folder, show)) from None
             raise
 
+    tokenizer = None
     if not is_complete(target):
-        build_once(target, is_complete, fill_or_explain, show.say)
+        tokenizer = build_once(target, is_complete, fill_or_explain, show.say)
         written = bins.recorded_hashes(bins.load_meta(target))
         contents.remember(target, {name: digest for name, digest in written.items() if digest}, cfg.cache_dir)
-    meta = bins.load_meta(target)
-    return open_folder(target, meta, tokenizers.load_folder(target / "tokenizer"), notes, cfg, show)
+    if tokenizer is None:
+        tokenizer = tokenizers.load_folder(target / "tokenizer")
+    return open_folder(target, bins.load_meta(target), tokenizer, notes, cfg, show)
 
 
 def open_folder(

@@ -23,7 +23,7 @@ from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.tokenizers import plain_backend, unknown_token
 from lmtrain.errors import UserError
 
-SEGMENT = 1 << 15  # characters; long enough that checking a cut is cheap, short enough to feed many threads
+SEGMENT = 1 << 16  # characters; long enough that checking a cut is cheap, short enough to feed many threads
 # Characters tokenized at a time: long arrays need few operations, but the tokenizers library takes about 100 bytes for
 # each of their tokens.
 PART = 1 << 20

@@ -104,7 +104,7 @@ class _Filling:
     named: Identity
     show: PrepareProgress
 
-    def fill(self, folder: Path, key: dict[str, Any]) -> None:
+    def fill(self, folder: Path, key: dict[str, Any]) -> PreTrainedTokenizerFast:
         tokenizer = self.tokenizer(folder)
         encoder, meta = make_encoder(tokenizer, self.cfg), new_meta(tokenizer, key)
         repeats = RepeatCounter()
@@ -126,6 +126,7 @@ class _Filling:
             shards = bins.open_shards(folder, meta["dtype"], train)
             meta["notes"] = [*meta["notes"], *repeats.notes(shards, length)]
         bins.save_meta(meta, folder)
+        return tokenizer
 
     def tokenizer(self, folder: Path) -> PreTrainedTokenizerFast:
         if self.cfg.num_proc:

@@ -107,7 +107,8 @@ def near_repeats(train: Sequence[Shard], length: int) -> tuple[int, int]:
         within = (document < len(ends)) & (document == np.searchsorted(ends, first + length - 1, side="right"))
         hashes = hashes[first[within] - start] & ~np.uint64(_AT_MOST - 1)
         keys.append(hashes | document[within].astype(np.uint64))
-    found = np.unique(np.concatenate(keys))  # ascending, so the documents of a hash are too
+    # Ascending, so the documents of a hash are too; with counts, numpy sorts, in a tenth of the time of its hash table.
+    found, _ = np.unique(np.concatenate(keys), return_counts=True)
     document = (found & np.uint64(_AT_MOST - 1)).astype(np.int64)
     _, begins, count = np.unique(found // np.uint64(_AT_MOST), return_index=True, return_counts=True)
     index, first = np.arange(len(found)), np.repeat(begins, count)  # of each key, and of the first key with its hash
@@ -216,20 +217,20 @@ class RepeatCounter:
     """A counter of exact repeats among the first _COUNTED training documents, updated while they are tokenized."""
 
     def __init__(self) -> None:
-        self.seen: set[bytes] = set()
+        self.seen: set[int] = set()
         self.documents = 0
 
     def watch(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        digest = hashlib.blake2b(digest_size=16)
+        digest = 0
         for piece in pieces:
             yield piece
             if self.documents == _COUNTED:
                 continue
-            digest.update(piece.text.encode())
+            digest = hash((digest, piece.text))  # 64 bits, and in a quarter of BLAKE2b's time
             if piece.ends:
-                self.seen.add(digest.digest())
+                self.seen.add(digest)
                 self.documents += 1
-                digest = hashlib.blake2b(digest_size=16)
+                digest = 0
 
     def notes(self, train: Sequence[Shard], length: int) -> list[str]:
         """Returns notes for the plan if _MANY of the documents or more are exact copies, or near copies in addition.
