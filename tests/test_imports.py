@@ -111,6 +111,14 @@ def test_help_and_refusals_import_nothing_heavy(argv: tuple[str, ...], tmp_path:
         assert err.startswith("error: ")
 
 
+def test_text_is_prepared_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Some text.\n" * 200)
+    words = ("data=text", "data.path=text.txt", "tokenizer=bytes", "data.cache_dir=cache")
+    code, printed, err, modules = json.loads(python(RUN_VERB, "prepare", *words, cwd=tmp_path))
+    assert (code, printed > 0) == (0, True), err
+    assert [m for m in ("torch", "lightning", "datasets", "wandb", "pyarrow") if m in modules] == []
+
+
 def test_every_verb_is_a_module_with_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     listed = capsys.readouterr().out
