@@ -1,7 +1,5 @@
 """Chat with a model in the terminal or, with --web, in a browser: `python -m lmtrain.chat outputs/my_run`."""
 
-import sys
-
 from lmtrain import cli
 from lmtrain.config.schema import Config
 
@@ -18,7 +16,4 @@ def chat(config: Config) -> int:
 
 
 main = cli.main_of("chat", chat)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+cli.run_as_program(__name__, main)

@@ -88,6 +88,12 @@ def folder_door(verb: str, place: str, meaning: str, default: str | None = None)
     return main
 
 
+def run_as_program(module: str, main: Callable[[], int]) -> None:
+    """Ends the process with main's exit code if `module` is the program that runs (python -m lmtrain.VERB)."""
+    if module == "__main__":
+        sys.exit(main())
+
+
 def _imported(place: str) -> Callable[..., int]:
     module, _, name = place.partition(":")
     function: Callable[..., int] = getattr(importlib.import_module(module), name)

@@ -1,11 +1,6 @@
 """Diagnosis of this machine: `python -m lmtrain.doctor`. Exit code 1 if training could not run on it."""
 
-import sys
-
 from lmtrain import cli
 
 main = cli.folder_door("doctor", "lmtrain.reports.machine:diagnose", "where runs would be (outputs)", "outputs")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+cli.run_as_program(__name__, main)

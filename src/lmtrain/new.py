@@ -3,7 +3,6 @@
 import argparse
 import keyword
 import re
-import sys
 from pathlib import Path
 from string import Template
 
@@ -45,5 +44,4 @@ def main(argv: list[str] | None = None) -> int:
     return cli.plain(lambda: write(args.kind, args.name))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+cli.run_as_program(__name__, main)

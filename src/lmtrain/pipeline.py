@@ -1,7 +1,6 @@
 """Runs the stages of a pipeline in order, each with lmtrain.train: `python -m lmtrain.pipeline pipeline=laptop`."""
 
 import argparse
-import sys
 
 from lmtrain import cli, errors, terminal
 from lmtrain.distributed import ranks
@@ -58,5 +57,4 @@ def main(argv: list[str] | None = None) -> int:
         terminal.status.stop()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+cli.run_as_program(__name__, main)

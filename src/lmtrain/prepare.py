@@ -5,7 +5,6 @@ same settings finds in the cache.
 """
 
 import shlex
-import sys
 from typing import TYPE_CHECKING
 
 from lmtrain import cli, errors, terminal
@@ -63,7 +62,4 @@ def _print(lines: list[str]) -> None:
 
 
 main = cli.main_of("prepare", prepare)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+cli.run_as_program(__name__, main)

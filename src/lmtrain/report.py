@@ -1,7 +1,6 @@
 """HTML report of a run, or comparison of several runs: `python -m lmtrain.report run_dir=outputs/my_run`."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from lmtrain import cli
@@ -20,5 +19,4 @@ def main(argv: list[str] | None = None) -> int:
     return cli.plain(lambda: report.report([folder.expanduser().absolute() for folder in folders], options.out))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+cli.run_as_program(__name__, main)

@@ -1,13 +1,8 @@
 """Table (best trial first) and plot of a sweep's trials: `python -m lmtrain.sweep_report outputs/sweeps/my_sweep`."""
 
-import sys
-
 from lmtrain import cli
 
 main = cli.folder_door(
     "sweep_report", "lmtrain.sweeps.report:report", "the sweep's folder, such as outputs/sweeps/my_sweep"
 )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+cli.run_as_program(__name__, main)

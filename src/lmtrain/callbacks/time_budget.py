@@ -148,13 +148,7 @@ class Forecast(pl.Callback):
     """A callback that predicts the final loss of a run of model=dial, from the fit in models/dial.py."""
 
     def __init__(
-        self,
-        metrics: Metrics,
-        schedule: WarmupStableDecayConfig,
-        minutes: float,
-        console: Console,
-        *,
-        decayed: bool,
+        self, metrics: Metrics, schedule: WarmupStableDecayConfig, minutes: float, console: Console, *, decayed: bool
     ) -> None:
         """
         Args:

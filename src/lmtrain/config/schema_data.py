@@ -94,16 +94,14 @@ def _has_formats(config: Any) -> bool:
 
 
 _OF_FORMATS = ReadWhere(
-    _has_formats,
-    "rows of this kind have one format; data.columns={prompt: ...} says what their columns are called",
+    _has_formats, "rows of this kind have one format; data.columns={prompt: ...} says what their columns are called"
 )
 _OF_CONVERSATIONS = ReadWhere(
     lambda c: c.data.rows != "pairs" and _has_formats(c),
     "only the answers of conversations are built by it; leave it out",
 )
 _TRAINED_ON = ReadWhere(
-    lambda c: c.data.rows != PROMPT_ROWS,
-    "prompts are not trained on; data.max_prompt_length limits their tokens",
+    lambda c: c.data.rows != PROMPT_ROWS, "prompts are not trained on; data.max_prompt_length limits their tokens"
 )
 _PACKED = ReadWhere(_has_formats, "rows of this kind are never packed")
 _OF_CLASS = ReadWhere(lambda c: "." in c.data.source, "set data.source=package.module.Class too")

@@ -99,11 +99,7 @@ def _keep_prompts_apart(corpus: Corpus, longest: int, more: Sequence[Rows]) -> N
 
 
 def fit_to_model(
-    config: Config,
-    corpus: Corpus,
-    unpacked_because: str | None,
-    longest: int | None = None,
-    more: Sequence[Rows] = (),
+    config: Config, corpus: Corpus, unpacked_because: str | None, longest: int | None = None, more: Sequence[Rows] = ()
 ) -> None:
     """Switches to one padded example per row if the model can't isolate packed documents; `corpus.words` says so.
 

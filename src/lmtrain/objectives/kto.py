@@ -17,14 +17,7 @@ from lmtrain.distributed.devices import total
 from lmtrain.errors import UserError
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.language_model import LogProbs
-from lmtrain.objectives.parts import (
-    LossParts,
-    add_sums,
-    means_over,
-    of_rows,
-    options_of,
-    with_routers,
-)
+from lmtrain.objectives.parts import LossParts, add_sums, means_over, of_rows, options_of, with_routers
 from lmtrain.objectives.with_reference import ReferenceObjective
 
 

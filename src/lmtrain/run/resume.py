@@ -67,11 +67,7 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: C
 
 
 def trainer_state(
-    checkpoint: Path,
-    objective: Objective,
-    config: Config,
-    tell: Callable[[str], None],
-    scored_on: str | None = None,
+    checkpoint: Path, objective: Objective, config: Config, tell: Callable[[str], None], scored_on: str | None = None
 ) -> dict[str, Any]:
     """Returns the content of trainer.pt, if a run with this objective may go on from the checkpoint.
 

@@ -37,11 +37,7 @@ def show_plan(plan: PipelinePlan, statuses: dict[str, str]) -> None:
         ["stage", "what happens", "objective", "model", "data"],
         [_what(one, statuses[one.name]) for one in plan.stages],
     )
-    much = _table(
-        "how much",
-        ["stage", "rows (train, val)", "steps x rows"],
-        [_how_much(one) for one in plan.stages],
-    )
+    much = _table("how much", ["stage", "rows (train, val)", "steps x rows"], [_how_much(one) for one in plan.stages])
     lines = [f"evaluation {e.name}: {', '.join(e.of)}" for e in plan.pipeline.evaluations]
     text = io.StringIO()
     for console in (terminal.console(), terminal.console(file=text, width=160)):

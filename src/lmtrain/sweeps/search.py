@@ -135,10 +135,7 @@ def _tell(study: Any, trial: Trial, space: dict[str, Any]) -> None:
     try:
         params = {key: kinds.get(type(space[key]), str)(text) for key, text in texts.items()}
         row = optuna.trial.create_trial(
-            params=params,
-            distributions=space,
-            value=trial.score if state == states.COMPLETE else None,
-            state=state,
+            params=params, distributions=space, value=trial.score if state == states.COMPLETE else None, state=state
         )
     except ValueError:
         return

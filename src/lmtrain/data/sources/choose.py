@@ -15,15 +15,7 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.targets import build_target, building, class_named, lacking
 from lmtrain.data.sources.files import FileSource
 from lmtrain.data.sources.hub import HubSource
-from lmtrain.data.sources.pieces import (
-    Piece,
-    at_least,
-    enough,
-    first,
-    is_held_out,
-    plan_split,
-    split,
-)
+from lmtrain.data.sources.pieces import Piece, at_least, enough, first, is_held_out, plan_split, split
 from lmtrain.data.sources.stdlib import StdlibSource
 from lmtrain.data.sources.tables import Record
 from lmtrain.errors import UserError, did_you_mean

@@ -83,11 +83,7 @@ class PrepareProgress:
         if not self.text_bytes:  # for rows, only tokens are counted
             return f"{self.tokens:,} tokens, {self.tokens / seconds:,.0f} tokens/s"
         speed = self.text_bytes / 1e6 / seconds
-        words = [
-            _size(self.text_bytes),
-            *([f"{self.tokens:,} tokens"] if self.tokens else []),
-            f"{speed:.1f} MB/s",
-        ]
+        words = [_size(self.text_bytes), *([f"{self.tokens:,} tokens"] if self.tokens else []), f"{speed:.1f} MB/s"]
         if self.total and self.total >= self.text_bytes:
             words[0] = f"{self.text_bytes / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
             words.append(f"{(self.total - self.text_bytes) / 1e6 / speed:,.0f} s left")
