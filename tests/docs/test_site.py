@@ -11,8 +11,21 @@ import browser
 import pytest
 import screen
 import screenshots
+from omegaconf import OmegaConf
 
+from lmtrain.config.compose import compose
+from lmtrain.config.explain import flatten
 from support import REPO
+
+
+def defaults() -> set[str]:
+    """Returns the keys that hold a value, of runs with many kinds of options."""
+    words = [["objective=grpo", "data=prompts_jsonl", "reward=code"], ["objective=dpo", "data=preference_jsonl"],
+             ["optimizer=muon", "peft=lora", "model=pretrained"], ["model=memory_nano", "schedule=wsd"]]  # fmt: skip
+    trees = [OmegaConf.to_container(compose(some), resolve=False) for some in words]
+    keys = {key for tree in trees for key in flatten(tree) if "." in key}
+    sections = {key.rpartition(".")[0] for key in keys}
+    return {key for key in keys - sections if key.rpartition(".")[2] not in ("name", "_target_", "defaults")}
 
 
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
@@ -30,6 +43,8 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert all(f'id="lmtrain.run.python.{name}"' in python for name in ("compose", "build", "PythonRun.fit"))
     for notebook in (REPO / "notebooks").glob("*.ipynb"):
         assert "parameter group" in (tmp_path / "notebooks" / notebook.stem / "index.html").read_text()
+    keys = (tmp_path / "keys" / "index.html").read_text()
+    assert [key for key in defaults() if f"<code>{key}</code>" not in keys] == []
     assert not list(tmp_path.rglob("*.py"))
 
 
