@@ -7,24 +7,7 @@ arguments of the class. sections.py chooses among them.
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from lmtrain.config.constraints import (
-    CONTENT,
-    MACHINE,
-    MODEL,
-    RATE,
-    SHOWN,
-    TRAJECTORY,
-    ReadWhere,
-    above_zero,
-    at_least,
-    choice,
-    less_than_half,
-    not_negative,
-    regular_expression,
-    share,
-    two_betas,
-    up_to_one,
-)
+from lmtrain.config.constraints import *  # the vocabulary of declarations
 from lmtrain.config.schema import Config, ModelConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig
 from lmtrain.errors import UserError
 

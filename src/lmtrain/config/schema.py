@@ -12,29 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from lmtrain.config.constraints import (
-    CONTENT,
-    MACHINE,
-    MODEL,
-    RATE,
-    SHOWN,
-    TRAINING,
-    TRAJECTORY,
-    VALIDATION,
-    ReadBy,
-    ReadWhere,
-    above_one,
-    above_zero,
-    at_least,
-    auto_or_count,
-    between,
-    choice,
-    name_of_file,
-    name_of_folder,
-    not_negative,
-    share,
-    up_to_one,
-)  # fmt: skip
+from lmtrain.config.constraints import *  # the vocabulary of declarations
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 
 FP8 = "fp8"

@@ -3,26 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from lmtrain.config.constraints import (
-    CONTENT,
-    MACHINE,
-    PREPARED,
-    RATE,
-    SHOWN,
-    TRAJECTORY,
-    VALIDATION,
-    ReadWhere,
-    above_zero,
-    at_least,
-    between,
-    choice,
-    choice_or_class,
-    name_or_names,
-    not_empty,
-    not_negative,
-    share,
-    up_to_one,
-)
+from lmtrain.config.constraints import *  # the vocabulary of declarations
 
 PROMPT_ROWS = "lmtrain.data.examples.prompt_rows.PromptRowEncoder"  # the path of a class that imports torch
 ANSWERS = ("assistant", "last_assistant", "completion")  # values of data.train_on that leave the prompt out

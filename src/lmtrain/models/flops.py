@@ -1,9 +1,11 @@
 """Estimates of a model's cost before it runs (parameters, FLOPs, memory), and the peak FLOP/s of devices."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -16,35 +18,8 @@ from lmtrain.models.language_model import auto_chunk_bytes
 # DeepSpeed's defaults, in elements: gradients reduced at a time, and parameters kept gathered under ZeRO-3.
 ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
 
-# Dense bf16 (or fp16) tensor-core peak in FLOP/s, from the vendors' data sheets. The first entry that is part of
-# torch's name for the device, and not of a longer number in it (RTX A1000 is no A100), applies.
-PEAK_FLOPS = (
-    ("GB200", 2500e12),
-    ("B200", 2250e12),
-    ("H200", 989e12),  # also GH200
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("A40", 149.7e12),
-    ("A30", 165e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("RTX 6000 Ada", 364.2e12),
-    ("RTX A6000", 154.8e12),
-    ("RTX 5090", 209.5e12),
-    ("RTX 4090", 165.2e12),
-    ("RTX 4080", 97.5e12),
-    ("RTX 3090", 71e12),
-    ("MI300X", 1307e12),
-    ("MI250X", 383e12),
-)
+# Two tables of devices: peak TFLOP/s by the name that torch gives, and memory by the name in estimate.device.
+DEVICES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8"))
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int, int]:
@@ -152,7 +127,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or not outside_fp8(precision).startswith(("bf16", "16")):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_FLOPS if re.search(rf"{known}(?!\d)", name)), None)
+    return next(
+        (peak * 1e12 for known, peak in DEVICES["teraflops"].items() if re.search(rf"{known}(?!\d)", name)), None
+    )
 
 
 def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | None = None) -> dict[str, int]:

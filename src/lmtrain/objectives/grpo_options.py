@@ -3,17 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from lmtrain.config.constraints import (
-    MACHINE,
-    SHOWN,
-    TRAJECTORY,
-    ReadWhere,
-    above_zero,
-    at_least,
-    choice,
-    not_negative,
-    up_to_one,
-)
+from lmtrain.config.constraints import *  # the vocabulary of declarations
 from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.config.schema_data import PROMPT_ROWS
 from lmtrain.config.strategies import refuse_split_layers

@@ -36,14 +36,6 @@ class Change:
     slower: float
 
 
-# Name: (GiB of memory, the name in models.flops.PEAK_FLOPS), from the vendors' data sheets.
-DEVICES = {
-    "b200": (180, "B200"), "h200": (141, "H200"), "h100": (80, "H100"), "h100_nvl": (94, "H100 NVL"),
-    "a100": (80, "A100"), "a100_40gb": (40, "A100"), "a40": (48, "A40"), "a30": (24, "A30"), "a10": (24, "A10"),
-    "l40s": (48, "L40S"), "l4": (24, "L4"), "rtx6000_ada": (48, "RTX 6000 Ada"), "a6000": (48, "RTX A6000"),
-    "rtx5090": (32, "RTX 5090"), "rtx4090": (24, "RTX 4090"), "rtx3090": (24, "RTX 3090"),
-    "mi300x": (192, "MI300X"), "t4": (15, "T4"), "v100": (32, "V100"),
-}  # fmt: skip
 FSDP, ZERO = "trainer.strategy=fsdp", "trainer.strategy=deepspeed"
 # Ways to distribute a run over its devices, with the duration of a step relative to that with ddp.
 STRATEGIES = {
@@ -91,14 +83,15 @@ def device_of(config: Config) -> Device:
         size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return Device("this machine's CPU", size, None)
     name = asked.lower().replace(" ", "").replace("-", "_")
-    if name in DEVICES:
-        size, known = DEVICES[name]
-        return Device(asked, size * 2**30, dict(flops.PEAK_FLOPS).get(known))
+    known = flops.DEVICES["memory"]
+    if name in known:
+        size, chip = known[name]
+        return Device(asked, size * 2**30, flops.DEVICES["teraflops"].get(chip, 0) * 1e12 or None)
     try:
         return Device(f"{float(asked):g} GiB", float(asked) * 2**30, None)
     except ValueError:
         raise UserError(
-            f"estimate.device={asked}: {', '.join(DEVICES)}, or a number of GiB (estimate.device=24)"
+            f"estimate.device={asked}: {', '.join(known)}, or a number of GiB (estimate.device=24)"
         ) from None
 
 

@@ -11,27 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from rich.table import Table
 from rich.text import Text
 
 from lmtrain import errors, terminal
 
-OPTIONAL = {  # distribution: (extra, purpose)
-    "bitsandbytes": ("bitsandbytes", "peft=qlora, optimizer=adamw_8bit"),
-    "torchao": ("fp8", "trainer.precision=fp8"),
-    "deepspeed": ("deepspeed", "trainer.strategy=deepspeed"),
-    "optuna": ("optuna", "sweep=optuna"),
-    "hydra-submitit-launcher": ("submitit", "sweeps on SLURM"),
-    "hydra-ray-launcher": ("ray", "sweeps on Ray"),
-    "matplotlib": ("plots", "the pictures of sweep_report and tune"),
-    "mlflow-skinny": ("mlflow", "logger=mlflow"),
-    "lm-eval": ("lm-eval", "evaluate.tasks"),
-    "math-verify": ("math", "reward=math_verify"),
-    "vllm": ("vllm", "objective.engine=vllm"),
-    "nvidia-ml-py": ("nvml", "utilisation and power of a GPU in the records"),
-    "datasketch": ("dedup", "data.dedup=near"),
-    "starlette": ("web", "the page of lmtrain chat --web"),
-}
+OPTIONAL = yaml.safe_load(Path(__file__).with_name("optional.yaml").read_text(encoding="utf-8"))
 _MATMUL_SECONDS = 0.5
 _SIZE = {"cpu": 1024, "cuda": 8192}  # of matrices: a GPU ends smaller ones before the next is launched
 _READ_BYTES = 64 * 2**20
