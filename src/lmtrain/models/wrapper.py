@@ -18,10 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto
 
 from lmtrain.data import hub
 from lmtrain.errors import RunError, UserError
@@ -65,8 +62,8 @@ def _renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
 def is_wrapper(config: PretrainedConfig) -> bool:
     """Returns whether a config is of a multimodal model around one of transformers' causal language models."""
     text = config.get_text_config()
-    known = config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-    return known and text is not config and text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = config.model_type in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    return known and text is not config and text.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -10,15 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 
 from lmtrain.adapters.quantized import is_quantized
 from lmtrain.config.options import LoadedModelConfig
@@ -58,9 +51,11 @@ def shard(
         root_mesh: the mesh for everything outside the blocks, if it differs from `mesh`.
         split: splits the layers of a block, which are unsharded at that point, over a tensor-parallel group.
     """
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
-    plain = MixedPrecisionPolicy(cast_forward_inputs=False)
-    half = MixedPrecisionPolicy(_HALF.get(precision), torch.float32, cast_forward_inputs=False)
+    offload = (
+        fsdp.CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else fsdp.OffloadPolicy()
+    )
+    plain = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
+    half = fsdp.MixedPrecisionPolicy(_HALF.get(precision), torch.float32, cast_forward_inputs=False)
     policy = half if _in_half(precision, mesh.device_type) else plain
     _take_apart_quantized(model)
     blocks = decoder_blocks(model.model)
@@ -72,21 +67,21 @@ def shard(
     for block in blocks:
         spread(block.modules(), device, source)
         split(block)
-        fully_shard(block, mesh=mesh, mp_policy=policy, **freed)
+        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, **freed)
     spread(outside(model, blocks), device, source)
     everywhere = root_mesh or mesh
     apart = untied_layers(model.model)
     if apart is not None:
         embeddings, head = apart
-        fully_shard(embeddings, mesh=everywhere, mp_policy=plain, **freed)
+        fsdp.fully_shard(embeddings, mesh=everywhere, mp_policy=plain, **freed)
         embeddings.set_unshard_in_backward(False)  # backward does not read them
         # Needed last in forward and first in backward, so it stays gathered in between, like the root's own parameters.
-        fully_shard(head, mesh=everywhere, mp_policy=policy, **kept)
+        fsdp.fully_shard(head, mesh=everywhere, mp_policy=policy, **kept)
         setattr(head, AROUND, lambda compute, hidden: compute(hidden))
-        register_fsdp_forward_method(head, AROUND)
-    fully_shard(model, mesh=everywhere, mp_policy=plain, **kept)
+        fsdp.register_fsdp_forward_method(head, AROUND)
+    fsdp.fully_shard(model, mesh=everywhere, mp_policy=plain, **kept)
     for method in ("log_probs", "divergence", "scores"):
-        register_fsdp_forward_method(model, method)
+        fsdp.register_fsdp_forward_method(model, method)
 
 
 def _take_apart_quantized(model: LanguageModel) -> None:
@@ -104,13 +99,13 @@ def _in_half(precision: str, device_type: str) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Returns whether a forward needs all ranks: under FSDP2, or ZeRO-3, whose parameters have a `ds_id`."""
-    return isinstance(model, FSDPModule) or any(hasattr(p, "ds_id") for p in model.parameters())
+    return isinstance(model, fsdp.FSDPModule) or any(hasattr(p, "ds_id") for p in model.parameters())
 
 
 @contextlib.contextmanager
 def root_gathered(model: nn.Module) -> Iterator[None]:
     """Gathers the root's parameters, so that all ranks together can call the inner model; blocks gather themselves."""
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model, fsdp.FSDPModule):
         yield
         return
     model.unshard()
@@ -123,9 +118,9 @@ def root_gathered(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """Gathers all weights on every rank, so that each rank can call the model by itself, any number of times."""
-    if isinstance(model, FSDPModule):
+    if isinstance(model, fsdp.FSDPModule):
         model._get_fsdp_state()._lazy_init()  # a rollout precedes the root's first forward, which would do it
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
     kept = [module._get_fsdp_state()._fsdp_param_group for module in sharded]
     before = [group.post_forward_mesh_info if group is not None else None for group in kept]
     for module in sharded:
@@ -143,7 +138,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 def reshard(model: nn.Module) -> None:
     """Frees the gathered parameters of a sharded model, so that the next forward gathers them again."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.reshard()
     release = getattr(model, RELEASE, None)
     if release is not None:
@@ -152,7 +147,7 @@ def reshard(model: nn.Module) -> None:
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
     """Makes a sharded model reduce gradients only in the backward of the `last` micro-batch."""
-    if isinstance(model, FSDPModule):
+    if isinstance(model, fsdp.FSDPModule):
         model.set_requires_gradient_sync(last)
 
 

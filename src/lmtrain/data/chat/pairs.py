@@ -11,15 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import (
-    Format,
-    UnfitColumns,
-    check_renamed,
-    column_of,
-    described,
-    instruction,
-    values_of,
-)
+from lmtrain.data.chat import conversations
+from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, described
 from lmtrain.data.chat.turns import BadRow, check, common, drop_first_answers, text_of, tools_of, turns_of
 from lmtrain.errors import UserError
 
@@ -69,7 +62,7 @@ def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
         )
     formats = list(PAIR_FORMATS) if wanted == "auto" else [wanted]
     columns = [c for name in formats for c in (*PAIR_FORMATS[name].required, *PAIR_FORMATS[name].optional)]
-    check_renamed(cfg, "pairs have" if wanted == "auto" else f"the format {wanted} has", columns)
+    conversations.check_renamed(cfg, "pairs have" if wanted == "auto" else f"the format {wanted} has", columns)
     for name in formats:
         # data.prompt_template replaces the prompt column.
         needed = [c for c in PAIR_FORMATS[name].required if not (cfg.prompt_template and c.startswith("prompt"))]
@@ -88,7 +81,7 @@ def to_pair(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) ->
         BadRow: the answers are equal, one is empty, two conversations share no beginning, or turns.py rejects a turn.
     """
     filled = {"prompt": _filled(cfg.prompt_template, row, where)} if cfg.prompt_template else {}
-    values = values_of(row, PAIR_FORMATS[format], cfg, where, **filled)
+    values = conversations.values_of(row, PAIR_FORMATS[format], cfg, where, **filled)
     margin = _margin(values, where)
     if format == "preference_text":
         prompt, chosen, rejected = (text_of(values[name], name, where) for name in ("prompt", "chosen", "rejected"))
@@ -140,7 +133,7 @@ def prompt_turns(values: dict[str, Any], where: str) -> Turns:
         return _spoken(prompt, "prompt", where)
     extra = text_of(values.get("input", ""), "input", where, may_be_empty=True)
     text = text_of(prompt, "prompt", where)
-    return [instruction(text, extra)]
+    return [conversations.instruction(text, extra)]
 
 
 def opening(prompt: Any, cfg: DataConfig, where: str) -> tuple[Turns, int]:

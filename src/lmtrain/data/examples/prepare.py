@@ -15,17 +15,9 @@ from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.row_counts import Counts, check_lost, check_untrained, short, summary
 from lmtrain.data.examples.row_format import Example, RowEncoder
 from lmtrain.data.order import Repeats
-from lmtrain.data.sources.choose import MixturePart, open_parts, split_records
+from lmtrain.data.sources.choose import MixturePart, min_val_rows, open_parts, split_records
 from lmtrain.data.store import bins, contents
-from lmtrain.data.store.prepared import (
-    PreparedData,
-    folder_key,
-    folder_of,
-    min_val_rows,
-    new_meta,
-    prepare_folder,
-    settings,
-)
+from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, prepare_folder, settings
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.errors import UserError

@@ -6,16 +6,8 @@ from typing import Any, ClassVar, Protocol
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import (
-    FORMATS,
-    Completion,
-    Conversation,
-    UnfitColumns,
-    detect_format,
-    needed,
-    to_sample,
-    unread_columns,
-)
+from lmtrain.data.chat import conversations
+from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, needed
 from lmtrain.data.chat.jinja_rendering import answers_of
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.turns import BadRow, Remark, unread
@@ -155,11 +147,11 @@ class ChatRows(TemplateRows):
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         self.chat.begin_row()
-        format = self.format_of(row, where, cfg, detect_format)
-        sample = to_sample(row, format, cfg, where)
+        format = self.format_of(row, where, cfg, conversations.detect_format)
+        sample = conversations.to_sample(row, format, cfg, where)
         examples = self.chat.encode(sample)
-        columns = [*needed(format, cfg), *FORMATS[format].optional]
-        remarks = [*self.chat.remarks, *unread(row), *unread_columns(row, columns, cfg)]
+        columns = [*needed(format, cfg), *conversations.FORMATS[format].optional]
+        remarks = [*self.chat.remarks, *unread(row), *conversations.unread_columns(row, columns, cfg)]
         if isinstance(sample, Completion) and cfg.system_prompt:  # a text prompt doesn't go through a chat template
             words = "the prompt is text; write it as messages, [{role: user, ...}]"
             remarks.append(Remark(f"data.system_prompt has no effect: {words}"))

@@ -201,6 +201,11 @@ def _part(cfg: DataConfig, entry: dict[str, Any], number: int) -> MixturePart:
     return MixturePart(part, open_source(part), Fraction(str(weight)).limit_denominator(10**6))
 
 
+def min_val_rows(cfg: DataConfig) -> dict[str, int]:
+    """Returns what data.min_val_rows adds to the key of prepared data; empty if it has no effect."""
+    return {"min_val_rows": cfg.min_val_rows} if cfg.min_val_rows and cfg.val_fraction and not cfg.val_path else {}
+
+
 def split_records(part: MixturePart, name: str) -> Iterator[Record] | None:
     """Returns the rows of split "train" or "val"; without the latter, every (1 / val_fraction)-th row is held out.
 

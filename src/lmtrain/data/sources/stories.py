@@ -14,28 +14,16 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from lmtrain.data.order import mix64
+from lmtrain.data.sources import story_world as facts
 from lmtrain.data.sources.pieces import Piece
-from lmtrain.data.sources.story_world import (
-    KINDS,
-    NAMES,
-    NUMBERS,
-    PARTS,
-    PLACES,
-    SHAPES,
-    UNSEEN,
-    WORDS,
-    Slots,
-    World,
-    article,
-    gendered,
-)
+from lmtrain.data.sources.story_world import Slots, World
 from lmtrain.errors import UserError
 
 VERSION = 1  # to be raised when the same arguments give other rows than before
 
 HELD_OUT = 10  # one combination of a name and a thing in this many is held out
-_THINGS = [f"{adjective} {noun}" for adjective in WORDS["adjectives"] for noun in WORDS["nouns"]]
-_PEOPLE, _AROUND = list(NAMES), [place for place in PLACES if place != "at home"]
+_THINGS = [f"{adjective} {noun}" for adjective in facts.WORDS["adjectives"] for noun in facts.WORDS["nouns"]]
+_PEOPLE, _AROUND = list(facts.NAMES), [place for place in facts.PLACES if place != "at home"]
 _IT = {"drop", "forget", "again", "look", "glad"}  # kinds whose thing may be called it
 # What happened and can be asked about: its kinds of sentences, with the verb as in an answer and as in a question.
 _EVENTS = {"find": ("found", "find"), "again": ("found", "find"), "drop": ("lost", "lose"),
@@ -83,11 +71,11 @@ class Story:
         self.lines: list[str] = []
         self.told: list[tuple[str, Slots]] = []
         cast = draw.sample(_PEOPLE, 4)
-        filled = {"home": "at home", "w": draw.choice(WORDS["weather"]), "x": draw.choice(WORDS["animals"])}
+        filled = {"home": "at home", "w": draw.choice(facts.WORDS["weather"]), "x": draw.choice(facts.WORDS["animals"])}
         filled |= zip("abcd", cast, strict=True)
         filled |= zip("tuvy", self._things(cast, split), strict=True)
         filled |= zip("pqrz", draw.sample(_AROUND, 4), strict=True)
-        self._play({**SHAPES, **UNSEEN}[shape], filled)
+        self._play({**facts.SHAPES, **facts.UNSEEN}[shape], filled)
 
     @property
     def text(self) -> str:
@@ -109,29 +97,29 @@ class Story:
             for chance, name, given in self.draw.choice(_alternatives(line)):
                 if chance < 100 and self.draw.random() * 100 >= chance:
                     continue
-                slots = [filled.get(slot) or NUMBERS[self.world.held(filled[given[0]])] for slot in given]
-                if name in PARTS:
-                    formal, inner = PARTS[name]
+                slots = [filled.get(slot) or facts.NUMBERS[self.world.held(filled[given[0]])] for slot in given]
+                if name in facts.PARTS:
+                    formal, inner = facts.PARTS[name]
                     self._play(inner, dict(zip(formal, slots, strict=True)))
                 else:
-                    self._tell(name, dict(zip(KINDS[name].slots, slots, strict=True)))
+                    self._tell(name, dict(zip(facts.KINDS[name].slots, slots, strict=True)))
 
     def _tell(self, kind: str, slots: Slots) -> None:
         """Writes one of the kind's sentences; a person who acted just before may become a pronoun."""
         words, before = dict(slots), self.told[-1][1] if self.told else {}
         if "a" in slots:
             a, other = slots["a"], before.get("b")
-            words |= gendered(a)
+            words |= facts.gendered(a)
             words["c"] = a
-            clear = before.get("a") == a and not (other and NAMES[other] == NAMES[a])
+            clear = before.get("a") == a and not (other and facts.NAMES[other] == facts.NAMES[a])
             words["a"] = words["s"] if clear and self.draw.random() < 0.7 else a
         if "t" in slots:
             words |= self._words_for(kind, slots["t"], before)
         if "q" in slots:
-            words["q"] = PLACES[slots["q"]]
+            words["q"] = facts.PLACES[slots["q"]]
         if "x" in slots:
-            words["X"] = article(slots["x"])
-        line = self.draw.choice(KINDS[kind].sentences).format(**words)
+            words["X"] = facts.article(slots["x"])
+        line = self.draw.choice(facts.KINDS[kind].sentences).format(**words)
         self.lines.append(line[0].upper() + line[1:])
         self.told.append((kind, slots))
         self.world.change(kind, slots)
@@ -140,35 +128,35 @@ class Story:
         """Returns how a thing is called: after its introduction, also by its noun alone; as it, where that is clear."""
         short = t.split()[1] if t in self.world.where and self.draw.random() < 0.5 else t
         clear = kind in _IT and before.get("t") == t and not before.keys() & {"u", "x"}
-        return {"T": article(t), "o": short, "t": "it" if clear and self.draw.random() < 0.5 else f"the {short}"}
+        return {"T": facts.article(t), "o": short, "t": "it" if clear and self.draw.random() < 0.5 else f"the {short}"}
 
 
 def story(seed: int, split: str, index: int) -> Story:
     """Returns story `index` of split "train" or "val"; every other story of the latter has an unseen shape."""
     draw = random.Random(mix64(seed, split == "val", index))
-    return Story(draw, split, draw.choice(list(UNSEEN if split == "val" and index % 2 else SHAPES)))
+    return Story(draw, split, draw.choice(list(facts.UNSEEN if split == "val" and index % 2 else facts.SHAPES)))
 
 
 def _asked_of_state(s: Story) -> Iterator[Question]:
     """Yields questions about the end of the story."""
     at, where = s.world.at, s.world.where
-    people = [a for a in at if a in NAMES]
+    people = [a for a in at if a in facts.NAMES]
     for a in people:
         others = [f"{a} was {p}." for p in _places(s) if p != at[a]]
         yield Question("where", f"Where was {a} at the end?", f"{a} was {at[a]}.", others)
         count, most = s.world.held(a), len(where)
-        answers = [f"{a} had {'no' if n == 0 else NUMBERS[n]} thing{'s' * (n != 1)}." for n in range(most + 2)]
+        answers = [f"{a} had {'no' if n == 0 else facts.NUMBERS[n]} thing{'s' * (n != 1)}." for n in range(most + 2)]
         wrong = answers[:count] + answers[count + 1 :]
         yield Question("how many", f"How many things did {a} have at the end?", answers[count], wrong)
     for t, holder in where.items():
-        if holder in NAMES:
+        if holder in facts.NAMES:
             others = [f"{a} had the {t}." for a in people if a != holder]
             yield Question("who", f"Who had the {t} at the end?", f"{holder} had the {t}.", others)
 
 
 def _asked_of_events(s: Story) -> Iterator[Question]:
     """Yields questions about what happened once, so that there is one answer."""
-    people = [a for a in s.world.at if a in NAMES]
+    people = [a for a in s.world.at if a in facts.NAMES]
     told = [(kind, slots) for kind, slots in s.told if kind in _EVENTS]
     for kind, slots in told:
         past, verb = _EVENTS[kind]
@@ -194,14 +182,14 @@ def _asked_of_reasons(s: Story) -> Iterator[Question]:
         if kind in _REASONS and moods.count((slots["a"], kind in ("sad", "robbed"))) == 1:
             a, t = slots["a"], slots["t"]
             mood = "sad" if kind in ("sad", "robbed") else "happy"
-            because = {t: _REASONS[kind].format(**{**slots, "t": t}, **gendered(a)) for t in things}
+            because = {t: _REASONS[kind].format(**{**slots, "t": t}, **facts.gendered(a)) for t in things}
             answers = {t: f"{a} was {mood} because {reason}." for t, reason in because.items()}
             yield Question("why", f"Why was {a} {mood}?", answers.pop(t), list(answers.values()))
         elif kind == "wish":
-            answers = {t: f"{slots['a']} wished for {article(t)}." for t in things}
+            answers = {t: f"{slots['a']} wished for {facts.article(t)}." for t in things}
             yield Question("what", f"What did {slots['a']} wish for?", answers.pop(slots["t"]), list(answers.values()))
-    for a in (a for a in s.world.at if a in NAMES):
-        goals = [PLACES[slots["q"]] for kind, slots in s.told if kind in ("walk", "follow") and slots["a"] == a]
+    for a in (a for a in s.world.at if a in facts.NAMES):
+        goals = [facts.PLACES[slots["q"]] for kind, slots in s.told if kind in ("walk", "follow") and slots["a"] == a]
         found = [f"the {slots['t']}" for kind, slots in s.told if kind == "find" and slots["a"] == a]
         for verb, past, word, order in (("go", "went", "Where", goals), ("find", "found", "Which", found)):
             if len(set(order)) > 1:

@@ -69,6 +69,11 @@ class Meta(TypedDict):
     questions: NotRequired[list[dict[str, Any]]]  # examples: from the validation rows, see examples.row_format.Encoded
 
 
+def is_complete(folder: Path) -> bool:
+    """Returns whether a folder of prepared data has its metadata, which is written last."""
+    return (folder / META).exists()
+
+
 def save_meta(meta: Meta, folder: Path) -> None:
     """Writes meta.json, the last file of a folder of bins."""
     (folder / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -110,7 +115,7 @@ class SplitBins:
 
 def has_split(folder: Path, split: str) -> bool:
     """Returns whether a folder of bins, lmtrain's or nanoGPT's, has that split."""
-    if (folder / META).exists():
+    if is_complete(folder):
         return split in load_meta(folder)["splits"]
     return (folder / f"{split}.bin").exists()
 
@@ -126,7 +131,7 @@ def open_bins(folder: Path, split: str) -> SplitBins:
     if not has_split(folder, split):
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:10]) or "nothing"
         raise UserError(f"{folder} holds no {split} bins, neither in {META} nor as {split}.bin (it holds {names})")
-    return _open_prepared(folder, split) if (folder / META).exists() else _open_plain(folder, split)
+    return _open_prepared(folder, split) if is_complete(folder) else _open_plain(folder, split)
 
 
 def _open_prepared(folder: Path, split: str) -> SplitBins:

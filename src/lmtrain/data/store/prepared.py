@@ -69,15 +69,6 @@ def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
     return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{short_hash(key)[:12]}"
 
 
-def min_val_rows(cfg: DataConfig) -> dict[str, int]:
-    """Returns what data.min_val_rows adds to the key; empty if it has no effect."""
-    return {"min_val_rows": cfg.min_val_rows} if cfg.min_val_rows and cfg.val_fraction and not cfg.val_path else {}
-
-
-def is_complete(folder: Path) -> bool:
-    return (folder / bins.META).exists()
-
-
 def prepare_folder(
     target: Path, fill: Callable[[Path], Any], notes: list[str], cfg: DataConfig, show: PrepareProgress
 ) -> PreparedData:
@@ -102,8 +93,8 @@ def prepare_folder(
             raise
 
     tokenizer = None
-    if not is_complete(target):
-        tokenizer = build_once(target, is_complete, fill_or_explain, show.say)
+    if not bins.is_complete(target):
+        tokenizer = build_once(target, bins.is_complete, fill_or_explain, show.say)
         written = bins.recorded_hashes(bins.load_meta(target))
         contents.remember(target, {name: digest for name, digest in written.items() if digest}, cfg.cache_dir)
     if tokenizer is None:

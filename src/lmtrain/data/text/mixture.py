@@ -13,7 +13,7 @@ from lmtrain.data.mixing import Mixture, check_weights
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.store import contents
 from lmtrain.data.store.cache import build_once
-from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, min_val_rows, settings
+from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, settings
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.text.prepare import pieces_of, prepare
 from lmtrain.errors import UserError
@@ -132,7 +132,9 @@ def _shared_tokenizer(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, found: li
         return tokenizer_cfg
     named = tokenizers.identity(tokenizer_cfg)
     key = folder_key(
-        cfg, tokenizer_cfg, tokenizer_of=[[s.settings, s.resolved, settings(c) | min_val_rows(c)] for s, c in opened]
+        cfg,
+        tokenizer_cfg,
+        tokenizer_of=[[s.settings, s.resolved, settings(c) | sources.min_val_rows(c)] for s, c in opened],
     )
     target = folder_of(cfg, f"mixture-{named.label}", key)
 

@@ -19,16 +19,7 @@ from lmtrain.data.sources.addresses import is_address
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store import bins
 from lmtrain.data.store.contents import Facts
-from lmtrain.data.store.prepared import (
-    PreparedData,
-    folder_key,
-    folder_of,
-    is_complete,
-    min_val_rows,
-    new_meta,
-    open_folder,
-    prepare_folder,
-)
+from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, open_folder, prepare_folder
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.text.encode import Encoder, make_encoder
@@ -59,10 +50,10 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
             source=source.settings,
             made_with=named.settings,
             resolved={"source": source.resolved, "tokenizer": named.resolved},
-            **min_val_rows(cfg),
+            **sources.min_val_rows(cfg),
         )
         target = folder_of(cfg, f"{source.label}-{named.label}", key)
-        if None in key["resolved"].values() and not is_complete(target):
+        if None in key["resolved"].values() and not bins.is_complete(target):
             target = _prepared_before(target, key, show) or target
         filling = _Filling(cfg, tokenizer_cfg, source, named, show)
         return prepare_folder(target, lambda folder: filling.fill(folder, key), source.notes, cfg, show)
@@ -82,7 +73,7 @@ def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -
     unknown = [name for name, value in key["resolved"].items() if value is None]
     found = []
     for folder in target.parent.glob(f"{target.name.rpartition('-')[0]}-*"):
-        if ".tmp-" in folder.name or not is_complete(folder):
+        if ".tmp-" in folder.name or not bins.is_complete(folder):
             continue
         theirs = bins.load_meta(folder)["key"]
         resolved = {**theirs.get("resolved", {}), **dict.fromkeys(unknown)}
