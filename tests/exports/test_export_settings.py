@@ -6,13 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from chats import write_chats
 from helpers_models import tiny
 from inprocess import Ended, message, run, train_tiny
 from lmtrain.data import tokenizers
 from lmtrain.exports.hf_folder import generation_config
+from lmtrain.models.folder import with_earlier_names
 from tiny_pretrained import SHORT, save_pretrained
 
 # As published models have it: sampling, several end tokens, a pad token, a value that equals transformers' default.
@@ -189,3 +190,48 @@ def test_a_template_without_the_beginning_of_text_is_pointed_out(
                f"data.chat_template={template}", f"run.dir={tmp_path / 'run'}", "export.enabled=false")  # fmt: skip
     assert done.code == 0, done.err
     assert ("note: the chat template doesn't write <|endoftext|>" in done.out) != written_by_template
+
+
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 16}  # fmt: skip
+
+
+def test_servers_built_on_transformers_4_find_the_rotary_frequencies(corpus: Path, tmp_path: Path) -> None:
+    """Version 4.57 computes logits with the names below to 1e-5, and with version 5's alone other ones, silently."""
+    base = save_pretrained(tmp_path / "base", rope_parameters=LLAMA_3)
+    assert train(corpus, base, tmp_path / "run").code == 0
+    found = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
+    assert (found["rope_theta"], found["torch_dtype"]) == (5e5, "float32")
+    assert found["rope_scaling"] == {name: value for name, value in LLAMA_3.items() if name != "rope_theta"}
+    assert AutoConfig.from_pretrained(tmp_path / "run" / "export").rope_parameters == LLAMA_3
+
+
+# The names and values of files on the hub that version 4 wrote.
+AS_ON_THE_HUB = {
+    "google/gemma-3-4b-it": {
+        "model_type": "gemma3_text",
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+    "tiiuae/Falcon-H1-0.5B-Instruct": {"model_type": "falcon_h1", "rope_theta": 100000000000.0},
+    "stabilityai/stablelm-2-1_6b": {"model_type": "stablelm", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+
+
+@pytest.mark.parametrize("name", AS_ON_THE_HUB)
+def test_names_of_version_4_come_back(name: str, tmp_path: Path) -> None:
+    hub = AS_ON_THE_HUB[name]
+    (tmp_path / "config.json").write_text(json.dumps(hub))
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    again = with_earlier_names(json.loads((tmp_path / "config.json").read_text()))
+    assert {key: again.get(key) for key in hub} == hub
+    (tmp_path / "config.json").write_text(json.dumps(again))
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters
+
+
+def test_names_that_would_change_what_version_5_reads_are_left_out() -> None:
+    config = CONFIG_MAPPING["gemma4_text"]().to_dict()
+    assert with_earlier_names(config)["rope_parameters"] == config["rope_parameters"]
+    assert "rope_theta" not in with_earlier_names(config)

@@ -25,7 +25,7 @@ from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.denoising import mark_folder, mask_token
 from lmtrain.models.flops import parameter_counts
-from lmtrain.models.folder import change_config, is_exported
+from lmtrain.models.folder import change_config, is_exported, read_config, with_earlier_names
 from lmtrain.models.scalar_head import has_scalar_head, padding_of
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import command, shown_in
@@ -148,7 +148,7 @@ def write_model(model: PreTrainedModel, folder: Path, dtype: str) -> None:
             model.save_pretrained(folder, state_dict=state)
     finally:
         model.generation_config = own
-    change_config(folder, dtype=dtype)  # in which from_pretrained loads the weights by default
+    change_config(folder, **with_earlier_names(read_config(folder) | {"dtype": dtype}))
     if mask_token(model) is not None:
         mark_folder(folder)
 

@@ -1,5 +1,6 @@
 """Model folders, with or without a memory; loading refuses missing weights, which transformers would draw at random."""
 
+import copy
 import json
 from pathlib import Path, PurePath
 from typing import Any
@@ -25,6 +26,31 @@ def change_config(folder: Path, **fields: Any) -> None:
     """Sets fields of a model folder's config.json."""
     text = json.dumps(read_config(folder) | fields, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def with_earlier_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Adds to a config the names by which transformers 4, and servers built on it, read dtypes and rotary frequencies.
+
+    From version 5's names alone they take a family's default frequencies, and say nothing.
+    """
+    nested = {name: value for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)}
+    named = config | {name: with_earlier_names(value) for name, value in nested.items()}
+    named |= {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+    rope, family = config.get("rope_parameters"), config.get("model_type")
+    if not rope or family not in CONFIG_MAPPING:
+        return named
+    everywhere, local = rope.get("full_attention", rope) or {}, rope.get("sliding_attention") or {}
+    moved = {name: everywhere[name] for name in ("rope_theta", "partial_rotary_factor") if name in everywhere}
+    if everywhere.get("rope_type", "default") != "default":
+        moved["rope_scaling"] = {name: value for name, value in everywhere.items() if name not in moved}
+    moved |= {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
+    try:  # a family that is not in version 4 may read these names in another way
+        plain = {k: v for k, v in config.items() if "{" not in str(v)}  # an infinite number is written as an object
+        read = CONFIG_MAPPING[family].from_dict(copy.deepcopy({**plain, "rope_parameters": rope, **moved}))
+        same = read.rope_parameters == rope
+    except Exception:  # transformers' configs validate themselves, with various exceptions
+        same = False
+    return named | moved if same else named
 
 
 def is_exported(folder: Path) -> bool:
