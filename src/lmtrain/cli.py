@@ -367,12 +367,12 @@ def _no_verb(word: str, rest: list[str]) -> str:
     from lmtrain.config.aliases import VERBS as THEIRS
 
     if Path(word).exists() or "=" in word or word.startswith("-"):
-        return f"which verb? to train: lmtrain train {shlex.join([word, *rest])} (lmtrain --help lists the others)"
+        return f"which command? to train: lmtrain train {shlex.join([word, *rest])} (lmtrain --help lists the others)"
     if word in THEIRS:
-        return f"there is no verb {word!r}; here it is: lmtrain {THEIRS[word]} {shlex.join(rest)}".rstrip()
+        return f"there is no command {word!r}; here it is: lmtrain {THEIRS[word]} {shlex.join(rest)}".rstrip()
     near = difflib.get_close_matches(word, VERBS | OTHERS, n=1)
     hint = f"; did you mean lmtrain {shlex.join([near[0], *rest])}?" if near else ""
-    return f"there is no verb {word!r}{hint} ({', '.join(VERBS | OTHERS)})"
+    return f"there is no command {word!r}{hint} ({', '.join(VERBS | OTHERS)})"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -381,9 +381,9 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         every = VERBS | OTHERS
         rows = {v: f"  {v:<{max(map(len, every))}}  {every[v]}" for v in every}
-        print("usage: lmtrain VERB [overrides]\n\nto begin with:\n" + "\n".join(rows[v] for v in FIRST))
+        print("usage: lmtrain COMMAND [overrides]\n\nto begin with:\n" + "\n".join(rows[v] for v in FIRST))
         print("\nthe others:\n" + "\n".join(line for v, line in rows.items() if v not in FIRST))
-        print("\n`lmtrain VERB --help` says more, `lmtrain --version` which version this is.")
+        print("\n`lmtrain COMMAND --help` says more, `lmtrain --version` which version this is.")
         return errors.FINISHED
     if argv[0] == "--version":
         return _print_version()

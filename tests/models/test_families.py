@@ -118,7 +118,7 @@ def outcome(variant: Variant) -> str:
     assert found == pytest.approx(expected, rel=rtol), f"{variant}: padded rows"
     pairs = PairRows(answers, share_prompts=ours.unpacked_because is None)
     if ours.unpacked_because is not None:
-        with pytest.raises(UserError, match="apart"):
+        with pytest.raises(UserError, match="isolate"):
             ours(**batch)
         pairs.pad()
     else:

@@ -131,7 +131,7 @@ def fit_to_model(
         advice = "isolate_documents=false" if data.packing is None else "packing=off"
         chosen = " or model.attention=auto" if unpacked_because.startswith("model.attention=") else ""
         raise UserError(
-            f"data.isolate_documents=true: this model can't keep the documents of a row apart ({unpacked_because}): "
+            f"data.isolate_documents=true: this model can't isolate the documents of a row ({unpacked_because}): "
             f"set data.{advice}{chosen}"
         )
 

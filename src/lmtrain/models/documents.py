@@ -208,7 +208,7 @@ def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout
         return "varlen" if half and dropout == 0 and why_not_varlen(device) is None else "dense_mask"
     if choice in ("sdpa", "transformers"):
         raise UserError(
-            f"model.attention={choice} can't keep packed documents apart: set model.attention=auto, or let no row hold "
+            f"model.attention={choice} can't isolate packed documents: set model.attention=auto, or let no row hold "
             f"several (data.packing=off; for text data.isolate_documents=false)"
         )
     if choice == "varlen":

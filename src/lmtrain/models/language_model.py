@@ -265,7 +265,7 @@ class LanguageModel(nn.Module):
     def _documents(self, cu_seqlens: Tensor, input_ids: Tensor, prefixes: Prefixes | None) -> Documents:
         if self.unpacked_because is not None:
             raise UserError(
-                f"{type(self.model).__name__} can't keep packed documents apart: {self.unpacked_because}; let no row "
+                f"{type(self.model).__name__} can't isolate packed documents: {self.unpacked_because}; let no row "
                 f"hold several (data.packing=off; for text data.isolate_documents=false)"
             )
         device = input_ids.device

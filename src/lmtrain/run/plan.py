@@ -384,7 +384,7 @@ def for_gpus(run: Run) -> list[str]:
         )
     elif packed and model.attention_dropout > 0:
         notes.append(
-            "with dropout on attention weights (model.dropout), packed documents are kept apart by a mask over "
+            "with dropout on attention weights (model.dropout), packed documents are isolated by a mask over "
             "whole rows, which is slower: with model.dropout=0 flash attention computes attention only within "
             "documents"
         )

@@ -230,10 +230,10 @@ def example_rows(examples: Examples, config: Config, seed: int | None) -> tuple[
             f"data.max_length={data.max_length}, or set data.packing=off or concat"
         )
     packing = pack(examples.lengths, data.seq_len, method, seed)
-    kept_apart = "kept apart" if data.isolate_documents else "seeing each other (data.isolate_documents=false)"
+    isolated = "isolated" if data.isolate_documents else "seeing each other (data.isolate_documents=false)"
     words = (
         f"packed by {method}: {len(examples):,} examples in {len(packing):,} rows of {data.seq_len:,} tokens, "
-        f"{packing.utilisation:.1%} full, {kept_apart}"
+        f"{packing.utilisation:.1%} full, {isolated}"
     )
     return PackedRows(examples, packing, isolate_documents=data.isolate_documents), words
 

@@ -79,7 +79,7 @@ def make_ring(config: Config, dtype: str) -> Ring:
     if ahead > ring.window_rows:
         workers = f" and data.num_workers={d.num_workers}" if d.num_workers else ""
         raise UserError(
-            f"a window of the ring has {ring.window_rows} rows, and data.global_batch_size={d.global_batch_size}"
+            f"a window of the stream has {ring.window_rows} rows, and data.global_batch_size={d.global_batch_size}"
             f"{workers} may need {ahead} at once: raise data.ring_window or data.ring_shard_tokens"
         )
     return ring
