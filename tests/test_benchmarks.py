@@ -80,6 +80,14 @@ def test_the_table_of_large_models_is_what_its_command_prints() -> None:
     assert done.stdout.count("\n| ") == 10  # nine rows and the rule above them
 
 
+@pytest.mark.slow
+def test_saving_is_timed_beside_torch_save(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "benchmarks" / "saving.py"), "--millions=1", "--rounds=1"]
+    done = subprocess.run([*command, f"--folder={tmp_path}"], capture_output=True, text=True, check=True)
+    assert done.stdout.count("\n| ") == 5, done.stdout  # three ways below a heading and a rule
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_no_cost_grows_faster_than_its_size(tmp_path: Path) -> None:

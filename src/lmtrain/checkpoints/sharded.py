@@ -8,7 +8,6 @@ the checkpoint once all notes exist.
 
 import hashlib
 import json
-import os
 import shutil
 import struct
 import time
@@ -74,7 +73,7 @@ def prepare(checkpoint: dict[str, Any], path: Path, take: Callable[[Any], Any] |
             notes = _gather(temporary, ranks)
             parts = {name: [part for note in notes for part in note[name]] for name in files}
             written = {name: {"bytes": layouts[name].size, "parts": parts[name]} for name in files}
-            written["trainer.pt"] = store.write(temporary / "trainer.pt", rest)
+            written |= store.write_files(temporary, {"trainer.pt": rest})
             store.put_in_place(checkpoint, written, temporary, path)
         return True
 
@@ -212,12 +211,11 @@ def _cut(rows: int, parts: int, index: int) -> tuple[int, int]:
 def write_pieces(file: Path, found: list[FilePiece]) -> list[dict[str, Any]]:
     """Writes this rank's pieces and syncs the file; returns {offset, bytes, sha256} of each piece."""
     ranges = []
-    with file.open("r+b") as handle:
+    with file.open("r+b") as handle, store.HashedFile(handle) as hashed:
         for offset, values in found:
             data = values.cpu().view(-1).view(torch.uint8).numpy().data
             handle.seek(offset)
-            handle.write(data)
-            ranges.append({"offset": offset, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-        handle.flush()
-        os.fsync(handle.fileno())
+            hashed.digest = hashlib.sha256()
+            hashed.write(data)
+            ranges.append({"offset": offset, "bytes": len(data), "sha256": hashed.digest.hexdigest()})
     return ranges

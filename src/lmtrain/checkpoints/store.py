@@ -17,10 +17,10 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +30,8 @@ from lmtrain.errors import RunError, UserError, first_line, reason
 from lmtrain.files import CHECKPOINT, aside, fsync
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+_SMALL = 1 << 16  # bytes that are hashed sooner than they are handed to a thread
+_SYNC_BYTES = 1 << 27  # bytes after which they are forced to disk while more are written
 SAME = "same tensor"  # metadata key of both: maps the names of tied weights to the name that is written
 
 
@@ -177,21 +179,47 @@ def _sigchld_waits() -> Iterator[None]:
             handler(*waiting[-1])
 
 
-class _HashedFile:
-    """A file object whose writes are also hashed, in a thread meanwhile: the file need not be read again."""
+class HashedFile:
+    """A file object whose writes are hashed and forced to disk meanwhile, in two threads; what is left, at its end.
 
-    def __init__(self, handle: BinaryIO, pool: ThreadPoolExecutor) -> None:
-        self.handle, self.pool, self.digest = handle, pool, hashlib.sha256()
+    So there is no file to read again for its checksum, and little left to wait for at the end.
+    """
+
+    def __init__(self, handle: BinaryIO) -> None:
+        self.handle, self.digest = handle, hashlib.sha256()
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-file")
+        self._syncing: Future[Any] = self._pool.submit(int)
+        self._unsynced = 0
 
     def write(self, data: memoryview) -> int:
-        hashing = self.pool.submit(self.digest.update, data)
+        self._sync(len(data))
+        if len(data) < _SMALL:
+            self.digest.update(data)
+            return self.handle.write(data)
+        hashing = self._pool.submit(self.digest.update, data)
         try:
             return self.handle.write(data)
         finally:
             hashing.result()  # `data` is valid only until this returns
 
+    def _sync(self, more: int) -> None:
+        self._unsynced += more
+        if self._unsynced > _SYNC_BYTES and self._syncing.done():
+            self._syncing.result()  # the kernel reports a failed write of the disk only once
+            self._syncing, self._unsynced = self._pool.submit(os.fsync, self.handle.fileno()), 0
+
     def flush(self) -> None:
         self.handle.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._pool.shutdown()
+        if kind is None:
+            self._syncing.result()
+            self.handle.flush()
+            os.fsync(self.handle.fileno())
 
 
 @contextlib.contextmanager
@@ -205,13 +233,18 @@ def _without_crc() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
+def write_files(folder: Path, contents: dict[str, Any]) -> dict[str, Any]:
+    """Writes files of a checkpoint at the same time; returns their entries for the manifest."""
+    with _sigchld_waits(), _without_crc(), ThreadPoolExecutor(len(contents)) as pool:
+        entries = pool.map(lambda name: write(folder / name, contents[name]), contents)
+        return dict(zip(contents, entries, strict=True))
+
+
 def write(file: Path, content: Any) -> dict[str, Any]:
     """Writes a file of a checkpoint and syncs it; returns its entry for the manifest."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
-    with _sigchld_waits(), _without_crc(), pool, file.open("wb") as handle:
-        hashed: Any = _HashedFile(handle, pool)
-        torch.save(content, hashed)
-        os.fsync(handle.fileno())
+    with file.open("wb") as handle:
+        with HashedFile(handle) as hashed:
+            torch.save(content, hashed)  # type: ignore[arg-type]
         return {"bytes": handle.tell(), "sha256": hashed.digest.hexdigest()}
 
 
@@ -291,10 +324,7 @@ def publish(checkpoint: dict[str, Any], path: Path) -> None:
     with explained(path, temporary):
         temporary.mkdir(parents=True)
         rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-        files = {
-            "model.pt": write(temporary / "model.pt", checkpoint["state_dict"]),
-            "trainer.pt": write(temporary / "trainer.pt", rest),
-        }
+        files = write_files(temporary, {"model.pt": checkpoint["state_dict"], "trainer.pt": rest})
         put_in_place(checkpoint, files, temporary, path)
 
 
