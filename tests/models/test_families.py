@@ -189,6 +189,17 @@ def test_the_probe_draws_no_random_numbers_and_looks_at_no_weights():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_family_is_probed_once_for_each_config_of_it(monkeypatch):
+    """A start with a budget asks several times, and a deep model's test took half a second each time."""
+    built, real = [], probe.tiny_copy
+    monkeypatch.setattr(probe, "tiny_copy", lambda *args: built.append(args) or real(*args))
+    monkeypatch.setattr(probe, "_KNOWN", {})
+    models = [build(config_of(Variant("qwen3", {"attention_bias": bias}))) for bias in (False, False, True)]
+    first, second, _ = (probe.support(model, ROW) for model in models)
+    assert first is second
+    assert len(built) == 2, "another config is another model"
+
+
 def test_a_window_that_rows_never_fill_needs_no_support():
     model = AutoModelForCausalLM.from_config(config_of(Variant("phimoe", {"sliding_window": 64})))
     assert model.config.sliding_window == WINDOW

@@ -186,7 +186,7 @@ class HashedFile:
     """
 
     def __init__(self, handle: BinaryIO) -> None:
-        self.handle, self.digest = handle, hashlib.sha256()
+        self.handle, self.flush, self.digest = handle, handle.flush, hashlib.sha256()
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-file")
         self._syncing: Future[Any] = self._pool.submit(int)
         self._unsynced = 0
@@ -207,9 +207,6 @@ class HashedFile:
         if self._unsynced > _SYNC_BYTES and self._syncing.done():
             self._syncing.result()  # the kernel reports a failed write of the disk only once
             self._syncing, self._unsynced = self._pool.submit(os.fsync, self.handle.fileno()), 0
-
-    def flush(self) -> None:
-        self.handle.flush()
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@
     transformers  the model's own attention and masks; refuses packed documents
 """
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -98,29 +98,33 @@ class Documents:
             else:
                 self.pieces = [(n, 1, prefix) for n, prefix in zip(lengths, prefixes.lengths.tolist(), strict=True)]
         elif method == "dense_mask":
-            token = torch.arange(batch * seq_len, device=cu_seqlens.device).view(batch, seq_len)
-            self.token_document = torch.bucketize(token, cu_seqlens[1:], right=True)
-            # Positions within the token's own document, without its prefix; row boundaries are document boundaries.
-            self.token_offset = token - cu_seqlens[self.token_document]
-            prefix = torch.zeros_like(cu_seqlens[1:]) if prefixes is None else prefixes.lengths
-            self.token_prefix = prefix[self.token_document]
             self.mask(None)  # built here, outside compiled blocks
+
+    @cached_property
+    def _token(self) -> Tensor:
+        return torch.arange(self.batch * self.seq_len, device=self.cu_seqlens.device)
+
+    @cached_property
+    def token_document(self) -> Tensor:
+        """The document of each token, int64 [batch, seq_len]."""
+        return torch.bucketize(self._token, self.cu_seqlens[1:], right=True).view(self.batch, self.seq_len)
 
     def _keys(self) -> tuple[Tensor, Tensor]:
         """Returns (index, starts): the flattened positions of all tokens that each document sees, prefixes first."""
         if self.prefixes is not None:
             return self.prefixes.kv_index, self.prefixes.cu_kv
-        return torch.arange(self.batch * self.seq_len, device=self.cu_seqlens.device), self.cu_seqlens
+        return self._token, self.cu_seqlens
 
     def _earlier_tokens(self, reach: int) -> list[tuple[Tensor, Tensor]]:
         """Returns, for distances 1 to `reach`, the position of the token that far before each, and if it is seen."""
         index, starts = self._keys()
-        token = torch.arange(self.batch * self.seq_len, device=index.device)
-        document = torch.bucketize(token, self.cu_seqlens[1:], right=True)
+        document = self.token_document.flatten()
         # A document's own tokens are the last ones that it sees.
-        at = starts[document + 1] - (self.cu_seqlens[document + 1] - token)
-        seen = [at - distance >= starts[document] for distance in range(1, reach + 1)]
-        return [(index[(at - 1 - i).clamp(min=0)], visible.unsqueeze(1)) for i, visible in enumerate(seen)]
+        at = (starts[document + 1] - self.cu_seqlens[document + 1]) + self._token
+        seen = [(at - distance >= starts[document]).unsqueeze(1) for distance in range(1, reach + 1)]
+        if self.prefixes is None:  # `shifted` needs no positions
+            return [(index, visible) for visible in seen]
+        return [(index[(at - 1 - i).clamp(min=0)], visible) for i, visible in enumerate(seen)]
 
     def shifted(self, x: Tensor, distance: int) -> Tensor:
         """Returns for each token of x [B * T, D] the one `distance` before it in its document or prefix, or zeros."""
@@ -169,8 +173,10 @@ class Documents:
         return self._masks[key]
 
     def _dense_mask(self, window: int | None) -> Tensor:
-        document, offset, prefix = self.token_document, self.token_offset, self.token_prefix
-        token = torch.arange(self.seq_len, device=document.device)
+        document, token = self.token_document, self._token[: self.seq_len]
+        # Positions within the token's own document, without its prefix; row boundaries are document boundaries.
+        offset = self._token.view_as(document) - self.cu_seqlens[document]
+        prefix = torch.zeros_like(document) if self.prefixes is None else self.prefixes.lengths[document]
         # In the following [B, T, T] tensors, rows are queries and columns are keys.
         same = document.unsqueeze(2) == document.unsqueeze(1)
         before = (document.unsqueeze(2) == document.unsqueeze(1) + 1) & (offset.unsqueeze(1) < prefix.unsqueeze(2))

@@ -45,6 +45,9 @@ class Support(NamedTuple):
     mixers: Mapping[str, str] = MappingProxyType({})  # layers that mixers.py has to change for that
 
 
+_KNOWN: dict[Any, Support] = {}  # by the class of the model and all that its tiny copy depends on
+
+
 def set_attention(choice: str, model: PreTrainedModel, seq_len: int) -> None:
     """Makes the model use lmtrain's attention, or keeps its own attention if the family needs that.
 
@@ -105,7 +108,10 @@ def support(model: PreTrainedModel, seq_len: int) -> Support:
     """
     try:
         with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-            return _try(tiny_copy(model, seq_len))
+            key = type(model), str(shrink(model.config, seq_len).to_dict())
+            if key not in _KNOWN:
+                _KNOWN[key] = _Trial(tiny_copy(model, seq_len)).support()
+            return _KNOWN[key]
     except Exception as error:  # the family's code may raise anything about small sizes
         # Code that comes with a hub model may use the name of a tested family.
         if model.config.model_type in TESTED and type(model).__module__.startswith("transformers."):
@@ -114,89 +120,99 @@ def support(model: PreTrainedModel, seq_len: int) -> Support:
         return Support(attention=reason, documents=reason)
 
 
-def _try(copy: PreTrainedModel) -> Support:
-    ids = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-    lengths = Lengths(copy)
-    copy.set_attn_implementation("eager")
-    rows, altered = _states(copy, ids), _states(copy, torch.cat([ids[:, :FIRST], (ids[:, FIRST:] + 1) % VOCAB], dim=1))
-    # What the second document gives alone, and behind a prefix that it shares with the first one.
-    second, prefixed = _states(copy, ids[:1, FIRST:]), _states(copy, torch.cat([ids[:1, :PREFIX], ids[:1, FIRST:]], 1))
-    first = _states(copy, ids[:1, :FIRST])
-    alike = lengths.limit is not None or _close(first, rows[:1, :FIRST])
-    if not (_close(altered[:, :FIRST], rows[:, :FIRST]) and alike):
-        return Support(causal="tokens see those that come after them")
-    config, reason = copy.config.get_text_config(), None
-    if any(getattr(config, name, None) for name in SPARSE):
-        reason = "it uses sparse attention: it chooses itself which keys a token attends to"
-    else:
-        attention.use_attention(copy)
-        reason = _differs(copy, rows, ids)
-    if reason is not None:
-        return Support(attention=reason, documents=reason)
+class _Trial:
+    """A tiny copy, two rows, and the hidden states that the copy gives with its own attention for them, for each of
+    the two documents in the first row, and for the second behind a prefix that it shares with the first."""
 
-    def leaking() -> dict[str, str]:
-        packed = packed_documents(ids, reach=mixers.reach(copy))
-        lengths.read(Inputs(ids, cu_seqlens=packed["documents"].cu_seqlens))
-        return mixers.find(copy, lambda: _states(copy, ids, **packed), packed["documents"])
+    def __init__(self, copy: PreTrainedModel) -> None:
+        self.copy, self.lengths = copy, Lengths(copy)
+        self.ids = ids = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        copy.set_attn_implementation("eager")
+        self.rows, self.first, self.second = map(self.states, (ids, ids[:1, :FIRST], ids[:1, FIRST:]))
+        self.prefixed = self.states(torch.cat([ids[:1, :PREFIX], ids[:1, FIRST:]], dim=1))
 
-    try:
-        changed = leaking()
-        mixers.keep_apart(copy, changed)
-        left, tolerance = leaking() if changed else {}, MIXED if changed else TOLERANCE
-    except Exception as error:
-        return Support(documents=_words(error))
-    # Where rotary frequencies follow a document's length, prefixes aren't shared beyond some length.
-    shared = [] if lengths.limit is not None else [(PREFIX, prefixed[:, PREFIX:])]
-    for prefix, states in ((0, second), *shared):
-        expected = torch.cat([torch.cat([first, states], dim=1), rows[1:]])
-        packed = packed_documents(ids, prefix, mixers.reach(copy))
-        lengths.read(Inputs(ids, cu_seqlens=packed["documents"].cu_seqlens))
-        reason = reason or _differs(copy, expected, ids, tolerance, **packed)
-    reason = MIXES if left else reason
-    if reason is not None and not copy._supports_attention_backend:
-        return Support(attention=OWN, documents=OWN)
-    return Support(documents=reason, mixers=changed if reason is None else {})
+    def states(self, ids: Tensor, **options: Any) -> Tensor:
+        return self.copy.base_model(input_ids=ids, use_cache=False, **options).last_hidden_state
 
+    def support(self) -> Support:
+        if not self.is_causal():
+            return Support(causal="tokens see those that come after them")
+        reason = self.attention_differs()
+        if reason is not None:
+            return Support(attention=reason, documents=reason)
+        try:
+            changed = self.leaking()
+            mixers.keep_apart(self.copy, changed)
+            left = self.leaking() if changed else {}
+        except Exception as error:
+            return Support(documents=_words(error))
+        reason = MIXES if left else self.documents_differ(MIXED if changed else TOLERANCE)
+        if reason is not None and not self.copy._supports_attention_backend:
+            return Support(attention=OWN, documents=OWN)
+        return Support(documents=reason, mixers=changed if reason is None else {})
 
-def packed_documents(ids: Tensor, prefix: int = 0, reach: int = 0) -> dict[str, Any]:
-    """Returns position_ids and documents for the rows [2, LENGTH], the first of which has two documents.
+    def is_causal(self) -> bool:
+        """Returns whether the first document's states stay the same without the second, and with another one."""
+        altered = torch.cat([self.ids[:, :FIRST], (self.ids[:, FIRST:] + 1) % VOCAB], dim=1)
+        alike = self.lengths.limit is not None or _close(self.first, self.rows[:1, :FIRST])
+        return alike and _close(self.states(altered)[:, :FIRST], self.rows[:, :FIRST])
 
-    Args:
+    def attention_differs(self) -> str | None:
+        """Makes the copy use lmtrain's attention; returns why that gives other results, or None."""
+        config = self.copy.config.get_text_config()
+        if any(getattr(config, name, None) for name in SPARSE):
+            return "it uses sparse attention: it chooses itself which keys a token attends to"
+        attention.use_attention(self.copy)
+        return self.differs(self.rows)
+
+    def leaking(self) -> dict[str, str]:
+        """Returns the layers that mix tokens across the border of the documents, with what mends each."""
+        packed = self.packed()
+        return mixers.find(self.copy, lambda: self.states(self.ids, **packed), packed["documents"])
+
+    def documents_differ(self, tolerance: float) -> str | None:
+        """Returns why packed documents, the second also behind a prefix, get other states than alone, or None."""
+        reason = None
+        # Where rotary frequencies follow a document's length, prefixes aren't shared beyond some length.
+        shared = [] if self.lengths.limit is not None else [(PREFIX, self.prefixed[:, PREFIX:])]
+        for prefix, states in ((0, self.second), *shared):
+            expected = torch.cat([torch.cat([self.first, states], dim=1), self.rows[1:]])
+            reason = reason or self.differs(expected, tolerance, **self.packed(prefix))
+        return reason
+
+    def packed(self, prefix: int = 0) -> dict[str, Any]:
+        """Returns position_ids and documents for the rows, the first of which has two documents.
+
         prefix: number of the first document's tokens that the second one sees.
-        reach: see Documents.
-    """
-    borders = [0, FIRST, LENGTH, 2 * LENGTH]
-    begins = [0, prefix, 0]
-    positions = [torch.arange(stop - start) + at for (start, stop), at in zip(pairwise(borders), begins, strict=True)]
-    keys = torch.cat([torch.arange(FIRST), torch.arange(prefix), torch.arange(FIRST, 2 * LENGTH)])
-    starts = torch.tensor(borders, dtype=torch.int32)
-    seen = Prefixes(torch.tensor(begins), keys, starts + torch.tensor([0, 0, prefix, prefix], dtype=torch.int32))
-    documents = Documents(starts, len(ids), LENGTH, "slices", seen if prefix else None, reach=reach)
-    return {"position_ids": torch.cat(positions).view_as(ids), "documents": documents}
+        """
+        borders = [0, FIRST, LENGTH, 2 * LENGTH]
+        begins = [0, prefix, 0]
+        spans = zip(pairwise(borders), begins, strict=True)
+        positions = torch.cat([torch.arange(stop - start) + at for (start, stop), at in spans]).view_as(self.ids)
+        keys = torch.cat([torch.arange(FIRST), torch.arange(prefix), torch.arange(FIRST, 2 * LENGTH)])
+        starts = torch.tensor(borders, dtype=torch.int32)
+        seen = Prefixes(torch.tensor(begins), keys, starts + torch.tensor([0, 0, prefix, prefix], dtype=torch.int32))
+        self.lengths.read(Inputs(self.ids, cu_seqlens=starts))
+        reach = mixers.reach(self.copy)
+        documents = Documents(starts, 2, LENGTH, "slices", seen if prefix else None, reach=reach)
+        return {"position_ids": positions, "documents": documents}
 
-
-def _differs(
-    copy: PreTrainedModel, expected: Tensor, ids: Tensor, tolerance: float = TOLERANCE, **options: Any
-) -> str | None:
-    """Returns why lmtrain's attention doesn't give the `expected` hidden states [2, T, D], or None if it does."""
-    try:
-        found = _states(copy, ids, **options)
-    except UserError as error:  # raised by attention.py, which names the unsupported feature
-        return str(error).split(":")[0]
-    except Exception as error:
-        return _words(error)
-    if _close(found, expected, tolerance):
-        return None
-    if options:
-        return MIXES
-    return (
-        "lmtrain's attention gives different results than the model's own, which may use a window or bias "
-        "that it doesn't pass on"
-    )
-
-
-def _states(copy: PreTrainedModel, ids: Tensor, **options: Any) -> Tensor:
-    return copy.base_model(input_ids=ids, use_cache=False, **options).last_hidden_state
+    def differs(self, expected: Tensor, tolerance: float = TOLERANCE, **options: Any) -> str | None:
+        """Returns why lmtrain's attention doesn't give the `expected` hidden states [2, T, D], or None if it does."""
+        try:
+            found = self.states(self.ids, **options)
+        except UserError as error:  # raised by attention.py, which names the unsupported feature
+            return str(error).split(":")[0]
+        except Exception as error:
+            return _words(error)
+        if _close(found, expected, tolerance):
+            return None
+        if options:
+            return MIXES
+        return (
+            "lmtrain's attention gives different results than the model's own, which may use a window or bias "
+            "that it doesn't pass on"
+        )
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:

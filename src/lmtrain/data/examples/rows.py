@@ -151,8 +151,7 @@ class PaddedRows:
             computed only there; row_lengths int64 [B]: number of tokens of each row that are not padding; seen int64
             []: their sum.
         """
-        parts = [self.examples.read(int(self.order[row])) for _, row in rows]
-        return {**padded(parts, _MULTIPLE), "seen": torch.tensor(sum(len(ids) for ids, _ in parts))}
+        return padded([self.examples.read(int(self.order[row])) for _, row in rows], _MULTIPLE)
 
     def empty(self) -> dict[str, torch.Tensor]:
         return {**_tensors(_blank(1, _MULTIPLE)), "row_lengths": torch.tensor([_MULTIPLE]), "seen": torch.tensor(0)}
@@ -187,8 +186,7 @@ class PackedRows:
         pack, length = self.packing, self.packing.capacity
         if self.padded:
             of_rows = [range(int(pack.first[row]), int(pack.first[row + 1])) for _, row in rows]
-            parts = [self._piece(piece) for pieces in of_rows for piece in pieces]
-            return {**padded(parts, _MULTIPLE), "seen": torch.tensor(sum(len(ids) for ids, _ in parts))}
+            return padded([self._piece(piece) for pieces in of_rows for piece in pieces], _MULTIPLE)
         batch = _blank(len(rows), length)
         starts, seen = [], 0
         for b, (_, row) in enumerate(rows):
@@ -244,7 +242,8 @@ def padded(parts: Sequence[tuple[np.ndarray, np.ndarray]], multiple: int = 1) ->
     batch = _blank(len(parts), -(-longest // multiple) * multiple)
     for b, (ids, trained) in enumerate(parts):
         _lay(batch, b, 0, ids, trained)
-    return {**_tensors(batch), "row_lengths": torch.tensor([len(ids) for ids, _ in parts])}
+    lengths = torch.tensor([len(ids) for ids, _ in parts])
+    return {**_tensors(batch), "row_lengths": lengths, "seen": lengths.sum()}
 
 
 def _blank(rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
