@@ -63,6 +63,8 @@ def test_a_failed_write_of_a_checkpoint_waits_for_its_hash(tmp_path: Path, monke
         def write(self, data: memoryview) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
+        def flush(self) -> None: ...
+
     monkeypatch.setattr(store, "_SMALL", 0)
     file = store.HashedFile(Full())  # type: ignore[arg-type]
     file.digest = SimpleNamespace(update=lambda data: time.sleep(0.05) or hashed.append(data))  # type: ignore

@@ -83,3 +83,21 @@ def test_step_seeds_differ_by_step_rank_and_seed() -> None:
     seeds = {order.step_seed(s, t, r) for s in range(4) for t in range(50) for r in range(4)}
     assert len(seeds) == 4 * 50 * 4
     assert all(0 <= s < 2**63 for s in seeds)
+
+
+@pytest.mark.parametrize("rows", [1, 7, order._BLOCK - 1, order._BLOCK, order._BLOCK + 1, 3 * order._BLOCK + 5])
+def test_rows_of_small_steps_are_computed_many_at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the epochs' permutations; each step used to compute its own, a third of a millisecond each."""
+    size, epochs = 6, 3
+    whole = [order.permute(np.arange(rows), rows, seed=11, epoch=epoch) for epoch in range(epochs)]
+    calls, real = [], order.permute
+    monkeypatch.setattr(order, "permute", lambda *args: calls.append(args) or real(*args))
+    steps = [
+        order.step_rows(step, rows=rows, global_batch_size=size, seed=11, max_epochs=epochs)
+        for step in range(-(-rows * epochs // size))
+    ]
+    found = np.concatenate(steps)
+    assert found.dtype == np.int64
+    assert np.array_equal(found[:, 0], np.repeat(np.arange(epochs), rows))
+    assert np.array_equal(found[:, 1], np.concatenate(whole))
+    assert len(calls) <= epochs * -(-rows // order._BLOCK)

@@ -10,6 +10,7 @@ costs no memory.
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 _ROUNDS = 6
+_BLOCK = 1024  # indices that are permuted at once: the few of a small step take numpy almost as long
 _MASK64 = (1 << 64) - 1
 MicroBatch = dict[str, "torch.Tensor"]
 
@@ -90,13 +92,20 @@ def stream_rows(first: int, stop: int, *, rows: int, seed: int, max_epochs: int 
     """Returns the (epoch, row) pairs at positions first .. stop - 1 of the stream, in the format of `step_rows`."""
     if max_epochs is not None:
         stop = min(stop, rows * max_epochs)
-    position = np.arange(first, max(stop, first), dtype=np.int64)
-    epoch, index = np.divmod(position, rows)
-    row = np.empty_like(index)
-    for e in np.unique(epoch):
-        here = epoch == e
-        row[here] = permute(index[here], rows, seed, int(e))
-    return np.stack([epoch, row], axis=1)
+    found = [np.empty((0, 2), dtype=np.int64)]
+    while first < stop:
+        epoch, index = divmod(first, rows)
+        block, at = divmod(index, _BLOCK)
+        row = _permuted(block, rows, seed, epoch)[at : at + stop - first]
+        found.append(np.stack([np.full_like(row, epoch), row], axis=1))
+        first += len(row)
+    return np.concatenate(found)
+
+
+@lru_cache(maxsize=2)
+def _permuted(block: int, size: int, seed: int, epoch: int) -> np.ndarray:
+    index = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, size), dtype=np.int64)
+    return permute(index, size, seed, epoch)
 
 
 def rank_share(step_rows: np.ndarray, rank: int, world_size: int, micro_batch_size: int) -> list[np.ndarray]:
