@@ -192,21 +192,19 @@ class HashedFile:
         self._unsynced = 0
 
     def write(self, data: memoryview) -> int:
-        self._sync(len(data))
         if len(data) < _SMALL:
             self.digest.update(data)
             return self.handle.write(data)
         hashing = self._pool.submit(self.digest.update, data)
         try:
-            return self.handle.write(data)
+            written = self.handle.write(data)
         finally:
             hashing.result()  # `data` is valid only until this returns
-
-    def _sync(self, more: int) -> None:
-        self._unsynced += more
+        self._unsynced += written
         if self._unsynced > _SYNC_BYTES and self._syncing.done():
             self._syncing.result()  # the kernel reports a failed write of the disk only once
             self._syncing, self._unsynced = self._pool.submit(os.fsync, self.handle.fileno()), 0
+        return written
 
     def __enter__(self) -> Self:
         return self
