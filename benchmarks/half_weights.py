@@ -4,7 +4,8 @@
 
 MODEL is a folder of fp32 weights. Prints one line per optimizer and way: the validation loss after the last step.
 `rest` is lmtrain's own; `zero` begins with rests of 0, `kahan` keeps them in bfloat16, `stochastic` keeps none and
-rounds weights up or down at random, `nearest` keeps none. 32-true and bf16-mixed are for comparison.
+rounds weights up or down at random, `nearest` keeps none. 32-true and bf16-mixed are for comparison, bf16-mixed also
+with weights that are rounded to bf16 first, whose lower bits lmtrain draws (`mixed-drawn`) or leaves 0 (`mixed-zero`).
 """
 
 import argparse
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 import lmtrain
+from lmtrain.objectives import base
 from lmtrain.optim import half
+from lmtrain.strategies import choose
 
-WAYS = ("32-true", "bf16-mixed", "rest", "zero", "kahan", "stochastic", "nearest")
+WAYS = ("32-true", "bf16-mixed", "mixed-drawn", "mixed-zero", "rest", "zero", "kahan", "stochastic", "nearest")
 
 
 def patch(way: str) -> None:
@@ -51,16 +54,21 @@ def as_bfloat16(near: Tensor, rest: Tensor) -> Tensor:
 
 def loss(model: str, chats: str, optimizer: str, way: str) -> float:
     patch(way)
+    precision = "bf16-mixed" if way.startswith("mixed") else way if "-" in way else "bf16-true"
     with tempfile.TemporaryDirectory() as folder:
         config = lmtrain.compose(
             ["objective=sft", f"model={model}", "data=chat_jsonl", f"data.path={chats}", f"data.val_path={chats}",
              "data.chat_template=alpaca", "data.packing=off", "data.seq_len=256", "data.global_batch_size=4",
              "data.micro_batch_size=4", "logger=none", "export.enabled=false", "report.enabled=false",
-             f"trainer.precision={way if '-' in way else 'bf16-true'}", "trainer.max_steps=40",
+             f"trainer.precision={precision}", "trainer.max_steps=40",
              f"optimizer={optimizer}", "optimizer.lr=2e-5", "trainer.val_check_interval=40",
              "callbacks.samples.every_n_validations=0", f"run.dir={folder}/run"]
         )  # fmt: skip
-        lmtrain.build(config).fit()
+        run = lmtrain.build(config)
+        for p in run.objective.parameters() if way.startswith("mixed") else ():
+            p.data = p.data.bfloat16().float()
+        base.fill_in = choose.fill_in if way == "mixed-drawn" else lambda *_: None
+        run.fit()
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     return next(row["val/loss"] for row in reversed(rows) if "val/loss" in row)
 

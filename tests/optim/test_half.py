@@ -2,15 +2,31 @@
 
 import copy
 import io
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_optimizers import Net, backward, build, train
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from inprocess import run
+from lmtrain.models.routers import use_experts
 from lmtrain.objectives.start_check import WeightsMove
-from lmtrain.optim.half import join, round_randomly
+from lmtrain.optim.half import fill_in, join, round_randomly
+from lmtrain.strategies import choose
+from tiny_pretrained import SHORT, save_pretrained
+
+
+def half_checkpoint(folder: Path, family: str = "llama", **changes: Any) -> PreTrainedModel:
+    """Saves a tiny model whose files hold bfloat16 weights, and returns it."""
+    model = AutoModelForCausalLM.from_pretrained(save_pretrained(folder, family, **changes), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return model
+
 
 SMALL = {"adamw": 1e-4, "lion": 1e-4, "muon": 3e-4, "adafactor": 3e-4}  # less than half the distance of most weights
 
@@ -147,3 +163,59 @@ def test_a_weight_that_was_set_to_zero_stays_a_number() -> None:
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     assert torch.isfinite(weight).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_filled_weights_round_to_what_they_were_and_move_by_their_updates(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    loaded = torch.randn(200, 300).to(dtype).float()
+    loaded[3] = 0
+    weight = loaded.clone()
+    fill_in(weight, 7, dtype)
+    assert torch.equal(weight.to(dtype).float(), loaded)
+    assert torch.equal(weight[3], loaded[3])
+    assert (weight != loaded).float().mean() > 0.99
+    update = 0.04 * (torch.nextafter(loaded.abs().to(dtype), torch.tensor(9.0, dtype=dtype)).float() - loaded.abs())
+    assert torch.equal((loaded + update).to(dtype).float(), loaded), "without the bits below nothing moves"
+    moved = (weight + update).to(dtype).float() - loaded
+    assert moved.sum().item() == pytest.approx(update.sum().item(), rel=0.1)
+    between = torch.randn(40)
+    fill_in(kept := between.clone(), 0, dtype)
+    assert torch.equal(kept, between), "weights that are no numbers of the dtype have their own bits"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_a_bf16_model_under_autocast_is_the_same_once_filled(family: str, tmp_path: Path) -> None:
+    model = half_checkpoint(tmp_path, family, tie_word_embeddings=False).float()
+    use_experts(model)  # transformers' own multiply in fp32 under autocast
+    frozen = next(m for m in model.modules() if isinstance(m, nn.ModuleList))[0].requires_grad_(False)
+    before, ids = copy.deepcopy(model.state_dict()), torch.arange(40).view(2, 20)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = model(ids).logits
+        choose.fill_in(model, "bf16-mixed")
+        assert torch.equal(model(ids).logits, expected)
+    same = {name for name, value in model.state_dict().items() if torch.equal(value, before[name])}
+    kept = {n for n, p in model.named_parameters() if p.ndim == 1 or any(w in n for w in ("embed", "wte", "wpe"))}
+    kept |= {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert same == kept
+    assert any(p.ndim > 1 for p in frozen.parameters())
+
+
+def test_mixed_precision_trains_a_bf16_checkpoint_in_small_steps(tmp_path: Path, corpus: Path) -> None:
+    """Four updates of 1e-5 move products by as much as in fp32, though weights of 0.2 are 1e-3 apart in bfloat16."""
+    start = half_checkpoint(tmp_path / "base", tie_word_embeddings=False).float().state_dict()
+    moved = {}
+    for precision in ("32-true", "bf16-mixed"):
+        argv = [f"model.name_or_path={tmp_path / 'base'}", f"data.path={corpus}", f"run.dir={tmp_path / precision}"]
+        ended = run("train", *SHORT, *argv, f"trainer.precision={precision}", "optimizer.lr=1e-5", "schedule=constant")
+        assert ended.code == 0
+        assert ("random bits below" in " ".join(ended.out.split())) == (precision == "bf16-mixed")
+        end = load_file(tmp_path / precision / "export" / "model.safetensors")
+        moved[precision] = {
+            name: end[name].bfloat16().float() - start[name] if precision == "bf16-mixed" else end[name] - start[name]
+            for name in end
+        }
+    linear = [name for name in start if name.endswith("proj.weight") or name == "lm_head.weight"]
+    full, mixed = (torch.cat([moved[p][name].flatten() for name in linear]) for p in moved)
+    assert (mixed != 0).float().mean() < 0.2
+    assert (mixed * full.sign()).sum().item() == pytest.approx(full.abs().sum().item(), rel=0.2)

@@ -32,6 +32,7 @@ from lmtrain.objectives.routing import routed
 from lmtrain.objectives.start_check import FirstSteps, WeightsMove, check_judged, name_unreached
 from lmtrain.optim.groups import set_lr
 from lmtrain.optim.skipping import can_skip
+from lmtrain.strategies.choose import fill_in
 from lmtrain.strategies.placement import placement_of
 
 
@@ -242,6 +243,8 @@ class Objective(pl.LightningModule):
             add_sums(sums, parts.sums)
         if step == 0:
             name_unreached(self)
+            if not placement.steps_itself:
+                fill_in(self.model.model, self.trainer.precision)
         if self.guard.spike_factor is not None:
             self.step_loss = total(self.trainer, sums["loss"]) / n_tokens.clamp(min=1)
         self.judged_step = -1

@@ -134,13 +134,33 @@ class _Wide:
             own.update(state)
 
 
-def first_rest(parameter: Tensor, place: int) -> Tensor:
+@torch.no_grad()
+def fill_in(parameter: Tensor, place: int, dtype: torch.dtype) -> None:
+    """Gives fp32 weights that all are numbers of `dtype` random bits below these, in place; they round to the same.
+
+    Mixed precision rounds weights for its products. Those of a bf16 checkpoint would not seem to move before their
+    updates add up to half of the distance to the next number; see `first_rest`. Zeros stay zeros.
+    """
+    near = held(parameter)
+    if lies_on(near, dtype):
+        rest = held(like(first_rest(parameter, place, dtype), parameter)).int() * (near != 0)
+        near.copy_(join(near.flatten().clone(), rest.flatten()).view(near.shape))
+
+
+def lies_on(weights: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether all weights, of any float dtype, are numbers of `dtype`."""
+    return torch.equal(weights.to(dtype).to(weights.dtype), weights)
+
+
+def first_rest(parameter: Tensor, place: int, dtype: torch.dtype | None = None) -> Tensor:
     """Returns random rests that round to the weights of a whole parameter, int16, drawn from its `place` in a list.
+
+    `dtype` is what is rounded to, the parameter's own if it is None.
 
     With rests of 0, all weights would stand still until their updates add up to half of the distance to the next
     number. Random ones are what rounding float32 weights leaves, so in the mean the weights move from the first step.
     """
-    cut = 16 if parameter.dtype == torch.bfloat16 else 13  # bits of a float32 that the dtype lacks
+    cut = 16 if (dtype or parameter.dtype) == torch.bfloat16 else 13  # bits of a float32 that the dtype lacks
     numbers = torch.arange(parameter.numel(), dtype=torch.int32, device=parameter.device)
     draws = (numbers + _salt(place)).mul_(_ODD)
     draws = (draws ^ (draws >> 15)).mul_(_ODD) >> (32 - cut)

@@ -9,9 +9,9 @@ from lmtrain.config.fingerprint import FEATURE
 from lmtrain.config.schema import Config
 from lmtrain.models.feature import Feature
 from lmtrain.models.fp8 import Fp8
-from lmtrain.strategies.choose import HalfWeights
+from lmtrain.strategies.choose import Rounding
 
-FEATURES: list[Feature] = [Memory(), Fp8(), HalfWeights()]
+FEATURES: list[Feature] = [Memory(), Fp8(), Rounding()]
 
 
 def features_on(config: Config) -> list[Feature]:

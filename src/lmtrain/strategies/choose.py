@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.config.strategies import outside_fp8
 from lmtrain.models.feature import ADDED, Feature
+from lmtrain.optim import half
 from lmtrain.strategies.lightning_private import half_dtype
 from lmtrain.strategies.placement import MapsCheckpoints
 
 _HALF = ("bf16-true", "16-true")
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def build_strategy(t: TrainerConfig) -> str | Strategy:
@@ -57,24 +59,48 @@ def for_lightning(config: Config) -> tuple[str | None, list[HalfPrecision]]:
     return outside_fp8(t.precision), []
 
 
-class HalfWeights(Feature):
-    """The feature trainer.precision=bf16-true or 16-true: the plan's row on what rounding leaves."""
+class Rounding(Feature):
+    """Training in half or mixed precision: the plan's row on the bits that rounding cuts off."""
 
     def is_on(self, config: Config) -> bool:
-        return config.trainer.precision in _HALF
+        return outside_fp8(config.trainer.precision) in (*_HALF, *_MIXED)
 
     def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
+        mixed = _MIXED.get(outside_fp8(config.trainer.precision))
+        if mixed is not None:
+            some = [p[:8] for p in _multiplied(model) if config.trainer.strategy != "deepspeed" and not p.is_meta]
+            found = any(bool(rows.any()) and half.lies_on(rows, mixed) for rows in some)
+            text = (
+                f"the weights begin as numbers of {str(mixed).removeprefix('torch.')}: before the first update random "
+                "bits below its precision are added, so that small updates are not rounded away in products"
+            )
+            return [("rounding", text)] * found
         if config.trainer.strategy == "deepspeed":
             return [("rounding", "DeepSpeed updates copies of the weights in fp32 (4 bytes each)")]
         own = "" if config.peft.method == "none" else "; an adapter's own weights are in fp32"
-        return [
-            (
-                "rounding",
-                "the 16 bits that rounding cuts off a weight are kept with the optimizer's state (2 bytes a trained "
-                "weight) and updates are computed in fp32, so small ones are not lost; gradients are summed and "
-                f"moments stored in half precision{own}",
-            )
-        ]
+        text = (
+            "the 16 bits that rounding cuts off a weight are kept with the optimizer's state (2 bytes a trained "
+            "weight) and updates are computed in fp32, so small ones are not lost; gradients are summed and "
+            f"moments stored in half precision{own}"
+        )
+        return [("rounding", text)]
+
+
+def _multiplied(model: PreTrainedModel) -> list[Tensor]:
+    """Returns the trained weights that products read, and not only lookups, which read them in fp32."""
+    head = model.get_output_embeddings()
+    looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} - {head and head.weight}
+    return [p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p not in looked_up]
+
+
+def fill_in(model: PreTrainedModel, precision: str) -> None:
+    """Fills in the bits that a half-precision checkpoint lacks (optim/half.py) in mixed precision; called once.
+
+    That is after the first gradient and before the first update, so that a reference model, the first validation and
+    the first loss are those of the checkpoint's own weights.
+    """
+    for place, parameter in enumerate(_multiplied(model) if precision in _MIXED else ()):
+        half.fill_in(parameter, place, _MIXED[precision])
 
 
 class AdapterHalfPrecision(HalfPrecision):
