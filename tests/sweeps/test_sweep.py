@@ -278,6 +278,33 @@ def test_report_sorts_and_shows_what_varies(tmp_path: Path) -> None:
     assert "has no trials.jsonl" in message(ended.err)
 
 
+def test_scores_that_measure_different_things_are_not_ranked_together(tmp_path: Path) -> None:
+    """DPO's 0.69 is no better than a text's 5.4; highest is best where checkpoint.mode says so."""
+    kinds = [
+        ("causal_lm", "val/loss", "min", 5.4),
+        ("dpo", "val/loss", "min", 0.69),
+        ("causal_lm", "val/loss", "min", 5.1),
+    ]
+    kinds += [("grpo", "val/reward", "max", 0.2), ("grpo", "val/reward", "max", 0.4)]
+    rows = []
+    for number, (objective, monitor, mode, score) in enumerate(kinds):
+        (tmp_path / str(number)).mkdir()
+        config = {"objective": {"name": objective}, "checkpoint": {"monitor": monitor, "mode": mode}}
+        (tmp_path / str(number) / "config.yaml").write_text(json.dumps(config))
+        rows.append({"number": number, "overrides": [f"objective={objective}"], "fixed": [], "score": score})
+    (tmp_path / "trials.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended = run("sweep_report", str(tmp_path))
+    assert [line.split()[0] for line in ended.out.splitlines() if line.strip()[:1].isdigit()] == [
+        "2",
+        "0",
+        "1",
+        "4",
+        "3",
+    ]
+    assert "val/reward, highest first: grpo" in ended.out
+    assert not (tmp_path / "sweep.png").exists()
+
+
 def test_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,4,5,7")
     assert [share_of_gpus(slot, 2) for slot in range(2)] == ["0,1", "4,5"]

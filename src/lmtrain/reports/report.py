@@ -89,7 +89,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     with _reading(run.summary):
         facts = _facts(trained, listed, summary, rows)
         headline = _headline(listed, summary, rows, monitor)
-        compared = _compared(config, monitor, higher)
+        compared = what_is_compared(config, monitor, higher)
     validated = (row for row in read_jsonl(run.metrics, json.dumps(monitor).encode()) if row.get("step") != 0)
     scores = (row[monitor] for row in validated if isinstance(row.get(monitor), int | float))
     score = (max if higher else min)(scores, default=None)
@@ -152,7 +152,7 @@ def _trained(config: dict[str, Any]) -> tuple[Any, Any, Any]:
     return objective.get("name"), named, data.get("path") or data.get("name") or data.get("source")
 
 
-def _compared(config: dict[str, Any], monitor: str, higher: bool) -> str:
+def what_is_compared(config: dict[str, Any], monitor: str, higher: bool) -> str:
     """Describes what the score of a run measures: only scores with the same description are ranked."""
     objective, _, data = _trained(config)
     loss = config.get("objective", {}).get("loss")

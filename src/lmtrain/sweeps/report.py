@@ -4,7 +4,7 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +13,7 @@ from lmtrain import errors, terminal
 from lmtrain.config import compose as rules
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
+from lmtrain.reports.report import what_is_compared
 from lmtrain.sweeps.trials import Trial, Trials, last_line, ranked
 
 _LOG_FROM = 10.0  # a key whose largest value is this many times the smallest is drawn on a logarithmic axis
@@ -26,29 +27,46 @@ def report(folder: Path) -> int:
     trials = Trials(folder).rows
     if not trials:
         raise UserError(f"{folder}: no trial has been started yet")
-    monitor, mode = monitored(folder, trials)
-    trials = ranked(trials, mode)
-    keys = varying(trials)
-    terminal.console().print(table(trials, keys, monitor))
+    keys, kinds = varying(trials), measured(folder, trials)
+    for kind in kinds:
+        if len(kinds) > 1:
+            print(terminal.visible(kind.compared))
+        terminal.console().print(table(kind.trials, keys, kind.monitor))
     if find_spec("matplotlib") is None:
         print('no picture: it needs matplotlib: pip install "lmtrain[plots]"')
+    elif len(kinds) > 1:
+        print("no picture: the scores of these trials measure different things, each with a table of its own")
     elif not any(t.score is not None for t in trials):
         print("no picture: no trial has a score")
     else:
         if len(keys) > DRAWN:
             print(f"the picture shows the first {DRAWN} of {len(keys):,} keys")
-        print(terminal.visible(f"written: {draw(folder, trials, keys[:DRAWN], monitor)}"))
+        print(terminal.visible(f"written: {draw(folder, kinds[0].trials, keys[:DRAWN], kinds[0].monitor)}"))
     return errors.FINISHED
 
 
-def monitored(folder: Path, trials: list[Trial]) -> tuple[str, str]:
-    """Returns checkpoint.monitor and checkpoint.mode of the trials."""
+class Comparable(NamedTuple):
+    """Trials whose scores measure the same, best first."""
+
+    compared: str  # what that is, in words
+    monitor: str  # checkpoint.monitor
+    trials: list[Trial]
+
+
+def measured(folder: Path, trials: list[Trial]) -> list[Comparable]:
+    """Returns trials by what their scores measure; those that have no config.yaml come last, with the first kind."""
+    found: dict[tuple[str, str, str], list[Trial]] = {}
+    unknown = []
     for trial in trials:
         path = folder / str(trial.number) / "config.yaml"
-        if path.is_file():
-            checkpoint = rules.read(path).get("checkpoint", {})
-            return checkpoint.get("monitor", "score"), checkpoint.get("mode", "min")
-    return "score", "min"
+        if not path.is_file():
+            unknown.append(trial)
+            continue
+        config = rules.read(path)
+        monitor, mode = (config.get("checkpoint", {}).get(*key) for key in (("monitor", "score"), ("mode", "min")))
+        found.setdefault((what_is_compared(config, monitor, mode == "max"), monitor, mode), []).append(trial)
+    found.setdefault(next(iter(found), ("", "score", "min")), []).extend(unknown)
+    return [Comparable(said, monitor, ranked(these, mode)) for (said, monitor, mode), these in found.items()]
 
 
 def values_of(trial: Trial) -> dict[str, str]:

@@ -18,6 +18,7 @@ from lmtrain.sweeps import plan as plans
 from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import SweepPlan
 from lmtrain.sweeps.processes import locked, refuse_strange_files
+from lmtrain.sweeps.report import measured
 from lmtrain.sweeps.trials import Trial, Trials
 
 
@@ -105,10 +106,10 @@ def _begin(trials: Trials, trial: Trial) -> Trial:
 
 def conclude(plan: SweepPlan, trials: Trials, started: list[Trial]) -> int:
     """Prints how the sweep ended and returns its exit code."""
-    ranked = rows.ranked(trials.rows, plan.config.checkpoint.mode)
-    if ranked and ranked[0].score is not None:
-        monitor, best = plan.config.checkpoint.monitor, ranked[0]
-        print(f"best: trial {best.number}, {monitor} {best.score:.6g} ({' '.join(best.overrides)})")
+    kinds = [kind for kind in measured(plan.folder, trials.rows) if kind.trials and kind.trials[0].score is not None]
+    for compared, monitor, (best, *_) in kinds:
+        of = f"; {compared}" if len(kinds) > 1 else ""
+        print(f"best: trial {best.number}, {monitor} {best.score:.6g} ({' '.join(best.overrides)}){of}")
     print(f"table and picture: python -m lmtrain.sweep_report {shlex.quote(str(plan.folder))}", flush=True)
     failed = [t for t in started if t.status == "failed"]
     for trial in failed:
