@@ -17,6 +17,7 @@ from lmtrain.adapters.trainable import (
     adapter_of,
     base_identity,
     check_weights,
+    describe_adapter,
     disabled,
     restore_start,
     without_frozen,
@@ -241,6 +242,15 @@ def test_experts_that_share_one_tensor_are_adapted(tmp_path: Path) -> None:
     assert all(p.abs().max() > 0 for p in experts.values())
     live = logits(model)
     assert torch.allclose(logits(merged(model)), live, atol=1e-4)
+
+
+def test_the_plan_names_what_is_adapted(bases: dict[str, Path]) -> None:
+    """peft's all-linear adapts some families' routers, which few expect."""
+    model = adapted(bases["experts"])
+    found = {n for n, m in model.named_modules() if hasattr(m, "lora_A") and m.lora_A}
+    assert any(name.endswith("mlp.gate") for name in found)
+    said = describe_adapter(adapter_of(model), PeftConfig(**LORA)).partition(", on ")[2].split(", ")
+    assert said == ["experts.down_proj", "experts.gate_up_proj", "gate.weight", "k_proj", "o_proj", "q_proj", "v_proj"]
 
 
 @pytest.mark.parametrize("names", [["lm_head"], ["embed_tokens", "lm_head"], ["lm_head", "embed_tokens"]], ids=str)

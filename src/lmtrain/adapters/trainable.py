@@ -70,6 +70,10 @@ def describe_adapter(adapter: Adapter, cfg: PeftConfig) -> str:
     config = adapter.config
     kinds = [word for word, on in (("rsLoRA", config.use_rslora), ("DoRA", config.use_dora)) if on]
     words = f"{' + '.join(kinds) or 'LoRA'} r={config.r}, alpha={config.lora_alpha:g}, dropout={config.lora_dropout:g}"
+    tuner = adapter.peft.base_model
+    on = {name.rpartition(".")[2] for name in tuner.targeted_module_names}
+    on |= {".".join(name.split(".")[-2:]) for name in tuner.targeted_parameter_names}  # experts and routers
+    words += f", on {', '.join(sorted(on))}"
     if cfg.quantization:
         words += f", base in {cfg.quantization}{' (double)' if cfg.double_quant else ''}"
     return f"{words}, continues {cfg.adapter} (trainable)" if cfg.adapter else words
