@@ -1,11 +1,13 @@
 """Models built from the config: shapes, initialization, presets, and what is refused."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from helpers_models import FAMILIES, VOCAB, objective, tiny
@@ -13,9 +15,10 @@ from lmtrain.config import compose as lmtrain_config
 from lmtrain.config.options import MODELS, LoadedModelConfig
 from lmtrain.config.schema import ModelConfig
 from lmtrain.errors import UserError
-from lmtrain.models import attention
+from lmtrain.models import attention, folder
 from lmtrain.models.build import build_model
 from lmtrain.models.flops import parameter_counts
+from tiny_pretrained import save_pretrained
 
 CONF = Path(__file__).parents[2] / "conf"
 PRESETS = sorted(p.stem for p in (CONF / "model").glob("*.yaml") if p.stem not in ("base", "custom"))
@@ -290,3 +293,18 @@ def test_a_real_pretrained_model_writes_english_and_predicts_it():
     wrapper = LanguageModel(model, objective(loss_chunk_tokens="auto"))
     out = wrapper(story[:, :-1], story[:, 1:])
     assert out.nll_sum / out.n_tokens < 1.2
+
+
+def test_an_index_in_the_hubs_cache_names_no_files_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers looks its names up in the cache without a check: weights of another folder would load."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repo = tmp_path / "models--some--body"
+    copy = save_pretrained(repo / "snapshots" / ("a" * 40))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("a" * 40)
+    assert folder.from_pretrained("some/body", local_files_only=True).config.model_type == "llama"
+    outside = (copy / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(outside), str(outside))}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="names weights outside its folder"):
+        folder.from_pretrained("some/body", local_files_only=True)

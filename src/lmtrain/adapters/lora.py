@@ -357,7 +357,7 @@ def load_adapter(folder: Path, *, whole: bool = False, **options: Any) -> PreTra
         UserError: see `check_shards`, and `text_of`.
     """
     stored = StoredConfig.from_pretrained(str(folder))
-    check_shards(Path(str(stored.base_model_name_or_path)))
+    check_shards(str(stored.base_model_name_or_path), revision=stored.revision)
     if gives_rewards(folder):
         return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).get_base_model()
     cls = AutoPeftModel if stored.auto_mapping else AutoPeftModelForCausalLM

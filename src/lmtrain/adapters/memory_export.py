@@ -99,7 +99,7 @@ def load(folder: Path, **options: Any) -> PreTrainedModel:
     Raises:
         UserError: see `settings_in` and `check_shards`.
     """
-    check_shards(folder)
+    check_shards(str(folder))
     base, _ = written_config(folder)
     settings = settings_in(folder)
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base])

@@ -7,7 +7,9 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
+from lmtrain.data import hub
 from lmtrain.errors import UserError
 from lmtrain.models.scalar_head import HEAD, says_scalar_head
 from lmtrain.models.wrapper import outermost, text_of
@@ -85,6 +87,7 @@ def base_config(folder: Path) -> PretrainedConfig:
     return CONFIG_MAPPING[base].from_dict({name: value for name, value in written.items() if name not in ADDED})
 
 
+_INDICES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 _MARKS = {"Linear4bit": "quant_state", "Linear8bitLt": "SCB"}  # bitsandbytes layers: attribute of quantised weights
 LAYERS = 10_000  # no model has more; layers are created before weights are read, so a million would take hours
 
@@ -103,9 +106,14 @@ def export_of(name: str) -> str:
     return next((str(path) for path in exports if any(path.glob("*config.json"))), name)
 
 
-def check_shards(folder: Path) -> None:
-    """Raises UserError if an index of weights in the folder names a file outside it, which transformers would read."""
-    for index in folder.expanduser().glob("*.index.json"):
+def check_shards(name: str, **options: Any) -> None:
+    """Raises UserError if an index of weights names a file outside its folder, which transformers would read.
+
+    Args:
+        name: a folder, or a name on the hub, whose index is downloaded.
+        options: revision and local_files_only, for the hub.
+    """
+    for index in filter(None, (hub.optional_file(name, file, **options) for file in _INDICES)):
         try:
             files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -132,10 +140,10 @@ def from_pretrained(name: str, *, scalar_head: bool | None = None, **options: An
             quantised; config.json has too many layers (see `checked`); or see `check_shards`.
     """
     config = options.get("config")
+    kept = {k: v for k, v in options.items() if k in ("revision", "local_files_only")}
     if config is None:
-        kept = {k: v for k, v in options.items() if k in ("revision", "trust_remote_code", "local_files_only")}
-        config = AutoConfig.from_pretrained(name, **kept)
-    check_shards(Path(name))
+        config = AutoConfig.from_pretrained(name, trust_remote_code=options.get("trust_remote_code"), **kept)
+    check_shards(name, **kept)
     checked(config, f"{name}/config.json")
     rewards = says_scalar_head(config) if scalar_head is None else scalar_head
     cls = outermost(config, rewards)
