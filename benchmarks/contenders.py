@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ends
 import yaml
 from legs import Leg, Lines, Skipped, Stamps
 from litgpt_env import litgpt_python
@@ -57,14 +58,14 @@ def bare(job: Job, folder: Path, options: Any) -> Leg:
 
 
 def lmtrain(job: Job, folder: Path, options: Any) -> Leg:
-    """The lmtrain.train command; its reports are the rows of metrics.jsonl."""
+    """The lmtrain.train command, ended after its last timed step; its reports are the rows of metrics.jsonl."""
 
     def rows() -> list[dict[str, Any]]:
         found = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
         return [row for row in found if "step_ms" in row]
 
     return Leg(
-        [sys.executable, "-m", "lmtrain.train", *job.overrides, f"run.dir={folder / 'run'}"],
+        [sys.executable, "-m", "lmtrain.train", *job.overrides, *ends.words(job.steps), f"run.dir={folder / 'run'}"],
         stamps=lambda _: [(row["step"], row["time"]) for row in rows()],
         facts=lambda _: {"last_loss": rows()[-1]["train/loss"]},
     )

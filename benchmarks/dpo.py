@@ -16,7 +16,7 @@ from workload import made_pairs
 
 def lmtrain(precomputed: bool) -> Contender:
     def leg(task: Task, folder: Path) -> Leg:
-        online = "adapter_off" if task.options.lora else "frozen_copy"
+        online = "adapter_off" if task.options.peft else "frozen_copy"
         settings = {
             "objective": "dpo",
             "objective.reference": "precomputed" if precomputed else online,

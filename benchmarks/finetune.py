@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import ends
 import torch
 from legs import Leg, Lines, Skipped, interleaved, run, say_left_out
 from machine import machine, setting, warn_if_busy
@@ -49,13 +50,18 @@ def parser(doc: str | None, contenders: dict[str, Contender], steps: int) -> arg
     made.add_argument("--contenders", default=",".join(contenders), help="default: %(default)s")
     made.add_argument("--data", type=Path, help="rows in a .jsonl or .parquet file or a folder of them; default: made")
     made.add_argument("--model", type=Path, help="a folder with a model's config and tokenizer; default: a small Llama")
-    made.add_argument("--lora", action="store_true", help="train LoRA of rank 16 on all linear layers, not all weights")
+    made.add_argument("--made", type=int, default=2000, help="rows that are made, without --data (%(default)s)")
+    made.add_argument("--lora", dest="peft", action="store_const", const="lora",
+                      help="train LoRA of rank 16 on all linear layers, not all weights")  # fmt: skip
+    made.add_argument("--peft", help="another adapter: qlora, qlora_8bit (lmtrain only)")
     made.add_argument("--micro-batch-size", type=int, help="per forward; default: a whole step's")
     made.add_argument("--trl-micro-batch-size", type=int, help="TRL's, which holds all logits; default: as the others'")
     made.add_argument("--seq-len", type=int, default=1024, help="longest row in tokens (%(default)s)")
     made.add_argument("--rounds", type=int, default=5, help="legs of each contender, interleaved (%(default)s)")
     made.add_argument("--steps", type=int, default=steps, help="optimizer steps of a leg (%(default)s)")
     made.add_argument("--warmup", type=int, default=5, help="first steps that do not count (%(default)s)")
+    made.add_argument("--every", type=int, default=1, help="steps between two times taken (%(default)s)")
+    made.add_argument("--scratch", type=Path, help="keep the model's weights here for the next call")
     made.add_argument("--precision", choices=tuple(PRECISIONS), help="default: fp32 on a CPU, bf16 on a GPU")
     made.add_argument("--threads", type=int, help="CPU threads; default: torch's choice")
     made.add_argument("--trl-python", type=Path, default=REPO / ".venv-trl/bin/python", help="default: make env-trl's")
@@ -69,8 +75,10 @@ def parse(made: argparse.ArgumentParser, contenders: dict[str, Contender], argv:
     unknown = [name for name in options.contenders if name not in contenders]
     if unknown:
         made.error(f"--contenders {','.join(unknown)}: choose among {', '.join(contenders)}")
-    if options.steps <= options.warmup:
-        made.error(f"--steps {options.steps} leaves nothing after --warmup {options.warmup}")
+    if options.steps <= options.warmup or options.steps % options.every or options.warmup % options.every:
+        made.error(
+            f"--steps {options.steps} leaves nothing after --warmup {options.warmup}, each {options.every} steps"
+        )
     options.precision = options.precision or ("bf16" if torch.cuda.is_available() else "fp32")
     return options
 
@@ -78,18 +86,19 @@ def parse(made: argparse.ArgumentParser, contenders: dict[str, Contender], argv:
 def prepare(
     folder: Path, options: argparse.Namespace, made_rows: Callable[[int], list[Row]], columns: list[str]
 ) -> Task:
-    rows = read_rows(options.data.expanduser(), 2000) if options.data else made_rows(2000)
+    rows = read_rows(options.data.expanduser(), 2000) if options.data else made_rows(options.made)
     rows = [{name: row[name] for name in columns} for row in rows]
     # Real conversations sometimes contain an empty turn, which lmtrain refuses and TRL trains on.
     rows = [row for row in rows if all(turn["content"] for turn in row.get("messages", []))]
-    data, model = folder / "rows.jsonl", folder / "model"
+    data, model = folder / "rows.jsonl", (options.scratch or folder) / "model"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_model(model, options.model, rows)
+    if not model.exists():  # writing some gigabytes anew takes longer than a leg
+        write_model(model, options.model, rows)
     return Task(data, model, options)
 
 
 def lmtrain_leg(task: Task, folder: Path, settings: dict[str, Any], counted: Callable[[Row], float]) -> Leg:
-    """The lmtrain.train command; its reports are the rows of metrics.jsonl."""
+    """The lmtrain.train command, ended after its last timed step; its reports are the rows of metrics.jsonl."""
     options = task.options
     common = {
         "data.path": task.data,
@@ -101,19 +110,18 @@ def lmtrain_leg(task: Task, folder: Path, settings: dict[str, Any], counted: Cal
         "model.name_or_path": task.model,
         "optimizer.lr": LEARNING_RATE,
         "schedule": "constant",
-        "trainer.max_steps": options.steps,
-        "trainer.log_every_n_steps": 1,
+        "trainer.log_every_n_steps": options.every,
         "trainer.save_every_n_steps": "null",
         "trainer.precision": PRECISIONS[options.precision],
         "export.enabled": "false",
         "run.dir": folder / "run",
     }
     argv = [*(f"{key}={value}" for key, value in {**common, **settings}.items()), *LOGGER]
-    argv += ["peft=lora"] if options.lora else []
+    argv += [*ends.words(options.steps), *([f"peft={options.peft}"] if options.peft else [])]
 
     def rows() -> list[Row]:
         found = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-        return [row for row in found if "train/loss" in row]
+        return [row for row in found if "train/loss" in row and row["step"] % options.every == 0]
 
     return Leg(
         [sys.executable, "-m", "lmtrain.train", *argv],
@@ -132,13 +140,16 @@ def trl_leg(task: Task, folder: Path, objective: str, settings: dict[str, Any], 
         "max_length": options.seq_len,
         "learning_rate": LEARNING_RATE,
         "bf16": bf16,
+        "logging_steps": options.every,
     }
+    if options.peft not in (None, "lora"):
+        raise Skipped(f"peft={options.peft} is lmtrain's")
     spec = {
         "objective": objective,
         "model": str(task.model),
         "data": str(task.data),
         "template": MARKED_CHATML,
-        "lora": LORA if options.lora else None,
+        "lora": LORA if options.peft else None,
         "weights": "bfloat16" if options.precision == "bf16-true" else "float32",
         "arguments": {**arguments, **settings},
     }
@@ -163,7 +174,7 @@ def measure(
 
     def leg(name: str, leg_folder: Path) -> tuple[Round, str]:
         done = run(contenders[name](task, leg_folder), options.threads)
-        (first, since), (last, until) = done.stamps[options.warmup - 1], done.stamps[-1]
+        (first, since), (last, until) = done.stamps[options.warmup // options.every - 1], done.stamps[-1]
         peak_gib = done.facts.get("gpu_gib") or done.peak_gib
         measured = Round((last - first) / (until - since), peak_gib, done.seconds)
         return measured, f"{name:<16} {measured.per_s:10,.1f} /s"
@@ -189,7 +200,7 @@ def show(results: dict[str, list[Round]], missing: dict[str, str], options: argp
         )
     Console(width=None if sys.stdout.isatty() else 110).print(table)
     say_left_out(missing)
-    what = "LoRA" if options.lora else "all weights"
+    what = options.peft or "all weights"
     print(f"{what}, {options.precision}, {setting()}")
 
 

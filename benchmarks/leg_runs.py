@@ -1,6 +1,6 @@
 """Short runs of the main job in this process, one after the other, and numbers from their records.
 
-Run by gpu_day.py: python leg_runs.py CASES.json FOLDER; CASES: {name: overrides}. Prints {name: numbers} at the end.
+Run by gpu_queue.py: python leg_runs.py CASES.json FOLDER; CASES: {name: overrides}. Prints {name: numbers} at the end.
 """
 
 import contextlib

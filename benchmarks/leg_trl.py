@@ -51,7 +51,6 @@ def main() -> None:
         CHECKPOINTING: False,
         "optim": "adamw_torch_fused",
         "lr_scheduler_type": "constant",
-        "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,

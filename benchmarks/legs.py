@@ -5,21 +5,22 @@ reports are compared, not any contender's own measurement.
 """
 
 import os
-import signal
+import runpy
 import subprocess
 import sys
-import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+HERE = Path(__file__).resolve().parent  # callbacks of runs are imported from here
 Lines = list[tuple[float, str]]  # output of a process: each line with its arrival time
 Stamps = list[tuple[int, float]]  # (optimizer steps done, wall-clock seconds)
 Measured = TypeVar("Measured")
-LIMIT_S: float | None = None  # a leg that takes longer is killed with its children
+FORK = False  # start Python legs as forks of this process, which saves their imports; only while it uses no GPU
 
 
 class Skipped(Exception):
@@ -47,38 +48,80 @@ class Run:
 
     stamps: Stamps
     facts: dict[str, Any]
-    seconds: float  # from start to exit, including imports, model building, compilation and saving
+    seconds: float  # from start to exit, including imports, model building and compilation
     peak_gib: float  # peak resident memory of the process
 
 
-def run(leg: Leg, threads: int | None) -> Run:
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers' Trainer would use all GPUs
-    if threads is not None:
-        env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    started, lines = time.time(), []
-    process = subprocess.Popen(
+class _Forked:
+    """What `run` needs of a subprocess.Popen, for a Python command that runs in a fork of this process."""
+
+    def __init__(self, command: list[str], cwd: Path | None, env: dict[str, str]) -> None:
+        read, write = os.pipe()
+        self.pid, self.returncode = os.fork(), 0
+        if self.pid == 0:
+            os.dup2(write, 1)
+            os.dup2(write, 2)
+            os._exit(_run_python(command[1:], cwd, env))
+        os.close(write)
+        self.stdout = os.fdopen(read, errors="replace")
+
+
+def _run_python(argv: list[str], cwd: Path | None, env: dict[str, str]) -> int:
+    """Does what `python ARGV` would do and returns the exit code."""
+    code: Any = 0
+    try:
+        sys.stdout, sys.stderr = (os.fdopen(os.dup(n), "w", buffering=1) for n in (1, 2))
+        os.environ.update(env)
+        os.chdir(cwd or ".")
+        sys.argv = argv[1:] if argv[0] == "-m" else argv
+        if argv[0] == "-m":
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if isinstance(code, str):
+        print(code)
+    sys.stdout.flush()
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def _start(leg: Leg, env: dict[str, str]) -> Any:
+    if FORK and leg.command[0] == sys.executable:
+        return _Forked(leg.command, leg.cwd, env)
+    return subprocess.Popen(
         leg.command,
         cwd=leg.cwd,
-        env=env | leg.env,
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=LIMIT_S is not None,
     )
-    assert process.stdout is not None
-    timer = threading.Timer(LIMIT_S or 0, os.killpg, (process.pid, signal.SIGKILL))
-    if LIMIT_S is not None:
-        timer.start()
+
+
+def run(leg: Leg, threads: int | None) -> Run:
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    env = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    env.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers' Trainer would use all GPUs
+    if threads is not None:
+        env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    started, lines = time.time(), []
+    process = _start(leg, env | leg.env)
     for line in process.stdout:
         lines.append((time.time(), line.rstrip()))
-    timer.cancel()
     _, status, usage = os.wait4(process.pid, 0)
     code = process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.time() - started
-    if LIMIT_S is not None and code == -signal.SIGKILL:
-        lines.append((time.time(), f"ended after {seconds:.0f} s, the limit of a leg"))
     if code != 0:
         last = [text for _, text in lines[-15:]] or ["it printed nothing"]
         raise Failed(f"exit code {code}, {last[-1]}\n" + "\n".join(last))

@@ -27,7 +27,7 @@ class Round:
     """One leg of one contender."""
 
     step_ms: float  # median over intervals of `every` steps
-    process_s: float  # from start to exit, including imports, model building, compilation and saving
+    process_s: float  # from start to exit, including imports, model building and compilation
     parameters: int | None = None  # if the contender reports it
     last_loss: float | None = None
 
@@ -76,8 +76,13 @@ def make_job(options: argparse.Namespace, folder: Path) -> Job:
     multiple = cfg.model.vocab_multiple_of
     embedding_rows = -(-shape.vocab_size // multiple) * multiple
     write_bins(folder / "bins", shape.vocab_size, embedding_rows)
-    cuda = torch.cuda.is_available()
-    return Job(cfg, chosen, folder / "bins", embedding_rows, options.steps, options.every, options.precision, cuda)
+    return job_of(options, chosen, folder / "bins", embedding_rows)
+
+
+def job_of(options: argparse.Namespace, chosen: list[str], bins: Path, embedding_rows: int = 0) -> Job:
+    """embedding_rows: of the model, which only litgpt has to be told."""
+    cfg, cuda = config.check(config.compose(chosen)), torch.cuda.is_available()
+    return Job(cfg, chosen, bins, embedding_rows, options.steps, options.every, options.precision, cuda)
 
 
 def measure(options: argparse.Namespace, job: Job, folder: Path) -> tuple[dict[str, list[Round]], dict[str, str]]:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pickle
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,14 +64,25 @@ def write_bin(path: Path, ids: "np.ndarray[tuple[int], np.dtype[np.uint16]]", vo
     ids.tofile(path)
 
 
-def write_text_bins(folder: Path, train_tokens: int, val_tokens: int) -> None:
-    """Writes the bytes of the running Python's standard library, about 10 MB: real text that every machine has."""
+def write_text_bins(folder: Path, train_tokens: int, val_tokens: int, packages: bool = False) -> None:
+    """Writes the bytes of the running Python's standard library, about 10 MB: real text that every machine has.
+
+    packages: of the installed packages too, some 200 MB, in an order that mixes them.
+    """
     folder.mkdir(parents=True)
-    files = sorted(Path(os.__file__).parent.glob("**/*.py"))
-    texts = (file.read_bytes() for file in files if "site-packages" not in file.parts and "test" not in file.parts)
-    text = np.frombuffer(b"\n\n".join(texts), dtype=np.uint8).astype(np.uint16)
-    write_bin(folder / "val.bin", text[:val_tokens].copy(), 256)
-    write_bin(folder / "train.bin", text[val_tokens : val_tokens + train_tokens].copy(), 256)
+    places = [os.path.dirname(os.__file__), *(sysconfig.get_path("purelib") for _ in range(packages))]
+    files = [file for place in dict.fromkeys(places) for file in sorted(Path(place).glob("**/*.py"))]
+    files = [f for f in files if "test" not in f.parts and (packages or "site-packages" not in f.parts)]
+    if packages:
+        files = [files[i] for i in np.random.default_rng(0).permutation(len(files))]
+    text = bytearray()
+    for file in files:
+        text += file.read_bytes() + b"\n\n"
+        if len(text) >= train_tokens + val_tokens:
+            break
+    ids = np.frombuffer(bytes(text), dtype=np.uint8).astype(np.uint16)
+    write_bin(folder / "val.bin", ids[:val_tokens].copy(), 256)
+    write_bin(folder / "train.bin", ids[val_tokens : val_tokens + train_tokens].copy(), 256)
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 256}))
 
 

@@ -88,7 +88,7 @@ def _words(random: np.random.Generator, count: int) -> str:
     return " ".join(f"word{number}" for number in random.zipf(1.3, count) % 900)
 
 
-def write_model(folder: Path, shape_of: Path | None, rows: list[Row]) -> None:
+def write_model(folder: Path, shape_of: Path | None, rows: list[Row], dtype: torch.dtype = torch.float32) -> None:
     """Writes a model of random weights (speed doesn't depend on them), of the shape in `shape_of` or a small Llama."""
     if shape_of is None:
         texts = (turn["content"] for row in rows for turns in row.values() for turn in turns)
@@ -110,16 +110,16 @@ def write_model(folder: Path, shape_of: Path | None, rows: list[Row]) -> None:
     disable_progress_bar()
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a billion weights are drawn at once on a GPU
-        AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(shape, dtype=dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def write_shape(folder: Path) -> Path:
-    """Writes config and tokenizer for the shape of Llama 3.2 1B, 1.24 B parameters; the tokenizer has few tokens."""
+def write_shape(folder: Path, shape: dict[str, Any] = LLAMA_1B) -> Path:
+    """Writes config and tokenizer, by default for the shape of Llama 3.2 1B; the tokenizer has few tokens."""
     texts = (turn["content"] for row in made_conversations(200) for turn in row["messages"])
     tokenizer = chatml_tokenizer(texts, vocab_size=4096)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    LlamaConfig(**LLAMA_1B, **ids).save_pretrained(folder)
+    LlamaConfig(**shape, **ids).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

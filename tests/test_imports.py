@@ -13,7 +13,7 @@ import lmtrain
 from lmtrain import cli
 from support import REPO, TINY, rows
 
-# pyarrow and datasets (200 MB) are needed only for columnar files and the hub; benchmarks/gpu_day.py runs without them.
+# pyarrow and datasets (200 MB) are only for columnar files and the hub; benchmarks/gpu_queue.py runs without them.
 EXTRAS = ("pyarrow", "torchao", "datasets", "deepspeed", "bitsandbytes", "lm_eval", "matplotlib", "optuna", "submitit",
           "hydra_plugins")  # fmt: skip
 HEAVY = ("torch", "lightning", "transformers", "datasets", "wandb", "tensorboard", "pandas")

@@ -1,13 +1,24 @@
-"""The commands of gpu_check.py by name. RUN in a command stands for the folder of its run."""
+"""Short runs of everything that differs on a GPU, many at a time: do they work, and do they learn as on a CPU?
 
+Nothing is timed, because the processes share the machine. RUN in a command stands for the folder of its run.
+"""
+
+import json
+import shlex
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from shapes import LOGGER
+import legs
+import torch
+from shapes import LOGGER, write_text_bins
+from workload import Row, made_conversations, made_pairs, write_model, write_shape
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
+ENV = {"TORCHINDUCTOR_COMPILE_THREADS": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "COLUMNS": "150"}
 ON_BOTH = ("pretrain", "packed", "dpo", "muon")  # run in fp32 on the GPU and on the CPU
-LMTRAIN = f"{sys.executable} -m lmtrain"
+LMTRAIN = "lmtrain"
 STEPS = "trainer.max_steps=12 trainer.log_every_n_steps=1 trainer.val_check_interval=6 trainer.limit_val_batches=1"
 SAVES = f"{STEPS} {' '.join(LOGGER)} trainer.save_every_n_steps=6"
 SHORT = f"{SAVES} trainer.save_every_n_steps=null callbacks.samples.every_n_validations=0 export.enabled=false"
@@ -15,14 +26,13 @@ ROWS = "data.seq_len=512 data.global_batch_size=8 data.micro_batch_size=8"
 
 
 def cases(data: Path, toy: bool) -> dict[str, str]:
-    """Returns shell commands; those that take longest come first.
+    """Returns arguments of `python -m` by name, && between processes: pretraining, fine-tuning, runs on both devices.
 
-    data: the folder that gpu_check.py has prepared.
+    data: the folder that `prepare` has made.
     toy: shapes for a CPU.
     """
-    found = {"python_stdlib": f"{LMTRAIN}.train experiment=python_stdlib budget.minutes=2 run.dir=RUN {cache(data)}"}
+    found = {name: f"{LMTRAIN}.train {words} run.dir=RUN" for name, words in pretraining(data, toy).items()}
     found |= {name: f"{LMTRAIN}.train {words} run.dir=RUN" for name, words in fine_tuning(data, toy).items()}
-    found |= {name: f"{LMTRAIN}.train {words} run.dir=RUN" for name, words in pretraining(data, toy).items()}
     found["gpt_small"] += f" && {LMTRAIN}.generate RUN '115 101' && {LMTRAIN}.evaluate run_dir=RUN"
     found["sft"] += f" export.enabled=true && {LMTRAIN}.generate RUN hello"
     exact = {
@@ -35,13 +45,75 @@ def cases(data: Path, toy: bool) -> dict[str, str]:
         on = f"{LMTRAIN}.train {words} trainer.precision=32-true trainer.compile=false run.dir=RUN"
         gpu = "cpu" if toy else "gpu"
         found |= {f"{name}_gpu": f"{on} trainer.accelerator={gpu}", f"{name}_cpu": f"{on} trainer.accelerator=cpu"}
-    verify = f"CUBLAS_WORKSPACE_CONFIG=:4096:8 {LMTRAIN}.verify trainer.deterministic=true run.root=RUN"
-    return found | {
-        "verify": f"{verify} {text(data, 'llama_nano')}",
-        "verify_packed": f"{verify} {sft(data)}",
-        "doctor": f"{LMTRAIN}.doctor",
-        "gpu_tests": f"{sys.executable} -m pytest -q -m gpu -p no:cacheprovider {TESTS}/losses {TESTS}/models",
-    }
+    verify = f"{LMTRAIN}.verify trainer.deterministic=true run.root=RUN"
+    return found | {"verify": f"{verify} {text(data, 'llama_nano')}", "doctor": f"{LMTRAIN}.doctor"}
+
+
+def prepare(folder: Path, wide: bool) -> None:
+    """Writes the bins, the rows and the pretrained models that the cases read, unless they are there."""
+    if not folder.exists():
+        folder.mkdir()
+        chats, pairs = made_conversations(600), made_pairs(300)
+        sides = [(pair, side) for pair in pairs for side in ("chosen", "rejected")]
+        rows: dict[str, list[Row]] = {
+            "chats": chats,
+            "pairs": pairs,
+            "unpaired": [
+                {"prompt": p["prompt"], "completion": p[side], "label": side == "chosen"} for p, side in sides
+            ],
+            "prompts": [{"prompt": pair["prompt"]} for pair in pairs],
+        }
+        for name, made in rows.items():
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        write_text_bins(folder / "bins", 2_000_000 if wide else 100_000, 20_000 if wide else 1_000)
+        write_model(folder / "model", None, chats)
+    if wide and not (folder / "wide").exists():  # two layers as wide as those of Llama 3.2 1B, for products of 8 bits
+        config = write_shape(folder / "shape") / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 2, "vocab_size": 4096}))
+        write_model(folder / "wide", folder / "shape", made_conversations(1))
+
+
+def run_all(data: Path, out: Path, first: str, last: str, toy: bool) -> dict[str, Any]:
+    """Runs the cases from `first` to before `last`, 14 at a time; of a toy only one.
+
+    Returns: what failed, how each ended, how much the losses of runs on the GPU and on the CPU differ.
+    """
+    prepare(data, not toy)
+    found, names = cases(data, toy), [*cases(data, toy), ""]
+    names = names[names.index(first) : names.index(last)]
+    if toy:
+        names, ending = names[:1], " data.seq_len=64 data.global_batch_size=2 data.micro_batch_size=2"
+        found = {name: found[name].split(" && ")[0] + ending for name in names}
+    with ThreadPoolExecutor(14) as pool:
+        made = {name: pool.submit(_run, found[name], out / name) for name in names}
+    ended = {name: of.result() for name, of in made.items()}
+    failed = {name: of["failed"] for name, of in ended.items() if of["failed"]}
+    both = [name for name in ON_BOTH if {f"{name}_gpu", f"{name}_cpu"} <= ended.keys()]
+    return {"failed": failed, "ended": ended, "compared": [_largest_difference(ended, name) for name in both]}
+
+
+def _run(command: str, folder: Path) -> dict[str, Any]:
+    """Runs a case; returns why it failed, if it did, its seconds and losses."""
+    began, failed = time.monotonic(), None
+    for words in command.replace("RUN", str(folder)).split(" && "):
+        try:
+            legs.run(legs.Leg([sys.executable, "-m", *shlex.split(words)], lambda _: [], env=ENV), threads=2)
+        except legs.Failed as error:
+            failed = str(error)[-1000:]
+            break
+    metrics = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    losses, seconds = [row["train/loss"] for row in rows if "train/loss" in row], time.monotonic() - began
+    print(f"{folder.name:16} {'failed' if failed else 'ended'} {seconds:6.1f} s {losses[-1:]}", flush=True)
+    return {"failed": failed, "seconds": seconds, "losses": losses}
+
+
+def _largest_difference(found: dict[str, Any], name: str) -> str:
+    """Compares the training losses of the same run on the GPU and on the CPU."""
+    gpu, cpu = (torch.tensor(found[f"{name}_{device}"]["losses"]) for device in ("gpu", "cpu"))
+    if len(gpu) != len(cpu) or not len(gpu):
+        return f"{name}: not compared with the CPU"
+    return f"{name}: losses on GPU and CPU differ by at most {(gpu - cpu).abs().max():.1e}"
 
 
 def cache(data: Path) -> str:
