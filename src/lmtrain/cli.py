@@ -127,7 +127,7 @@ def _out_of_memory(error: BaseException) -> int:
     if not errors.out_of_memory(error):
         raise error
     errors.print_error(
-        "out of memory: the machine's memory, or the limit of this user or job, is used up: free some or raise it"
+        "out of memory: the machine's, or the limit of this user or job, is used up: free some or raise it"
     )
     return errors.FAILED
 

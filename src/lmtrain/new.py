@@ -22,9 +22,7 @@ def write(kind: str, name: str) -> int:
     if kind not in KINDS:
         raise UserError(f"there is no skeleton of {kind!r}: {', '.join(KINDS)}")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise UserError(
-            f"{name!r} can't name a module: use small letters, digits and _, and no word of Python's, such as my_thing"
-        )
+        raise UserError(f"{name!r} can't name a module: use small letters, digits and _, no word of Python's: my_thing")
     cls = "".join(part.capitalize() for part in name.split("_"))
     files = [Path(f"{name}.py"), Path(f"test_{name}.py")]
     for file in (file for file in files if file.exists()):

@@ -25,7 +25,7 @@ def prepare(config: Config) -> int:
         return errors.FINISHED
     if config.data.source == "bins":
         raise UserError(
-            "data=bins is prepared already: train with it, or name a source of text (data=text data.path=...)"
+            "data=bins is prepared already: train on it, or name a source of text (data=text data.path=...)"
         )
     if config.data.ring_bytes is not None:
         raise UserError(

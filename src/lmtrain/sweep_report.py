@@ -2,7 +2,5 @@
 
 from lmtrain import cli
 
-main = cli.folder_door(
-    "sweep_report", "lmtrain.sweeps.report:report", "the sweep's folder, such as outputs/sweeps/my_sweep"
-)
+main = cli.folder_door("sweep_report", "lmtrain.sweeps.report:report", "a folder such as outputs/sweeps/my_sweep")
 cli.run_as_program(__name__, main)

@@ -158,8 +158,8 @@ def test_dpo_takes_the_model_without_its_memory_for_reference(bases: dict[str, P
 WRONG = {
     "memory.top_k=9": "memory.top_k=9 of memory.num_chapters=4: a token can't read more",
     "memory.memory_dim=18": "memory.memory_dim=18 does not divide into memory.num_heads=4: set memory.num_heads=3 or",
-    "memory.layers=[0,2]": "memory.layers=[0, 2]: there is no layer 2; the model has 2, 0 to 1",
-    "memory.layers=every_4": "memory.layers=every_4: the model has only 2 layers; set memory.layers=[1]",
+    "memory.layers=[0,2]": "memory.layers=[0, 2]: no layer 2; the model has 2, 0 to 1",
+    "memory.layers=every_4": "memory.layers=every_4: the model has 2 layers; set memory.layers=[1]",
     "memory.layers=all": "memory.layers=all: every_4 say, or a list of layers counted from 0",
     "memory.chapter_size=4000000000": "the memory needs 7,629.4 GiB to be trained",
     "router.z_loss=-1": "router.z_loss=-1.0: a number from 0 up is needed",

@@ -181,7 +181,7 @@ def test_the_plan_says_which_source_a_bare_path_chose(corpus: Path, tmp_path: Pa
     assert "20 files" in said or str(corpus) in said
     assert "optimizer.lr=0: nothing will be learned" in said
     assert "router.*: this model has neither" in said
-    assert "trainer.val_check_interval=99 is longer than the run" in said
+    assert "trainer.val_check_interval=99 exceeds the run" in said
 
 
 def test_only_a_length_that_nobody_gave_is_said_to_be_chosen(tmp_path: Path) -> None:

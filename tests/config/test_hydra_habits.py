@@ -136,7 +136,7 @@ def test_one_section_as_hydra_shows_it(
         (["--hydra-help"], "--help"),
         (["--package", "model"], "go with --cfg"),
         (["--resolve"], "go with --cfg"),
-        (["--cfg", "--package", "modl"], "--package modl: no section; sections: objective, "),
+        (["--cfg", "--package", "modl"], "--package modl: choose objective, "),
         (["hparams_search=mnist_optuna"], "here it is sweep=optuna (with -m)"),
         (["train=False"], "python -m lmtrain.train"),
         (["test=True"], "python -m lmtrain.evaluate RUN"),

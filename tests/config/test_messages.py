@@ -22,7 +22,7 @@ SAID = {
     "model=llama_nano|model.name=llama_small": "the model stays llama_nano. Choose model=llama_small",
     "~peft=lora": "peft=none turns it off",
     "~model": "the group model can't be left out; options: ",
-    "run.name=\u00e9t\u00e9": "use letters (a-z, A-Z), digits",
+    "run.name=\u00e9t\u00e9": "use a-z, A-Z, digits",
     "data=text|data.path=/dev/null": "is a device, pipe or socket",
 }
 

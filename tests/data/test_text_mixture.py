@@ -106,7 +106,7 @@ WRONG = {
     "data.mixture=[{weight: 2}]": "data.mixture[0]: give one of path (files), name",
     "data.mixture=[{path: A, name: wikitext}]": "data.mixture[0]: give one of path (files), name",
     "data.mixture=[{path: A, weight: -1}]": "data.mixture[0].weight=-1: a weight is a number from 0 up",
-    "data.mixture=[{path: A}, {path: B, weight: {4: 1}}]": "data.mixture[1].weight={4: 1}: say what it is from step 0",
+    "data.mixture=[{path: A}, {path: B, weight: {4: 1}}]": "data.mixture[1].weight={4: 1}: say what it is at step 0",
     "data.mixture=[{path: A, weight: {0: 1, x: 2}}]": "'x' is not a step",
     "data.mixture=[{path: A, weight: 0}, {path: B, text_column: body, weight: {0: 1, 3: 0}}]":
         "data.mixture: all weights are 0 from step 3 on",

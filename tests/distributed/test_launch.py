@@ -188,7 +188,7 @@ def test_ranks_that_have_nothing_to_do_leave_a_finished_run_as_it_is(
     for code, wanted in ((0, errors.FINISHED), (-15, errors.FAILED)):
         monkeypatch.setattr(launch, "launch_ranks", lambda *_, code=code: code)
         assert launch.launch(run, asked, 2) == wanted
-        assert ("stopped before they could save" in capsys.readouterr().err) is (wanted == errors.FAILED)
+        assert ("stopped before they saved" in capsys.readouterr().err) is (wanted == errors.FAILED)
 
 
 def test_ranks_are_found_in_the_environment() -> None:

@@ -196,7 +196,7 @@ def test_too_few_rows_to_hold_one_out(tmp_path: Path) -> None:
     """With data.val_fraction=0.05, four rows give no validation row, and the run says so."""
     ended = sft(write_chats(tmp_path / "chats.jsonl", 4), tmp_path / "run", "data.val_fraction=0.05")
     assert ended.code == 0, ended.err
-    assert "there is no validation split" in " ".join(ended.out.replace("│", " ").split())
+    assert "no validation split" in " ".join(ended.out.replace("│", " ").split())
 
 
 def test_broken_json_and_long_rows(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def refusal(cell: Cell) -> str | None:
     c = cell
     quantized = c.adapter.startswith("qlora")
     if c.objective == "mdlm" and c.path != "plain":
-        return "objective=mdlm trains a model that attends in both directions over whole rows"
+        return "objective=mdlm attends in both directions over whole rows"
     if c.objective == "kto" and c.reference in ("precomputed", "none"):
         return "objective.reference"
     if c.precision == "fp8" and quantized:

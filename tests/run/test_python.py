@@ -180,7 +180,7 @@ def test_what_is_mixed_up_is_said(corpus: Path, tmp_path: Path, monkeypatch: pyt
         ("CausalLM trains whole steps, and this loader gives micro-", lambda: trainer.fit(run.objective, data)),
         ("num_workers=-1: a whole number from 0", lambda: lmtrain.TextDataModule("text", **keys, num_workers=-1)),
         ("compose takes a list of overrides", lambda: lmtrain.compose("model=gpt_nano")),
-        ("build takes the config that compose returns", lambda: lmtrain.build({})),  # type: ignore[arg-type]
+        ("build takes what compose returns", lambda: lmtrain.build({})),  # type: ignore[arg-type]
     ):
         with pytest.raises(UserError, match=match):
             does()

@@ -104,9 +104,7 @@ def settings_of(cfg: MemoryConfig, model: PreTrainedModel) -> MemorySettings:
     try:
         depth = len(decoder_layers(model))
     except (ValueError, AttributeError) as error:
-        raise UserError(
-            f"memory: {error}, so no memory can be attached between its layers: choose another model"
-        ) from None
+        raise UserError(f"memory: {error}, so no memory can stand between its layers: choose another model") from None
     values: dict[str, Any] = {name: getattr(cfg, name) for name in MemoryConfig.__dataclass_fields__}
     values["layers"] = chosen_layers(cfg.layers, depth)
     values["router_noise"] = float(values["router_noise"])

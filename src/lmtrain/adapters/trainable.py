@@ -56,9 +56,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     """
     adapter = adapter_of(model)
     if adapter is not None and adapter.start:
-        raise UserError(
-            "the base model can't be recovered from this model: peft.init_weights=pissa or olora moved its weights"
-        )
+        raise UserError("the base model can't be recovered: peft.init_weights=pissa or olora moved its weights")
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     # Not peft's disable_adapter, which also freezes the adapter temporarily; a sharded model would keep it frozen.
     with switched(layers, "_disable_adapters", True), switched(memory_blocks(model), "enabled", False):

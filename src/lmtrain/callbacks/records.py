@@ -224,7 +224,7 @@ def number(name: str, value: Any) -> int | float:
         if value.numel() == 1 and not value.is_complex():
             return value.item()
         raise RunError(
-            f"{name} was logged with a tensor of shape {tuple(value.shape)}: log a single number, for example its mean"
+            f"{name} was logged with a tensor of shape {tuple(value.shape)}: log one number, such as its mean"
         )
     if isinstance(value, Real):
         return int(value) if isinstance(value, int) else float(value)

@@ -79,9 +79,7 @@ class FeedStream(pl.Callback):
         try:
             self._wait()
         except Exception as error:
-            self.stop.ask(
-                f"the stream, which was interrupted ({error}),", None if isinstance(error, ReadError) else error
-            )
+            self.stop.ask(f"the stream, which broke off ({error}),", None if isinstance(error, ReadError) else error)
 
     def _wait(self) -> bool:
         """Waits for the rows of the next two steps; returns False if a stop was requested before they were there.

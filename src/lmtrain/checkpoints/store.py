@@ -258,9 +258,7 @@ def load_trainer_state(path: Path) -> dict[str, Any]:
     """Returns the content of a checkpoint's trainer.pt, which holds no weights; its tensors are mapped, not read."""
     state = _unpickle(path / "trainer.pt", mmap=True)
     if "callbacks" not in state or "fingerprint" not in state:
-        raise UserError(
-            f"{path / 'trainer.pt'} was not written by lmtrain as part of a checkpoint; choose another checkpoint"
-        )
+        raise UserError(f"{path / 'trainer.pt'} was not written by lmtrain as part of a checkpoint; choose another")
     return state
 
 

@@ -218,7 +218,7 @@ def _check_source(source: str, allow_target: list[str]) -> None:
     own = ("lmtrain.data.sources.sums", "lmtrain.data.sources.stories")
     if not any(source.startswith(f"{package}.") for package in (*allow_target, *own)):
         raise UserError(
-            f"data.source={source}: name a class of your own package, and allow the package with run.allow_target=[...]"
+            f"data.source={source}: name a class of your own package, and allow that with run.allow_target=[...]"
         )
 
 
@@ -235,9 +235,7 @@ def time_limit_seconds(text: str | None) -> float | None:
     if text is None:
         return None
     if re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text) is None:
-        raise UserError(
-            f"run.time_limit={text!r}: write it as SLURM does: HH:MM:SS such as 11:50:00, minutes, MM:SS or days-HH:MM"
-        )
+        raise UserError(f"run.time_limit={text!r}: write HH:MM:SS such as 11:50:00, or minutes, MM:SS or days-HH:MM")
     days, _, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
@@ -369,14 +367,10 @@ def chosen_layers(layers: object, depth: int) -> tuple[int, ...]:
         step = int(layers.removeprefix("every_"))
         found = tuple(range(step - 1, depth, step))
         if not found:
-            raise UserError(
-                f"memory.layers={layers}: the model has only {depth} layers; set memory.layers=[{depth - 1}]"
-            )
+            raise UserError(f"memory.layers={layers}: the model has {depth} layers; set memory.layers=[{depth - 1}]")
         return found
     assert isinstance(layers, list)
     beyond = [index for index in layers if index >= depth]
     if beyond:
-        raise UserError(
-            f"memory.layers={layers}: there is no layer {beyond[0]}; the model has {depth}, 0 to {depth - 1}"
-        )
+        raise UserError(f"memory.layers={layers}: no layer {beyond[0]}; the model has {depth}, 0 to {depth - 1}")
     return tuple(sorted(set(layers)))

@@ -206,9 +206,7 @@ def to_yaml(composed: DictConfig, package: str | None = None) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(tree))
     section = at(tree, str(package).split("."))
     if not isinstance(section, dict):
-        raise UserError(
-            f"--package {package}: no section; sections: {', '.join(k for k in tree if isinstance(tree[k], dict))}"
-        )
+        raise UserError(f"--package {package}: choose {', '.join(k for k in tree if isinstance(tree[k], dict))}")
     return f"# @package {package}\n{OmegaConf.to_yaml(OmegaConf.create(section))}"
 
 

@@ -77,7 +77,7 @@ def name_of_file(key: str, value: Any) -> None:
     """Raises UserError unless the value is null or a file name, without folders, that needs no quotes."""
     if value is not None and not re.fullmatch(_PART, str(value)):
         raise UserError(
-            f"{key}={value!r}: use letters (a-z, A-Z), digits, '.', '_', '-' and '+' only, not '.' or '-' at its start"
+            f"{key}={value!r}: use a-z, A-Z, digits, '.', '_', '-' and '+' only, not '.' or '-' at its start"
         )
 
 

@@ -106,9 +106,7 @@ def unknown_option(group: str, option: str, folders: Iterable[Path]) -> str:
     meant = OPTIONS.get(f"{group}={option.lower()}") or next(iter(near), None)
     hint = f"did you mean {meant}? " if meant else ""
     if group == "model":
-        hint += (
-            f"trained weights of the hub are model=pretrained model.name_or_path={option}, or model=owner/{option}; "
-        )
+        hint += f"weights of the hub are model=pretrained model.name_or_path={option}, or model=owner/{option}; "
     return f"there is no {group}={option}; {hint}options: {', '.join(known)}"
 
 

@@ -156,9 +156,7 @@ def _read_only(section: type) -> type:
 
     def set_once(self: Any, name: str, value: Any) -> None:
         if name in vars(self):  # absent while dataclasses.replace constructs a copy
-            raise AttributeError(
-                f"{section.__name__}.{name} can't be set to {value!r}: the config is already resolved and in use"
-            )
+            raise AttributeError(f"{section.__name__}.{name} can't be set to {value!r}: the config is in use already")
         object.__setattr__(self, name, value)
 
     return type(section.__name__, (section,), {"__setattr__": set_once, "__module__": section.__module__})

@@ -153,9 +153,7 @@ def check_devices(t: TrainerConfig) -> None:
             fits = [f"trainer.devices={size}"]
         elif splits_layers:
             fits.append("trainer.strategy=fsdp")
-        raise UserError(
-            f"{key}={size} does not divide trainer.devices={devices}, the devices of a node: set {' or '.join(fits)}"
-        )
+        raise UserError(f"{key}={size} does not divide trainer.devices={devices} of a node: set {' or '.join(fits)}")
 
 
 def _check_tensor_parallel(c: Config) -> None:

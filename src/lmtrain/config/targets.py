@@ -49,9 +49,7 @@ def check_names(key: str, entry: Any, allow_target: Sequence[str]) -> None:
             continue
         special = [str(name) for name in node if str(name).startswith("_") and name not in SPECIAL]
         if special:
-            raise UserError(
-                f"{key}: {special[0]} has no meaning here; next to _target_ there are only the class's arguments"
-            )
+            raise UserError(f"{key}: {special[0]} has no meaning here; beside _target_ are only the class's arguments")
         if not isinstance(node.get("_args_", []), list):
             raise UserError(f"{key}: _args_={node['_args_']}: a list of arguments is needed")
         check_allowed(key, node["_target_"], allow_target)

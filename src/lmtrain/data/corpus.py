@@ -291,7 +291,7 @@ def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
     assert train is not None  # prepare_examples refuses data without it
     if len(train) == 0:
         raise UserError(
-            f"data.mixture={config.data.mixture}: with these weights no row is left to train on; raise them"
+            f"data.mixture={config.data.mixture}: with these weights no row is left to train on: raise them"
         )
     rows, words = encoder.make_rows(train, config, config.seed)
     return Corpus.of(

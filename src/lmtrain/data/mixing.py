@@ -140,9 +140,7 @@ def check_weights(sources: Sequence[dict[int, float]]) -> None:
     """Raises UserError if the weights of all sources are 0 from some step on."""
     for step in sorted({step for weights in sources for step in weights}):
         if not any(weight_at(weights, step) for weights in sources):
-            raise UserError(
-                f"data.mixture: all weights are 0 from step {step} on: give at least one source a weight above 0"
-            )
+            raise UserError(f"data.mixture: all weights are 0 from step {step} on: give a source a weight above 0")
 
 
 def split_evenly(number: int, shares: Sequence[float]) -> np.ndarray:

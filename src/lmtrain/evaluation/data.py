@@ -122,7 +122,7 @@ class ScoredDocuments:
         found = pieces_of(data, "val")
         if found is None:
             raise UserError(
-                "there is no validation split to evaluate on: name data, such as data=text data.val_path=test.txt"
+                "there is no validation split to evaluate: name data, such as data=text data.val_path=a.txt"
             )
         return found
 

@@ -110,9 +110,7 @@ class Results:
         (_, first), (_, second) = self.models
         counts = [len(next(iter(found.scores.columns.values()))) for found in (first, second)]
         if counts[0] != counts[1]:
-            raise UserError(
-                f"the models read {counts[0]} and {counts[1]} rows: rows that are too long were dropped or split"
-            )
+            raise UserError(f"the models read {counts[0]} and {counts[1]} rows: too long ones were dropped or split")
         same = first.data.get("rows_fingerprint") == second.data.get("rows_fingerprint")
         if not same and not (first.all_in_order and second.all_in_order):
             raise UserError(

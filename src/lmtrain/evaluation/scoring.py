@@ -161,9 +161,7 @@ def window_sizes(who: Subject, config: Config) -> tuple[int, int]:
     if context > most:
         raise UserError(f"evaluate.context={context}: {who.name} has positions for {most} tokens")
     if context == 2**31:
-        raise UserError(
-            "this model has no fixed context length: set evaluate.context, for example evaluate.context=2048"
-        )
+        raise UserError("this model has no fixed context length: set evaluate.context=2048, for example")
     stride = e.stride or context // 2
     if stride >= context:
         raise UserError(f"evaluate.stride={stride}: less than evaluate.context={context} is needed")
@@ -307,9 +305,7 @@ def reference_model(who: Subject, config: Config) -> tuple[LanguageModel, str]:
         return found.model, config.evaluate.reference
     own = who.own
     if own is None or not isinstance(own.model, LoadedModelConfig):
-        raise UserError(
-            "margins are measured against a reference: name the model that training began with, evaluate.reference="
-        )
+        raise UserError("margins need a reference: name the model that training began with, evaluate.reference=")
     began = copy.deepcopy(own)
     if began.peft.quantization is None:
         began.trainer.accelerator = "cpu"

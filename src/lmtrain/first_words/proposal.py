@@ -130,7 +130,7 @@ def _text(
     longest = max(sizes, key=lambda c: (sizes[c], c == "text"), default=None)
     if longest is None or sizes[longest] == 0:
         raise UserError(
-            f"{named} has no column of text (columns: {', '.join(columns)}): name one with data.text_column=..."
+            f"{named} has no column of text (columns: {', '.join(columns)}): name one, data.text_column=..."
         )
     others = [c for c in columns if c != longest]
     also = f"; not read: {', '.join(others[:6])}" if others else ""

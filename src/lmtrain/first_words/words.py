@@ -194,9 +194,7 @@ def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> 
         return _python(command, word, path, recipe, folders)
     if path.suffix in CONFIGS:
         if path.is_file():
-            return (
-                f"{word}: one config at a time, with data and key=value: {command} {quote(word)} trainer.max_steps=100"
-            )
+            return f"{word}: one config at a time, data and key=value: {command} {quote(word)} trainer.max_steps=100"
         if recipe in options_of("experiment", folders):
             return f"{word}: no such file; a recipe of that name is {command} experiment={recipe}"
     if path.exists():

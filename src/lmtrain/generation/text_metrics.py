@@ -114,9 +114,7 @@ class TextMetrics:
                 self._one(name, *_ANY)
             except OSError as error:
                 said = " ".join(str(error).split())
-                raise UserError(
-                    f"{key}: {entry}: the encoder can't be loaded ({said}): name a folder or a hub name"
-                ) from None
+                raise UserError(f"{key}: {entry}: the encoder can't be loaded ({said}): a folder or hub name") from None
             except (ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
                 raise UserError(
                     f"{key}: {name} is not a metric of answers and references, two lists of texts "

@@ -49,9 +49,7 @@ def enable_activation_checkpointing(model: PreTrainedModel, kept: bool | str = T
             "selective": also the results of matrix products and attention, which take most of a forward's time.
     """
     if not model.supports_gradient_checkpointing:
-        raise UserError(
-            f"{type(model).__name__} has no activation checkpointing: set trainer.activation_checkpointing=false"
-        )
+        raise UserError(f"{type(model).__name__} can't checkpoint: set trainer.activation_checkpointing=false")
     # The method's name since transformers 5.18, and its earlier name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     # Reentrant checkpointing loses gradients if a block's input needs none, as under LoRA.

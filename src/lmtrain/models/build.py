@@ -128,9 +128,7 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
     family = str(cfg.family)
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         hint = did_you_mean(family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, most=3)
-        raise UserError(
-            f"model.family={family} is not a causal language model of transformers{hint} (gpt2, llama, ...)"
-        )
+        raise UserError(f"model.family={family} is no causal language model of transformers{hint} (gpt2, llama, ...)")
     _check_shape(cfg)
     known = CONFIG_MAPPING[family]()
     if is_wrapper(known):

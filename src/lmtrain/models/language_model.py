@@ -74,9 +74,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.has_scalar_head = has_scalar_head(model)
         if model.base_model is model or (model.get_output_embeddings() is None and not self.has_scalar_head):
-            raise UserError(
-                f"{type(model).__name__} has no decoder and output embedding of its own: it can't be trained"
-            )
+            raise UserError(f"{type(model).__name__} has no decoder and output embedding: it can't be trained")
         self.model = model
         # Terms of the loss in `forward`; objectives with a loss of their own don't have these options.
         self.z_loss = getattr(objective, "z_loss", 0.0)

@@ -171,7 +171,7 @@ def check_tokens(model: PreTrainedModel) -> None:
         )
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         raise UserError(
-            f"{key}: each rank would draw dropout for its own slice of the tokens. Set model.dropout=0, or {off[4:]}"
+            f"{key}: each rank would draw dropout for its slice of tokens. Set model.dropout=0, or {off[4:]}"
         )
 
 

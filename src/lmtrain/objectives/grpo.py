@@ -63,7 +63,7 @@ class GRPO(ReferenceObjective):
         self.options = o = options_of(config, GRPOOptions)
         if not isinstance(corpus.train, PromptRows):
             raise UserError(
-                f"objective={config.objective.name} samples from prompts, and data.rows={config.data.rows} gives none"
+                f"objective={config.objective.name} samples prompts: data.rows={config.data.rows} gives none"
             )
         self.prompts, self.prompts_used = corpus.train, rows_used(config, len(corpus.train))
         own: dict[str, Any] = {"clip_low": o.clip_low, "clip_high": o.clip_high}

@@ -49,9 +49,7 @@ class MDLMOptions(ObjectiveConfig):
         }
         wrong = [setting for setting, is_wrong in unmet.items() if is_wrong]
         if wrong:
-            raise UserError(
-                f"objective=mdlm trains a model that attends in both directions over whole rows: set {' '.join(wrong)}"
-            )
+            raise UserError(f"objective=mdlm attends in both directions over whole rows: set {' '.join(wrong)}")
 
 
 class Masked(NamedTuple):

@@ -237,15 +237,13 @@ def estimate(config: Config) -> int:
     console.print(memory_table(by_strategy(model, config), room))
     if chosen <= room:
         console.print(
-            f"fits: {gib(chosen)} of {gib(room)} on {device.words} with trainer.strategy={config.trainer.strategy}"
+            f"fits: {gib(chosen)} of {gib(room)} on {device.words}, trainer.strategy={config.trainer.strategy}"
         )
         return errors.FINISHED
     ways = ways_to_fit(model, config, room)
     console.print(f"does not fit: {gib(chosen)} on {device.words}, where {gib(room)} can be used")
     for way in ways:
-        console.print(
-            f"  {' '.join(way.overrides)}   (a step takes about {way.slower:.2f} times as long)", soft_wrap=True
-        )
+        console.print(f"  {' '.join(way.overrides)}   (a step takes {way.slower:.2f} times as long)", soft_wrap=True)
     if not ways:
         console.print("  no strategy, smaller micro-batch or 8-bit optimizer makes it fit: more devices, a shorter "
                       "data.seq_len, a smaller model or peft=lora would")  # fmt: skip

@@ -76,9 +76,7 @@ def largest_micro_batch(config: Config, folder: Path, found: Found) -> None:
         if good:
             found.micro_batch_size = size if size != config.data.micro_batch_size else None
             return
-    raise RunError(
-        f"a micro-batch of one row does not fit ({found.tried[-1]}): python -m lmtrain.estimate names what would"
-    )
+    raise RunError(f"a micro-batch of one row does not fit ({found.tried[-1]}): lmtrain.estimate names what would")
 
 
 def micro_batch_sizes(config: Config) -> list[int]:

@@ -71,9 +71,7 @@ def inspect(config: Config) -> int:
     """Prints row counts, lengths and decoded sample rows, and writes them to inspect.html if set."""
     terminal.quiet_libraries()
     if config.run_dir is not None and config.inspect.text is None:
-        raise UserError(
-            "run_dir is used only with inspect.text, which shows the chapters of a memory that a text reads"
-        )
+        raise UserError("run_dir goes with inspect.text, which shows the chapters of a memory that a text reads")
     if config.inspect.text is not None:
         return _show_chapters(config, config.inspect.text)
     found = look(config)
@@ -106,9 +104,7 @@ def look(config: Config) -> Inspection:
     config.data.max_untrained = allowed
     split = config.inspect.split
     if corpus.stream is not None and split == "train":
-        raise UserError(
-            "only training reads further in a stream (data.ring_bytes): look at its beginning with inspect.split=val"
-        )
+        raise UserError("only training reads on in a stream (data.ring_bytes): see its beginning by inspect.split=val")
     rows = corpus.train if split == "train" else corpus.val
     if rows is None:
         raise UserError(f"there is no validation split: {corpus.how_to_validate(config.data)}")

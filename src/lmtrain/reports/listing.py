@@ -60,9 +60,7 @@ def show(folder: Path) -> int:
     """Prints a table of the runs, latest change first; UserError if there is none."""
     found = runs_under(folder)
     if not found:
-        raise UserError(
-            f"{folder} holds no run (a folder with config.yaml); name another: python -m lmtrain.runs <folder>"
-        )
+        raise UserError(f"{folder} holds no run (a folder with config.yaml): name another, lmtrain.runs <folder>")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("run", overflow="fold")
     for name in ("status", "step", "best", "changed"):

@@ -97,9 +97,7 @@ def chapters_read(model: PreTrainedModel, ids: list[int]) -> dict[int, list[list
     """
     blocks = memory_blocks(model)
     if not blocks:
-        raise UserError(
-            "inspect.text shows the chapters that tokens read, and this model has no memory (docs/memory.md)"
-        )
+        raise UserError("inspect.text shows the chapters that tokens read; this model has no memory (docs/memory.md)")
     model.eval()
     with generation_mode(model):
         model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)

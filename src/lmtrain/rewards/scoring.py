@@ -139,9 +139,7 @@ class Scorer:
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
             raise UserError(f"{who} returned {_shown(values)}: a list with a number for each completion is needed")
         if len(values) != len(completions):
-            raise UserError(
-                f"{who} returned {len(values)} values for {len(completions)} completions: one each is needed"
-            )
+            raise UserError(f"{who} returned {len(values)} values for {len(completions)} completions, not one each")
         return [_number(value, part.name, who) for value in values]
 
 
@@ -153,9 +151,7 @@ def _number(value: Any, name: str, who: str) -> float | str:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise UserError(
-            f"{who} returned {_shown(value)} for a completion: a number is needed, or None for no opinion"
-        ) from None
+        raise UserError(f"{who} returned {_shown(value)} for a completion: a number is needed, or None") from None
     return number if math.isfinite(number) else f"{name} returned {number}"
 
 

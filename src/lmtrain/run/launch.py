@@ -221,9 +221,7 @@ def _by_summary(run: RunDir, before: dict[str, Any] | None) -> int:
     summary = run.read_summary()
     status = summary["status"] if summary is not None else None
     if status is None or (summary == before and status != "preempted"):
-        errors.print_error(
-            f"the ranks of {run.path} were stopped before they could save; the same command starts again"
-        )
+        errors.print_error(f"the ranks of {run.path} were stopped before they saved; the same command starts again")
         return errors.FAILED
     return errors.PREEMPTED if status == "preempted" else errors.FINISHED
 

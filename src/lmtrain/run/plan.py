@@ -331,9 +331,7 @@ def advice(run: Run) -> list[str]:
         notes += [*for_gpus(run), *not_measured()]
     sets, monitor = run.datamodule.val_sets, c.checkpoint.monitor
     if not sets:
-        notes.append(
-            f"there is no validation split: no val/loss, no best checkpoint ({corpus.how_to_validate(c.data)})"
-        )
+        notes.append(f"no validation split: no val/loss, no best checkpoint ({corpus.how_to_validate(c.data)})")
     elif run.ranking == retention.LAST:
         name = monitor.split("/")[1] if monitor.count("/") > 1 else ""
         rows = sets[name if name in sets else ""]
@@ -425,9 +423,7 @@ def unlikely(c: Config, total_steps: int, cores: int, typed: Collection[str]) ->
         )
     every = c.trainer.val_check_interval
     if every is not None and every > total_steps and "trainer.val_check_interval" in typed:
-        notes.append(
-            f"trainer.val_check_interval={every:,} is longer than the run: it validates once, after the last step"
-        )
+        notes.append(f"trainer.val_check_interval={every:,} exceeds the run: it validates once, after the last step")
     if c.data.num_workers > cores:
         notes.append(
             f"data.num_workers={c.data.num_workers} on {cores} cores: workers have to share cores and slow each "

@@ -52,14 +52,10 @@ def build(config: Config) -> "PythonRun":
     from lmtrain.run.session import Session
 
     if not isinstance(config, Config):
-        raise UserError(
-            f"build takes the config that compose returns, lmtrain.build(lmtrain.compose([...])): {config!r}"
-        )
+        raise UserError(f"build takes what compose returns, lmtrain.build(lmtrain.compose([...])): {config!r}")
     config = copy.deepcopy(config)
     if ranks.find() is not None:
-        raise UserError(
-            "lmtrain.build makes a run with a single process: with torchrun or srun start -m lmtrain.train ... instead"
-        )
+        raise UserError("lmtrain.build makes a run of one process: with torchrun or srun start -m lmtrain.train ...")
     _refuse(config)
     folder = run_dir.open_run(config)
     try:

@@ -218,7 +218,7 @@ def rewind(run: Run, checkpoint: Path | None, tell: Callable[[str], None]) -> No
         write_again(run.metrics.records.joined, run.dir, step)
     except OSError as error:
         raise RunError(
-            f"cannot prepare {error.filename or run.dir.path} for continuing the run: {reason(error)}"
+            f"cannot prepare {error.filename or run.dir.path} to continue the run: {reason(error)}"
         ) from error
     if checkpoint is not None and checkpoint.resolve().parent == run.dir.checkpoints.resolve():
         _tell_of_lost_rows(run, checkpoint, tell)

@@ -121,9 +121,7 @@ def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> PipelinePl
         _check_uses(evaluation.name, evaluation.words, by_name)
     for made in evaluations:
         if not by_name[made.of].config.export.enabled:
-            raise UserError(
-                f"evaluation {made.evaluation.name} needs what {made.of} exports: {made.of}.export.enabled=true"
-            )
+            raise UserError(f"evaluation {made.evaluation.name} needs an export: {made.of}.export.enabled=true")
     return PipelinePlan(pipeline, composer.folder, flags, stages, evaluations)
 
 

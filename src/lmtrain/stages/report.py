@@ -128,9 +128,7 @@ def _scores(plan: PipelinePlan) -> dict[tuple[str, str], dict[str, Score]]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{one.file} can't be read ({error}): remove it, and the same command scores again"
-            ) from None
+            raise UserError(f"{one.file} can't be read ({error}): remove it; the same command scores again") from None
     return found
 
 

@@ -36,9 +36,7 @@ class State:
             tree = json.loads(read_regular(self.path)) if self.path.exists() else {}
             self.rows = {str(name): Row(**row) for name, row in tree.items()}
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(
-                f"{self.path} can't be read ({error}): fix it, or choose another run.name to start over"
-            ) from None
+            raise UserError(f"{self.path} can't be read ({error}): fix it, or start over by another run.name") from None
 
     def write(self) -> None:
         write_atomic(self.path, json.dumps({name: asdict(row) for name, row in self.rows.items()}, indent=2) + "\n")

@@ -129,9 +129,7 @@ class FSDPStrategy(Placement, MapsCheckpoints, ModelParallelStrategy):
         assert module is not None
         own, saved = module.state_dict(), checkpoint["state_dict"]
         if strict and own.keys() != saved.keys():
-            raise RuntimeError(
-                f"the checkpoint's weights are not this model's: {sorted(own.keys() ^ saved.keys())[:3]}"
-            )
+            raise RuntimeError(f"the checkpoint's weights aren't this model's: {sorted(own.keys() ^ saved.keys())[:3]}")
         layout.copy_whole(own, saved)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -51,9 +51,7 @@ def combinations(swept: list[Override]) -> list[list[str]]:
     """Returns the different combinations of a grid; the last key varies fastest."""
     for override in swept:
         if override.is_interval_sweep():
-            raise UserError(
-                f"{override.input_line}: an interval is searched by Optuna: add sweep=optuna, or list values"
-            )
+            raise UserError(f"{override.input_line}: an interval is for Optuna: add sweep=optuna, or list values")
     return [list(combination) for combination in dict.fromkeys(itertools.product(*map(choices, swept)))]
 
 

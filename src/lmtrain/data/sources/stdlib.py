@@ -36,9 +36,7 @@ def stdlib_files() -> list[Path]:
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files = [f for f in files if f.stat().st_size > 0]
     if not files:
-        raise UserError(
-            f"this Python keeps no source text in {root}: choose other data, such as data=text data.path=..."
-        )
+        raise UserError(f"this Python has no source text in {root}: choose other data, such as data=text data.path=...")
     return sorted(files, key=lambda f: f.relative_to(root).as_posix())
 
 

@@ -200,7 +200,7 @@ def _header(names: list[str], where: str, delimiter: str) -> list[str]:
     twice = next((name for name in names if names.count(name) > 1 or not name.strip()), None)
     if twice is not None or not names:
         raise UserError(
-            f"{where}: the first line must name the columns, each by a name of its own, and is {_excerpt(str(names))}"
+            f"{where}: the first line must name the columns, each differently, and is {_excerpt(str(names))}"
         )
     other = next((sign for sign in (";", "\t") if [delimiter, len(names)] == [",", 1] and sign in names[0]), None)
     if other is not None:
@@ -303,7 +303,7 @@ def check_columns(wanted: list[str], found: Iterable[str], where: str) -> None:
             suggestion = near[0] if near else (found[0] if found else "...")
             known = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
             raise UserError(
-                f"{where} has no column {column!r}; it has: {known or 'none'}. Set data.text_column={suggestion}"
+                f"{where} has no column {column!r}; it has: {known or 'none'}: data.text_column={suggestion}"
             )
 
 

@@ -92,7 +92,7 @@ def load_meta(folder: Path) -> Meta:
         raise UserError(f"{path} can't be read as the sidecar of token bins: {error!r}") from None
     if version != FORMAT_VERSION or missing:
         raise UserError(
-            f"{path} has format version {version}, this lmtrain reads version {FORMAT_VERSION}: prepare the data again"
+            f"{path} has format version {version}, lmtrain reads version {FORMAT_VERSION}: prepare it again"
         )
     return cast(Meta, meta)
 

@@ -86,9 +86,7 @@ def _weights(entry: dict[str, Any], where: str) -> dict[int, float]:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise UserError(f"{where}.weight={given}: a weight is a number from 0 up")
     if 0 not in weights:
-        raise UserError(
-            f"{where}.weight={given}: say what it is from step 0 on, {{0: 0, {min(weights, default=1)}: ...}}"
-        )
+        raise UserError(f"{where}.weight={given}: say what it is at step 0, {{0: 0, {min(weights, default=1)}: ...}}")
     return {int(step): float(weight) for step, weight in weights.items()}
 
 
@@ -170,7 +168,5 @@ def documents_of(cfg: DataConfig, name: str) -> Iterator[Any]:
     """Yields the documents of a split of all sources, one source after the other."""
     for source in text_sources(cfg):
         if source.cfg.source == "bins":
-            raise UserError(
-                f"{source.label} of data.mixture is token bins: evaluate on text, data=text data.val_path=..."
-            )
+            raise UserError(f"{source.label} of data.mixture is token bins: evaluate text, data=text data.val_path=...")
         yield from pieces_of(source.cfg, name) or ()
