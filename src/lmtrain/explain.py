@@ -17,18 +17,6 @@ from lmtrain.errors import UserError
 from lmtrain.secrets import shown, shown_in
 from lmtrain.terminal import visible
 
-_WHEN_CHANGED = {
-    "prepared": "the prepared data (on resume the tokens themselves are compared)",
-    "model": "the model: a change is refused on resume",
-    "trajectory": "what is learned: a change is refused on resume",
-    "rate": "how fast and how long: may change on resume",
-    "machine": "where and how the same is computed: may change on resume",
-    "validation": (
-        "what scores are of: may change on resume, but then earlier scores are not compared with later ones"
-    ),
-    "shown": "nothing that is learned",
-}
-
 
 def explain(argv: list[str]) -> int:
     """Prints the value, origin and meaning of the keys among `argv`; other words are overrides, as for training."""
@@ -60,7 +48,7 @@ def explain(argv: list[str]) -> int:
             continue
         _one(key, composed, files, overrides)
         if key in known:
-            print(f"  changes   {_WHEN_CHANGED[known[key].shapes.value]}")
+            print(f"  changes   {known[key].shapes.value}")
     return errors.FINISHED
 
 

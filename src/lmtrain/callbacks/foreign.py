@@ -4,31 +4,17 @@ docs/lightning.md describes the others.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import lightning.pytorch.callbacks as theirs
+import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
-_FINDS = "it starts Lightning's training loop a second time inside the run's own loop"
-REFUSED: dict[type[Callback], str] = {
-    theirs.GradientAccumulationScheduler: (
-        "a batch is a whole optimizer step here; data.global_batch_size says how many rows it has, "
-        "data.micro_batch_size how many are computed at once"
-    ),
-    theirs.OnExceptionCheckpoint: (
-        "a step that failed halfway can't be resumed; the last checkpoint can, with run.resume=auto"
-    ),
-    theirs.StochasticWeightAveraging: "it sets the learning rate and counts epochs; callbacks=ema averages weights",
-    theirs.WeightAveraging: (
-        "it saves the averaged weights instead of the weights that training continues from; callbacks=ema averages "
-        "by the same formula, validates with the average, exports it and resumes exactly"
-    ),
-    theirs.LearningRateFinder: f"{_FINDS}; lmtrain.tune finds a rate, from the same config",
-    theirs.LambdaCallback: "it takes functions, which a config can't name; write a Callback of your own",
-    theirs.BatchSizeFinder: f"{_FINDS}; lmtrain.tune finds the largest data.micro_batch_size, from the same config",
-}
+_WHY = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8"))
+REFUSED: dict[type[Callback], str] = {getattr(theirs, name): why for name, why in _WHY.items()}
 
 
 Count = Callable[[Any], int]

@@ -20,15 +20,15 @@ Constraint = Callable[[str, Any], None]
 
 
 class Shapes(enum.Enum):
-    """What a key affects, which decides what happens when it is changed."""
+    """What a key affects, which decides what happens when it is changed; the values are what `explain` says of it."""
 
-    PREPARED = "prepared"  # the tokens on disk: a change uses another folder; on resume the tokens are compared
-    MODEL = "model"  # the model and its forward: a change needs another reference and is refused on resume
-    TRAJECTORY = "trajectory"  # what is learned: refused on resume
-    RATE = "rate"  # learning rate and run length: may change on resume, reported
-    MACHINE = "machine"  # where and how the same result is computed: may change on resume, reported
-    VALIDATION = "validation"  # the validation data: may change on resume, reported; old scores are not compared
-    SHOWN = "shown"  # nothing that is learned: output, file locations, which files are kept
+    PREPARED = "the prepared data (on resume the tokens themselves are compared)"  # a change uses another folder
+    MODEL = "the model: a change is refused on resume"  # it needs another reference too
+    TRAJECTORY = "what is learned: a change is refused on resume"
+    RATE = "how fast and how long: may change on resume"  # which is reported, here and below
+    MACHINE = "where and how the same is computed: may change on resume"
+    VALIDATION = "what scores are of: may change on resume, but then earlier scores are not compared with later ones"
+    SHOWN = "nothing that is learned"  # output, file locations, which files are kept
 
 
 PREPARED, MODEL, TRAJECTORY, RATE, MACHINE, VALIDATION, SHOWN = Shapes
