@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 import composed_once
-from support import Run
+from lmtrain.distributed.ranks import TORCH
+from support import Run, environment_kept
 
 # Helper modules whose assert statements pytest rewrites, so that failures show the compared values.
 pytest.register_assert_rewrite("runs", "strategy_runs", "ranks", "processes")
@@ -54,6 +55,16 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Directs prepared data to a folder of the test session, never to the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LMTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Gives each test the environment of the session; Lightning leaves a launcher's variables there.
+
+    They would reach the processes that later tests start: two tasks of SLURM, for example, would meet at a used port.
+    """
+    with environment_kept(without=TORCH):
         yield
 
 

@@ -81,8 +81,8 @@ def test_a_signal_ends_the_training_at_once(end: int, tmp_path: Path) -> None:
     process.send_signal(end)
     began = time.monotonic()
     process.communicate(timeout=60)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
     assert process.returncode == (130 if end == signal.SIGINT else -end)
     assert len(trainer) == 1, "it was trained in another process, which had not ended"
-    wait_until_gone(trainer, 5)
+    wait_until_gone(trainer, 60)
     assert end == signal.SIGKILL or [p.name for p in cache.iterdir() if p.name != "files.json"] == [".locks"]

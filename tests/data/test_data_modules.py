@@ -229,8 +229,6 @@ class Seen(Plain):
 
 
 def test_two_ranks_share_the_rows(jsonl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", "0")  # so that the one that Lightning sets is removed again afterwards
-    monkeypatch.delenv("MASTER_PORT")
     data = lmtrain.ChatDataModule(
         "chat_jsonl", path=jsonl(CHAT), tokenizer="bytes", seq_len=128, batch_size=2, chat_template="zephyr",
         packing="off", val_fraction=0.2, cache_dir=str(tmp_path / "cache"),

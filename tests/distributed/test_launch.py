@@ -19,7 +19,7 @@ from lmtrain.run import launch
 from lmtrain.run.start import place
 from lmtrain.run_folder.folder import RunDir
 from ports import free_port
-from support import TINY, rows
+from support import TINY, environment_kept, rows
 
 TEXT = [*TINY, "data=text", "data.global_batch_size=8", "data.micro_batch_size=2", "trainer.max_steps=12",
         "trainer.val_check_interval=6", "trainer.limit_val_batches=2", "trainer.save_every_n_steps=4",
@@ -207,3 +207,15 @@ def test_ranks_are_found_in_the_environment() -> None:
     uneven = {**{k: v for k, v in step.items() if k.startswith("SLURM")}, "SLURM_STEP_NUM_TASKS": "7"}
     with pytest.raises(UserError, match="--ntasks-per-node"):
         ranks.find(uneven)
+
+
+def test_variables_that_a_test_leaves_reach_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("LMTRAIN_TYPED", "a")
+    with environment_kept(without=ranks.TORCH):
+        assert "MASTER_PORT" not in os.environ
+        os.environ |= dict.fromkeys(ranks.TORCH, "7") | {"LMTRAIN_TYPED": "b"}
+        del os.environ["PATH"]
+    assert not {*ranks.TORCH} & {*os.environ}
+    assert os.environ["LMTRAIN_TYPED"] == "a"
+    assert "PATH" in os.environ

@@ -205,7 +205,7 @@ def test_in_a_browser(folder: Path, tmp_path: Path) -> None:
             assert page.run("return document.documentElement.scrollWidth <= innerWidth")
             page.run("document.querySelector('#send').click()")
         server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=20) == 0
+        assert server.wait(timeout=60) == 0
     finally:
         server.kill()
         server.wait()

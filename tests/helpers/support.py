@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,21 @@ Run = Callable[..., subprocess.CompletedProcess[str]]  # the type of the fixture
 def rows(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a JSON Lines file such as metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def environment_kept(without: Iterable[str] = ()) -> Iterator[None]:
+    """Restores the environment variables at the end of the block, in which those of `without` are absent at first."""
+    before = dict(os.environ)
+    for name in without:
+        os.environ.pop(name, None)
+        before.pop(name, None)
+    yield
+    for name in {*before, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ def harm(file: Path) -> None:
 def ends_with(corpus: Path, kept: Path, code: int, words: str) -> None:
     process = start(corpus, kept, *RANKS)
     output, _ = process.communicate(timeout=300)
-    processes.wait_until_gone(processes.below(process.pid), 10)
+    processes.wait_until_gone(processes.below(process.pid), 60)
     assert process.returncode == code, output
     assert output.count("error: ") == 1 + (code == 1), output  # the launcher says which rank failed first
     assert output.count(words) == 1, output

@@ -67,7 +67,7 @@ def test_signal_saves_stops_and_resumes_equal(
     asked = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    assert time.monotonic() - asked < 20
+    assert time.monotonic() - asked < 45
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "preempted"
     last_logged = max(row["step"] for row in read_jsonl(run_dir / "metrics.jsonl"))

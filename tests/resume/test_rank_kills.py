@@ -94,7 +94,7 @@ def test_a_signal_to_any_process_stops_all_at_one_step(strategy: str, corpus: Pa
         send(process.pid, target)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 75, f"{target}:\n{output}"
-        processes.wait_until_gone(family, 10)
+        processes.wait_until_gone(family, 60)
         summary = json.loads((run_dir / "summary.json").read_text())
         last_logged = max(row["step"] for row in read_jsonl(run_dir / "metrics.jsonl"))
         assert summary["status"] == "preempted"

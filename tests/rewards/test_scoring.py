@@ -82,7 +82,7 @@ def test_what_is_no_finite_number_is_a_failure_and_none_is_no_opinion() -> None:
 def test_one_that_never_ends_is_ended() -> None:
     started = time.monotonic()
     found = scored(Odd(sleep=60), ["a", "b"])
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     assert found.failed == [True, True]
     assert list(found.reasons) == ["odd took longer than objective.reward_timeout=0.3 s"]
 

@@ -49,12 +49,12 @@ def test_numbers_are_finite(key: str, value: str, corpus: Path, tmp_path: Path) 
 
 
 def test_the_nearest_split_of_a_large_batch_is_found_at_once() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(UserError, match=r"data.micro_batch_size=1 or"):
         batch_split(2**31 - 1, 2, 1)
     with pytest.raises(UserError, match=r"data.micro_batch_size=4 or"):
         batch_split(24, 5, 1)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_too_many_workers_are_refused(corpus: Path, tmp_path: Path) -> None:
@@ -147,8 +147,6 @@ def test_keys_without_effect(a_run: Path) -> None:
 )
 def test_stray_variables_of_a_launcher(stray: dict[str, str], said: str, corpus: Path, tmp_path: Path,
                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    for name in ranks.TORCH:  # an earlier test of the process may have left some
-        monkeypatch.delenv(name, raising=False)
     for name, value in stray.items():
         monkeypatch.setenv(name, value)
     ended = train_tiny(corpus, f"run.dir={tmp_path}/run")
