@@ -137,4 +137,4 @@ def test_bins_of_different_tokenizers_are_not_mixed(sources: tuple[Path, Path], 
     made = [corpus_of(tmp_path, "data=text", f"data.path={letters}", f"tokenizer={kind}") for kind in ("bytes", "char")]
     mixture = f"data.mixture=[{{path: {made[0].folder}, source: bins}}, {{path: {made[1].folder}, source: bins}}]"
     ended = train(tmp_path / "run", "tokenizer=char", mixture, "trainer.max_steps=2")
-    assert "has tokens of another tokenizer than" in message(ended.err)
+    assert "has another tokenizer than" in message(ended.err)

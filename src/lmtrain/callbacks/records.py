@@ -121,8 +121,7 @@ class Records(Logger):
             self._logged[True] |= values
         elif self.step is None:
             raise RunError(
-                f"{', '.join(values)} was logged before training: a record belongs to a step. "
-                f"Log it in on_train_start or later"
+                f"{', '.join(values)} was logged before training, which has no step: log it in on_train_start or later"
             )
         elif self._written is None and not self._repeats:
             self._logged[False] |= values

@@ -60,8 +60,7 @@ class FeedStream(pl.Callback):
         if self.place is None:
             raise UserError(
                 f"the checkpoint of step {self.step} is of a run without a stream, so it has no position in the "
-                "stream to continue from: set data.ring_bytes=null as in that run, or start another run "
-                "(run.name=...)"
+                "stream to continue from: set data.ring_bytes=null as in that run, or another run.name"
             )
         if self.place["window"] != window:
             raise UserError(

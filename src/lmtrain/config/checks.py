@@ -104,8 +104,7 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
     steps, ratio = schedule.warmup_steps, schedule.warmup_ratio
     if steps is not None and ratio is not None:
         raise UserError(
-            f"schedule.warmup_steps={steps} and schedule.warmup_ratio={ratio} both set the warmup: "
-            f"make one of them null"
+            f"schedule.warmup_steps={steps} and schedule.warmup_ratio={ratio} both set the warmup: make one null"
         )
     if schedule.name == "range_test" and (steps or ratio):
         raise UserError("schedule.name=range_test has no warmup: schedule.warmup_steps=0 and no warmup_ratio")

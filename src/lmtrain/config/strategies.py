@@ -104,8 +104,7 @@ def check_strategy(c: Config) -> None:
     if c.optimizer.name == "adamw_8bit":
         raise UserError(
             f"optimizer=adamw_8bit does not go with {key}: it quantises blocks of 256 values, which do not end "
-            "where the devices' parts of a tensor end. Set optimizer=adamw, whose state is sharded over the "
-            "devices too"
+            "where the devices' parts of a tensor end. Set optimizer=adamw, whose state is sharded too"
         )
     if c.peft.quantization is not None:
         _check_quantised(c)
@@ -298,8 +297,7 @@ def adopt_file(t: TrainerConfig) -> None:
         _check_options(d)
     if "nvme" in (d.offload_optimizer, d.offload_parameters) and not os.access(d.nvme_path, os.W_OK | os.X_OK):
         raise UserError(
-            f"trainer.deepspeed.nvme_path={d.nvme_path} is not a folder that can be written to: set it to one on the "
-            f"NVMe disk"
+            f"trainer.deepspeed.nvme_path={d.nvme_path} is no folder that can be written to: name one on the NVMe disk"
         )
 
 

@@ -124,8 +124,7 @@ def fit_to_model(
                 rows.pad()
         corpus.epoch_tokens = corpus.train.epoch_tokens
         corpus.words[-1] = (
-            "each example is a row of its own, padded: several examples in one row would see each "
-            f"other ({unpacked_because})"
+            "each example is a row of its own, padded: in one row they would see each other ({unpacked_because})"
         )
     elif data.isolate_documents and data.packing != "off":
         advice = "isolate_documents=false" if data.packing is None else "packing=off"

@@ -84,10 +84,7 @@ def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:
     if data.rows == "text":
         prepared = prepare(data, tokenizer)
         if tokenizers.tokenizer_hash(prepared.tokenizer) != tokenizers.tokenizer_hash(corpus.tokenizer):
-            raise UserError(
-                "its tokenizer would differ from the one of the run's own data: name that tokenizer "
-                "with tokenizer.kind=hub"
-            )
+            raise UserError("its tokenizer would differ from that of the run's data: name that by tokenizer.kind=hub")
         found = prepared.splits["train"]
         rows = text_rows(found.shards, config, None)[0]
         notes = [note for note in prepared.notes if "data.dedup=" not in note]  # a set is scored as it is

@@ -89,8 +89,7 @@ def check_limit(limit: int | None) -> None:
     """Raises UserError if evaluate.limit is below the number of ranks: the harness needs a document per rank."""
     if limit is not None and world.size() > limit:
         raise UserError(
-            f"evaluate.limit={limit} documents of a task for {world.size()} devices: set trainer.devices to at most "
-            f"{limit}"
+            f"evaluate.limit={limit} documents of a task for {world.size()} devices: set trainer.devices={limit}"
         )
 
 

@@ -300,8 +300,7 @@ def _what_differs(objective: Any, policy: Tensor, reference: Tensor, wrong: Tens
     )
     if objective.precomputed is not None:
         return found + (
-            f"The precomputed log-probabilities are of another model or other rows: remove "
-            f"{objective.precomputed.folder}"
+            f"The precomputed log-probabilities are of another model or rows: remove {objective.precomputed.folder}"
         )
     changed = objective.frozen_copy.changed() if objective.frozen_copy is not None else []
     if changed:

@@ -383,8 +383,7 @@ def for_gpus(run: Run) -> list[str]:
     elif packed and model.attention_dropout > 0:
         notes.append(
             "with dropout on attention weights (model.dropout), packed documents are isolated by a mask over "
-            "whole rows, which is slower: with model.dropout=0 flash attention computes attention only within "
-            "documents"
+            "whole rows, which is slower: with model.dropout=0 flash attention computes only within documents"
         )
     if model.has_router and not outside_fp8(c.trainer.precision).startswith("bf16"):
         notes.append(

@@ -58,10 +58,7 @@ def time_words(run: "Run", tokens: float, flops_per_token: float) -> str:
         return "estimated after the first steps (no earlier run of this model and batch here to compare with)"
     mfu = run.config.estimate.mfu
     hoped = mfu * peak * run.trainer.world_size / flops_per_token
-    return (
-        f"about {span(tokens / hoped)} at {hoped:,.0f} tokens/s, if {mfu:.0%} of the peak FLOP/s is reached "
-        "(estimate.mfu)"
-    )
+    return f"about {span(tokens / hoped)} at {hoped:,.0f} tokens/s, at {mfu:.0%} of the peak FLOP/s (estimate.mfu)"
 
 
 def earlier(mine: dict[str, Any], run: Path) -> tuple[RunDir, float] | None:

@@ -56,10 +56,7 @@ def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
     names = list(columns)
     wanted = cfg.conversation_format or "auto"
     if wanted != "auto" and wanted not in PAIR_FORMATS:
-        raise UserError(
-            f"data.conversation_format={wanted}: for pairs (objective=dpo) the formats are auto, "
-            f"{', '.join(PAIR_FORMATS)}"
-        )
+        raise UserError(f"data.conversation_format={wanted}: formats of pairs are auto, {', '.join(PAIR_FORMATS)}")
     formats = list(PAIR_FORMATS) if wanted == "auto" else [wanted]
     columns = [c for name in formats for c in (*PAIR_FORMATS[name].required, *PAIR_FORMATS[name].optional)]
     conversations.check_renamed(cfg, "pairs have" if wanted == "auto" else f"the format {wanted} has", columns)

@@ -68,8 +68,7 @@ def prepare_examples(
     if tokenizer_cfg.kind in ("bpe", "char"):
         raise UserError(
             f"tokenizer={tokenizer_cfg.kind} is made from text, conversations need a tokenizer that exists: "
-            "tokenizer=hub tokenizer.name_or_path=..., tokenizer=gpt2 or tokenizer=bytes; model=pretrained brings its "
-            "own"
+            "tokenizer=hub tokenizer.name_or_path=..., tokenizer=gpt2 or bytes; model=pretrained brings its own"
         )
     parts, named = open_parts(cfg), tokenizers.identity(tokenizer_cfg)
     tokenizer = tokenizers.load_or_train(tokenizer_cfg, lambda _: iter(()), named)

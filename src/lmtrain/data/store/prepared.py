@@ -139,6 +139,5 @@ def _explain_full(folder: Path, show: PrepareProgress) -> str:
     free = shutil.disk_usage(folder).free
     return (
         f"the disk is full: preparing needs {need} in {folder.parent}, where {free / 1e6:,.1f} MB are left. "
-        f"Free some space, or set data.cache_dir to a folder on another disk; what was written is "
-        f"removed"
+        f"Free some space, or set data.cache_dir to a folder on another disk; what was written is removed"
     )

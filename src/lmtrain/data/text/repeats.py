@@ -275,8 +275,7 @@ class _Near:
             from datasketch import MinHash, MinHashLSH
         except ImportError as error:
             raise UserError(
-                f'data.dedup=near needs datasketch ({error}): pip install "lmtrain[dedup]"; data.dedup=exact needs '
-                "nothing"
+                f'data.dedup=near needs datasketch ({error}): pip install "lmtrain[dedup]"; exact needs nothing'
             ) from None
         self.empty = MinHash(num_perm=_SIGNATURE, hashfunc=zlib.crc32)
         self.lsh = MinHashLSH(params=_BANDS, num_perm=_SIGNATURE)
