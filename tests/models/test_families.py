@@ -173,7 +173,7 @@ def test_every_family_of_transformers_is_in_the_sweep():
     seen = {*TESTED, *PROBED, *EXCLUDED}
     new = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - seen
     assert not new, (
-        f"the sweep doesn't know {sorted(new)}: add them to PROBED (family_variants.py) or TESTED (families.py)"
+        f"the sweep doesn't know {sorted(new)}: add them to PROBED (family_variants.py) or tested (probe.yaml)"
     )
     assert not set(TESTED) & set(PROBED)
 

@@ -8,10 +8,12 @@ attention features that lmtrain's lacks. In each case training would silently go
 
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -224,56 +226,13 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1][:120]}" if lines else type(error).__name__
 
 
-_NAMES = (
-    "afmoe apertus arcee axk1 beam bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3 diffllama "
-    "dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text "
-    "gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss "
-    "granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense "
-    "hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama longcat_flash "
-    "mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 "
-    "olmoe opt persimmon phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"
+_NAMES = yaml.safe_load(Path(__file__).with_name("probe.yaml").read_text(encoding="utf-8"))
+TESTED, CHOSEN_EXPERTS, KEY_HEADS, WINDOWS = (
+    tuple(_NAMES[key].split()) for key in ("tested", "chosen_experts", "key_heads", "windows")
 )
-TESTED = tuple(_NAMES.split())
-
-
-VOCAB, HIDDEN, HEADS, HEAD_DIM, INNER = 64, 32, 4, 8, 48
+SIZE_OF = {name: size for size, names in _NAMES["sizes"].items() for name in names.split()}
+VOCAB, HIDDEN, HEADS, HEAD_DIM = 64, 32, 4, 8  # as in probe.yaml
 WINDOW = 4  # sliding window of the copy, small enough to matter within a few tokens
-# The families' names of size settings, with the copy's values: 4 heads of width 8 make up the hidden size of 32.
-SIZES: tuple[tuple[int, str], ...] = (
-    (VOCAB, "vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size"),
-    (HIDDEN, "hidden_size d_model n_embd embedding_dim embedding_size word_embed_proj_dim emb_dim"),
-    (HIDDEN, "lru_width input_embedding_size output_embedding_size mamba_d_ssm"),
-    (HEADS, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads mamba_num_heads"),
-    (HEADS, "encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads mamba_n_heads"),
-    (HEADS, "swa_num_attention_heads linear_num_value_heads linear_num_heads index_n_heads"),
-    (HEAD_DIM, "head_dim swa_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim global_head_dim"),
-    (HEAD_DIM, "kv_channels d_head dim_head attention_head_size mamba_d_head mamba_head_dim"),
-    (HEAD_DIM, "v_head_dim qk_head_dim mamba_headdim hidden_size_per_layer_input laurel_rank d_rel swa_v_head_dim"),
-    (HEAD_DIM // 2, "qk_rope_head_dim qk_nope_head_dim rotary_dim"),
-    (2 * HEAD_DIM, "q_lora_rank kv_lora_rank o_lora_rank router_hidden_size hc_lowrank index_head_dim"),
-    (2 * HEAD_DIM, "ssm_state_size state_size mamba_d_state time_step_rank mamba_dt_rank gated_norm_rank adapter_rank"),
-    (2 * HEAD_DIM, "chunk_size mamba_chunk_size floor_scale"),
-    (4, "num_experts n_routed_experts num_local_experts moe_num_experts"),
-    (2, "zero_expert_num linear_num_key_heads o_groups hc_mult hc_count"),
-    (1, "n_group topk_group num_expert_group n_groups mamba_n_groups mamba_ngroups expand mamba_expand n_mamba_heads"),
-    (INNER, "intermediate_size n_inner decoder_ffn_dim encoder_ffn_dim ffn_dim dff dim_ff d_inner ffn_hidden_size"),
-    (INNER, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size"),
-    (INNER, "shared_experts_intermediate_size intermediate_size_mlp moe_shared_expert_intermediate_size"),
-    (INNER, "dense_intermediate_size feed_forward_size"),
-    (256, "max_position_embeddings n_positions n_ctx max_seq_len context_length"),
-)
-SIZE_OF = {name: size for size, names in SIZES for name in names.split()}
-CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
-WINDOWS = (
-    "sliding_window",
-    "attention_window_size",
-    "window_size",
-    "local_attention",
-    "sliding_window_size",
-    "attention_chunk_size",
-    "keep_window_size",
-)
 
 
 def shrink(config: PretrainedConfig, seq_len: int) -> PretrainedConfig:
