@@ -17,16 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import (
-    AutoPeftModel,
-    AutoPeftModelForCausalLM,
-    AutoPeftModelForSequenceClassification,
-    LoraConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
+from peft import LoraConfig, PeftModel, auto, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft import PeftConfig as StoredConfig
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.save_and_load import load_peft_weights
@@ -359,8 +350,10 @@ def load_adapter(folder: Path, *, whole: bool = False, **options: Any) -> PreTra
     stored = StoredConfig.from_pretrained(str(folder))
     check_shards(str(stored.base_model_name_or_path), revision=stored.revision)
     if gives_rewards(folder):
-        return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, **options).get_base_model()
-    cls = AutoPeftModel if stored.auto_mapping else AutoPeftModelForCausalLM
+        return auto.AutoPeftModelForSequenceClassification.from_pretrained(
+            folder, num_labels=1, **options
+        ).get_base_model()
+    cls = auto.AutoPeftModel if stored.auto_mapping else auto.AutoPeftModelForCausalLM
     model = cls.from_pretrained(folder, **options).get_base_model()
     return model if whole else text_of(model)
 

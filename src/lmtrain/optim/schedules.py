@@ -18,14 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
-from lmtrain.config.options import (
-    CosineRestartsConfig,
-    InverseSqrtConfig,
-    PolynomialConfig,
-    RangeTestConfig,
-    ToFloorConfig,
-    WarmupStableDecayConfig,
-)
+from lmtrain.config import options
 from lmtrain.config.schema import ScheduleConfig
 from lmtrain.config.targets import building, find_class
 from lmtrain.errors import UserError
@@ -119,22 +112,22 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int | None) -> f
     Raises UserError for a missing total_steps.
     """
     warmup = warmup_steps(schedule, total_steps)
-    if isinstance(schedule, RangeTestConfig | ToFloorConfig):
+    if isinstance(schedule, options.RangeTestConfig | options.ToFloorConfig):
         if total_steps is None:
             raise UserError(f"schedule.name={schedule.name} needs the run's length: set trainer.max_steps")
-        if isinstance(schedule, RangeTestConfig):
+        if isinstance(schedule, options.RangeTestConfig):
             return schedule.min_lr_ratio ** (1 - min(1.0, step / max(1, total_steps - 1)))
         if step >= total_steps:
             return schedule.min_lr_ratio
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    if isinstance(schedule, InverseSqrtConfig):
+    if isinstance(schedule, options.InverseSqrtConfig):
         return math.sqrt(schedule.timescale / (schedule.timescale + step - warmup))
-    if not isinstance(schedule, ToFloorConfig):
+    if not isinstance(schedule, options.ToFloorConfig):
         return 1.0
     assert total_steps is not None
     start, floor = warmup, schedule.min_lr_ratio
-    if isinstance(schedule, WarmupStableDecayConfig):
+    if isinstance(schedule, options.WarmupStableDecayConfig):
         decay_from = schedule.decay_from
         if decay_from is None:
             decay_from = total_steps - _share(schedule.decay_ratio, total_steps)
@@ -158,13 +151,13 @@ def warmup_steps(schedule: ScheduleConfig, total_steps: int | None) -> int:
     return _share(schedule.warmup_ratio, total_steps)
 
 
-def _decay(schedule: ToFloorConfig, progress: float) -> float:
+def _decay(schedule: options.ToFloorConfig, progress: float) -> float:
     """Returns the share of the learning rate above the floor that is left after `progress` (0 up to 1) of the decay."""
-    if isinstance(schedule, PolynomialConfig):
+    if isinstance(schedule, options.PolynomialConfig):
         return (1 - progress) ** schedule.power
-    if isinstance(schedule, CosineRestartsConfig):
+    if isinstance(schedule, options.CosineRestartsConfig):
         return DECAY_SHAPES["cosine"](progress * schedule.num_cycles % 1)
-    if isinstance(schedule, WarmupStableDecayConfig):
+    if isinstance(schedule, options.WarmupStableDecayConfig):
         return DECAY_SHAPES[schedule.decay_shape](progress)
     return DECAY_SHAPES[schedule.name](progress)
 

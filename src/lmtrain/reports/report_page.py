@@ -238,7 +238,8 @@ def charts_of(curves: dict[str, list[dict[str, Any]]]) -> str:
 
 def figure(chart: str, lines: list[dict[str, Any]]) -> str:
     """Builds a chart with the names and strokes of its lines above it."""
-    legend = "".join(f"<i>{_stroke(line)}{broken(line['name'])}</i>" for line in lines)
+    stroke = '<svg viewBox="0 0 34 8" class="stroke"><path d="M0 4h34" {}/></svg>'
+    legend = "".join(f"<i>{stroke.format(_look(line))}{broken(line['name'])}</i>" for line in lines)
     label = f'role="img" aria-label="{as_text(chart)} by step"'
     title, _ = FIRST.get(chart, (chart, ""))
     _, axis = FIRST.get(chart.rpartition(": ")[2], ("", chart.rpartition("/")[2]))  # without the name of a stage
@@ -248,10 +249,6 @@ def figure(chart: str, lines: list[dict[str, Any]]) -> str:
         f'<svg viewBox="0 0 {_WIDE} {_HIGH}" {label}>{_paths(lines, axis)}</svg>'
         '<div class="tip"></div></figure>'
     )
-
-
-def _stroke(line: dict[str, Any]) -> str:
-    return f'<svg viewBox="0 0 34 8" class="stroke"><path d="M0 4h34" {_look(line)}/></svg>'
 
 
 def _look(line: dict[str, Any]) -> str:

@@ -8,16 +8,9 @@ from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.time_budget import TimeBudget
 from lmtrain.checkpoints import retention, store
 from lmtrain.checkpoints.checksums import Compare
+from lmtrain.config import fingerprint
 from lmtrain.config.constraints import RATE
-from lmtrain.config.fingerprint import (
-    MAY_CHANGE,
-    Fingerprint,
-    changed_since,
-    changes,
-    check_names,
-    not_compared,
-    trained_otherwise,
-)
+from lmtrain.config.fingerprint import Fingerprint, changed_since, changes, check_names, not_compared
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.override_text import shell_word
 from lmtrain.config.schema import Config
@@ -111,7 +104,7 @@ def check_fingerprint(
             f"{config.checkpoint.monitor} is measured on other rows than up to step {max(others):,}: scores are "
             f"not compared with those before; `best` and early stopping start over with the next validation"
         )
-    changed = changed_since(before, config, *MAY_CHANGE)
+    changed = changed_since(before, config, *fingerprint.MAY_CHANGE)
     if changed:
         tell(f"changed since this run's last start: {', '.join(f'{key} {both}' for key, both in changed.items())}")
     unknown = not_compared(theirs, ours, config)
@@ -121,7 +114,7 @@ def check_fingerprint(
 
 def refuse_other_rates(checkpoint: Path, config: Config) -> None:
     """Raises UserError if a run that has trained all of its steps is asked for with other rates, as none remains."""
-    changed = trained_otherwise(run_dir.last_start(RunDir(checkpoint.parent.parent), config), config, RATE)
+    changed = fingerprint.trained_otherwise(run_dir.last_start(RunDir(checkpoint.parent.parent), config), config, RATE)
     if changed:
         raise UserError(
             f"{checkpoint.parent.parent} is finished, with other settings: "

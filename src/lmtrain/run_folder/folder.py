@@ -173,7 +173,8 @@ def is_finished(config: Config) -> bool:
         return False
     if trained_otherwise(last_start(folder, config), config, PREPARED, MODEL, TRAJECTORY, RATE, VALIDATION):
         return False
-    if any(_touched_since(path, folder.summary.stat().st_mtime) for path in _named_files(config)):
+    files = (p for path in _named_files(config) for p in (path, *path.rglob("*")) if p.exists())
+    if any(p.stat().st_mtime > folder.summary.stat().st_mtime for p in files):
         return False
     print(nothing_to_do(folder))
     return True
@@ -185,10 +186,6 @@ def _named_files(config: Config) -> Iterator[Path]:
     for _, name in (pair for value in values for pair in flat(value)):
         if isinstance(name, str):
             yield from (Path(path) for path in glob.iglob(os.path.expanduser(name), recursive=True))
-
-
-def _touched_since(path: Path, seconds: float) -> bool:
-    return any(p.stat().st_mtime > seconds for p in (path, *path.rglob("*")) if p.exists())
 
 
 def last_start(run: RunDir, config: Config) -> dict[str, Any]:

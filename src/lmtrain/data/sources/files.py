@@ -137,7 +137,8 @@ def _find(part: str, key: str) -> tuple[Found, list[File]]:
         if path.resolve() == Path(path.anchor or "/").resolve():
             raise UserError(f"{key}={part} is the whole file system: name the folder that holds the data")
         try:
-            return "folder", [p for p in sorted(path.rglob("*")) if p.is_file() and not _is_hidden(p, path)]
+            inside = [p for p in sorted(path.rglob("*")) if p.is_file()]  # but not .git, .cache and the like
+            return "folder", [p for p in inside if "/." not in f"/{p.relative_to(path).as_posix()}"]
         except OSError as error:
             raise UserError(f"{key}={part} can't be searched for files: {error}") from None
     if path.exists():
@@ -159,11 +160,6 @@ def digest(files: list[File], facts: Facts) -> str:
         for file in files
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _is_hidden(path: Path, folder: Path) -> bool:
-    """Returns whether the path or a folder above it, inside `folder`, begins with a dot (.git, .cache)."""
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _unread(folder: str, files: list[File]) -> str:
