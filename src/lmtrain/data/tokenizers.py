@@ -31,16 +31,8 @@ from lmtrain.files import open_regular, read_regular
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"  # for character tokenizers only: a prompt may hold a character that the corpus lacks
 # The files of a folder that make up its identity.
-_FILES = (
-    "tokenizer*",
-    "*.model",
-    "vocab*",
-    "merges*",
-    "special_tokens*",
-    "added_tokens*",
-    "chat_template*",
-    "processor_config.json",
-)
+_FILES = ("tokenizer*", "*.model", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*",
+          "processor_config.json")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,11 @@ from lmtrain.errors import UserError
 # The families' names for these keys; GPT-2's other names are in its config's own attribute_map.
 ALIASES = {
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
-    "intermediate_size": (
-        "intermediate_size",
-        "n_inner",
-        "ffn_dim",
-        "decoder_ffn_dim",
-        "ffn_hidden_size",
-        "dff",
-        "d_inner",
-    ),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "dff",
+                          "d_inner"),
     "hidden_act": ("hidden_act", "activation_function"),
     "rope_theta": ("rope_parameters",),
-}
+}  # fmt: skip
 # Settings that a family's code reads although its config class doesn't declare them.
 UNDECLARED = {"qwen3_moe": ("head_dim",)}
 MEANING = {
