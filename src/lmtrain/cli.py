@@ -126,9 +126,7 @@ def _out_of_memory(error: BaseException) -> int:
     """Prints that host memory ran out and returns the exit code; re-raises any other error."""
     if not errors.out_of_memory(error):
         raise error
-    errors.print_error(
-        "out of memory: the machine's, or the limit of this user or job, is used up: free some or raise it"
-    )
+    errors.print_error("out of memory: the machine's, or this user's or job's limit, is used up: free some or raise it")
     return errors.FAILED
 
 

@@ -24,9 +24,7 @@ def prepare(config: Config) -> int:
         _print([*corpus.words, *corpus.notes])
         return errors.FINISHED
     if config.data.source == "bins":
-        raise UserError(
-            "data=bins is prepared already: train on it, or name a source of text (data=text data.path=...)"
-        )
+        raise UserError("data=bins is prepared already: train on it, or name text (data=text data.path=...)")
     if config.data.ring_bytes is not None:
         raise UserError(
             f"data.ring_bytes={config.data.ring_bytes} tokenizes while a run trains: there is nothing to prepare; set "

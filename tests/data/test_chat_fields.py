@@ -68,7 +68,7 @@ def test_a_template_that_writes_the_date_is_named(tokenizer_config: Any, data_co
     for text, dated in ((UNMARKED, False), ("Today: {{ strftime_now('%Y') }}\n" + UNMARKED, True)):
         encoder = ChatEncoder(tokenizer_for(text, tokenizer_config), data_config("chat", max_length=None))
         encoder.encode(Conversation(TURNS, None, "here"))
-        assert any("the date of the day they were prepared" in r.text for r in encoder.remarks) == dated
+        assert any("rendered with the day they were prepared" in r.text for r in encoder.remarks) == dated
 
 
 @pytest.mark.parametrize(

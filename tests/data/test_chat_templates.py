@@ -458,7 +458,7 @@ def test_templates_that_cant_be_used(bytes_tokenizer, data_config, tmp_path: Pat
     with pytest.raises(UserError, match=r"chat_template=mine is neither a file nor one of alpaca, chatml"):
         make("mine")
     broken = {
-        "{% if %}": "can't render a question and answer",
+        "{% if %}": "can't render question and answer",
         "{{ messages[0].content }}": "doesn't write out the turns",
         "{{ raise_exception('no') }}": "refuses it: no",
     }

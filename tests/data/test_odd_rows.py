@@ -589,8 +589,8 @@ def test_csv_and_tsv(read: Any) -> None:
         + b'"a,,x,1\n'
         + good.replace(b'"', b"") * 50: r"odd\.csv, line 2: malformed CSV .*is a quote opened and never closed",
         head + b"a,,,\n": r"odd\.csv, line 2: output is empty",
-        b"a,a\n1,2\n": r"odd\.csv, line 1: the first line must name the columns",
-        b"a,\n1,2\n": r"odd\.csv, line 1: the first line must name the columns",
+        b"a,a\n1,2\n": r"odd\.csv, line 1: the first line must name columns",
+        b"a,\n1,2\n": r"odd\.csv, line 1: the first line must name columns",
         head: r"holds no rows",
     }.items():
         with pytest.raises(UserError, match=said):

@@ -121,7 +121,7 @@ def _compare(tokenizer: PreTrainedTokenizerFast, chat: Conversation, before: str
                 for end, asks in ((turn, True), (turn + 1, False))
             )  # fmt: skip
             if before == given:
-                put = "put behind the <think>" in remarks or "learned from what it asks with" in remarks
+                put = "put behind the <think>" in remarks or "learned from that" in remarks
                 whole = (before + answer).removesuffix(tokenizer.eos_token)  # added to templates without an end of turn
                 assert put or written.startswith(whole)
                 return

@@ -50,7 +50,7 @@ def test_examples_that_rows_would_mix_are_laid_out_one_a_row(tmp_path: Path) -> 
     one = ["data.seq_len=1400", "data.global_batch_size=1", "data.micro_batch_size=1"]  # a row with all examples
     ended = run("train", *SFT, *fixed, *one)
     assert ended.code == 0, ended.err
-    assert "each example is a row of its own, padded" in " ".join(ended.out.split())
+    assert "each example is a padded row of its own" in " ".join(ended.out.split())
     whole = run("train", *SFT, *fixed, f"run.dir={tmp_path}/off", "data.packing=off", "data.global_batch_size=40",
                 "data.micro_batch_size=40")  # fmt: skip
     assert whole.code == 0, whole.err
@@ -64,7 +64,7 @@ def test_pairs_are_laid_out_one_answer_a_row(tmp_path: Path) -> None:
     """The loss before training is ln 2 in any layout; test_families.py shows that the layouts' numbers agree."""
     ended = run("train", *DPO, *arguments(tmp_path, "bloom", pairs(tmp_path)))
     assert ended.code == 0, ended.err
-    assert "each example is a row of its own" in " ".join(ended.out.split())
+    assert "each example is a padded row of its own" in " ".join(ended.out.split())
     assert "the model's own" in ended.out
     assert rows(tmp_path / "run" / "metrics.jsonl")[0]["train/loss"] == pytest.approx(0.693147, abs=1e-4)
 

@@ -120,9 +120,7 @@ class Records(Logger):
         if self.validating:
             self._logged[True] |= values
         elif self.step is None:
-            raise RunError(
-                f"{', '.join(values)} was logged before training, which has no step: log it in on_train_start or later"
-            )
+            raise RunError(f"{', '.join(values)} was logged before training: log it in on_train_start or later")
         elif self._written is None and not self._repeats:
             self._logged[False] |= values
         elif self._written is not None:
@@ -222,9 +220,7 @@ def number(name: str, value: Any) -> int | float:
     if isinstance(value, torch.Tensor):
         if value.numel() == 1 and not value.is_complex():
             return value.item()
-        raise RunError(
-            f"{name} was logged with a tensor of shape {tuple(value.shape)}: log one number, such as its mean"
-        )
+        raise RunError(f"{name} was logged with a tensor of shape {tuple(value.shape)}: log one number, say its mean")
     if isinstance(value, Real):
         return int(value) if isinstance(value, int) else float(value)
     raise RunError(f"{name} was logged with a {type(value).__name__}: log a single number")

@@ -104,7 +104,7 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
     steps, ratio = schedule.warmup_steps, schedule.warmup_ratio
     if steps is not None and ratio is not None:
         raise UserError(
-            f"schedule.warmup_steps={steps} and schedule.warmup_ratio={ratio} both set the warmup: make one null"
+            f"schedule.warmup_steps={steps} and schedule.warmup_ratio={ratio} set the warmup: make one null"
         )
     if schedule.name == "range_test" and (steps or ratio):
         raise UserError("schedule.name=range_test has no warmup: schedule.warmup_steps=0 and no warmup_ratio")
@@ -216,9 +216,7 @@ def _check_source(source: str, allow_target: list[str]) -> None:
     check_allowed("data.source", source, allow_target)
     own = ("lmtrain.data.sources.sums", "lmtrain.data.sources.stories")
     if not any(source.startswith(f"{package}.") for package in (*allow_target, *own)):
-        raise UserError(
-            f"data.source={source}: name a class of your own package, and allow that with run.allow_target=[...]"
-        )
+        raise UserError(f"data.source={source}: name a class of your own package, and run.allow_target=[that]")
 
 
 def _check_metric(key: str, name: str) -> None:

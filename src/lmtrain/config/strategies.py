@@ -297,7 +297,7 @@ def adopt_file(t: TrainerConfig) -> None:
         _check_options(d)
     if "nvme" in (d.offload_optimizer, d.offload_parameters) and not os.access(d.nvme_path, os.W_OK | os.X_OK):
         raise UserError(
-            f"trainer.deepspeed.nvme_path={d.nvme_path} is no folder that can be written to: name one on the NVMe disk"
+            f"trainer.deepspeed.nvme_path={d.nvme_path} can't be written to: name a folder on the NVMe disk"
         )
 
 

@@ -124,7 +124,7 @@ def fit_to_model(
                 rows.pad()
         corpus.epoch_tokens = corpus.train.epoch_tokens
         corpus.words[-1] = (
-            "each example is a row of its own, padded: in one row they would see each other ({unpacked_because})"
+            "each example is a padded row of its own: in one they would see each other ({unpacked_because})"
         )
     elif data.isolate_documents and data.packing != "off":
         advice = "isolate_documents=false" if data.packing is None else "packing=off"
@@ -289,9 +289,7 @@ def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
     train, val = prepared.split("train"), prepared.split("val")
     assert train is not None  # prepare_examples refuses data without it
     if len(train) == 0:
-        raise UserError(
-            f"data.mixture={config.data.mixture}: with these weights no row is left to train on: raise them"
-        )
+        raise UserError(f"data.mixture={config.data.mixture}: with these weights no row is left to train: raise them")
     rows, words = encoder.make_rows(train, config, config.seed)
     return Corpus.of(
         prepared,

@@ -23,7 +23,7 @@ def resolve_auto(config: Config) -> None:
         if t.accelerator != "auto" and not torch.cuda.is_available():
             advice = why_not_used() or "set trainer.accelerator=cpu, or install a CUDA build of torch"
             raise UserError(
-                f"trainer.accelerator={t.accelerator}, but torch {torch.__version__} sees no CUDA device here: {advice}"
+                f"trainer.accelerator={t.accelerator}, torch {torch.__version__} sees no CUDA device: {advice}"
             )
         t.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     if t.devices == "auto":

@@ -121,9 +121,7 @@ class ScoredDocuments:
             return documents_of(data, "val")
         found = pieces_of(data, "val")
         if found is None:
-            raise UserError(
-                "there is no validation split to evaluate: name data, such as data=text data.val_path=a.txt"
-            )
+            raise UserError("there is no validation split to score: name data, such as data=text data.val_path=a.txt")
         return found
 
 

@@ -88,9 +88,7 @@ def run(who: Subject, config: Config, manager: Any) -> dict[str, Any]:
 def check_limit(limit: int | None) -> None:
     """Raises UserError if evaluate.limit is below the number of ranks: the harness needs a document per rank."""
     if limit is not None and world.size() > limit:
-        raise UserError(
-            f"evaluate.limit={limit} documents of a task for {world.size()} devices: set trainer.devices={limit}"
-        )
+        raise UserError(f"evaluate.limit={limit} documents for {world.size()} devices: set trainer.devices={limit}")
 
 
 def _run(who: Subject, config: Config, manager: Any) -> dict[str, Any]:

@@ -129,9 +129,7 @@ def _text(
     sizes = {c: sum(len(row[c]) for row in rows if isinstance(row.get(c), str)) for c in columns}
     longest = max(sizes, key=lambda c: (sizes[c], c == "text"), default=None)
     if longest is None or sizes[longest] == 0:
-        raise UserError(
-            f"{named} has no column of text (columns: {', '.join(columns)}): name one, data.text_column=..."
-        )
+        raise UserError(f"{named} has no column of text (it has {', '.join(columns)}): name one, data.text_column=...")
     others = [c for c in columns if c != longest]
     also = f"; not read: {', '.join(others[:6])}" if others else ""
     column = [] if longest == "text" else [f"data.text_column={bare_or_quoted(longest)}"]

@@ -170,9 +170,7 @@ def check_tokens(model: PreTrainedModel) -> None:
             f"only a part of their gradients: {off}"
         )
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        raise UserError(
-            f"{key}: each rank would draw dropout for its slice of tokens. Set model.dropout=0, or {off[4:]}"
-        )
+        raise UserError(f"{key}: each rank draws dropout for its slice of tokens. Set model.dropout=0, or {off[4:]}")
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:

@@ -56,9 +56,7 @@ class DistillOptions(ObjectiveConfig):
 
     def check(self, config: Config) -> None:
         if not self.teacher:
-            raise UserError(
-                "objective=distill needs a teacher: set objective.teacher=NAME, of a run, a folder or the hub"
-            )
+            raise UserError("objective=distill needs a teacher: set objective.teacher to a run, a folder or a hub name")
         if self.beta < 0:
             raise UserError(f"objective.beta={self.beta}: a number from 0 (forward KL) to 1 (reverse KL) is needed")
         if self.on_policy and config.data.packing != "off":

@@ -62,9 +62,7 @@ class GRPO(ReferenceObjective):
         """Builds rewards and sampler; raises UserError without a reward or without room for completions."""
         self.options = o = options_of(config, GRPOOptions)
         if not isinstance(corpus.train, PromptRows):
-            raise UserError(
-                f"objective={config.objective.name} samples prompts: data.rows={config.data.rows} gives none"
-            )
+            raise UserError(f"objective={config.objective.name} samples prompts: data.rows={config.data.rows} has none")
         self.prompts, self.prompts_used = corpus.train, rows_used(config, len(corpus.train))
         own: dict[str, Any] = {"clip_low": o.clip_low, "clip_high": o.clip_high}
         self.variant = VARIANTS[o.loss]._replace(**{name: value for name, value in own.items() if value is not None})

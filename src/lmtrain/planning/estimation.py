@@ -90,9 +90,7 @@ def device_of(config: Config) -> Device:
     try:
         return Device(f"{float(asked):g} GiB", float(asked) * 2**30, None)
     except ValueError:
-        raise UserError(
-            f"estimate.device={asked}: {', '.join(known)}, or a number of GiB (estimate.device=24)"
-        ) from None
+        raise UserError(f"estimate.device={asked}: {', '.join(known)}, or GiB (estimate.device=24)") from None
 
 
 def resolve(config: Config) -> None:
@@ -236,9 +234,7 @@ def estimate(config: Config) -> int:
     chosen = sum(memory(model, config).values())
     console.print(memory_table(by_strategy(model, config), room))
     if chosen <= room:
-        console.print(
-            f"fits: {gib(chosen)} of {gib(room)} on {device.words}, trainer.strategy={config.trainer.strategy}"
-        )
+        console.print(f"fits: {gib(chosen)} of {gib(room)} on {device.words}, strategy={config.trainer.strategy}")
         return errors.FINISHED
     ways = ways_to_fit(model, config, room)
     console.print(f"does not fit: {gib(chosen)} on {device.words}, where {gib(room)} can be used")

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Config:
     """Composes the config that the command line would make of the same overrides; raises UserError if one is wrong."""
     if isinstance(overrides, str) or not all(isinstance(word, str) for word in overrides):
-        raise UserError(
-            f'compose takes a list of overrides, such as ["model=gpt_nano", "data.path=book.txt"]: {overrides!r}'
-        )
+        raise UserError(f'compose takes a list of overrides, ["model=gpt_nano", "data.path=a.txt"]: {overrides!r}')
     ranks.note_typed(list(overrides))  # messages repeat these; a notebook's own command line differs
     return rules.check(rules.compose(list(overrides), config_dir))
 

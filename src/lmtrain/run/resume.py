@@ -210,9 +210,7 @@ def rewind(run: Run, checkpoint: Path | None, tell: Callable[[str], None]) -> No
         run.dir.summary.unlink(missing_ok=True)
         write_again(run.metrics.records.joined, run.dir, step)
     except OSError as error:
-        raise RunError(
-            f"cannot prepare {error.filename or run.dir.path} to continue the run: {reason(error)}"
-        ) from error
+        raise RunError(f"can't prepare {error.filename or run.dir.path} to continue: {reason(error)}") from error
     if checkpoint is not None and checkpoint.resolve().parent == run.dir.checkpoints.resolve():
         _tell_of_lost_rows(run, checkpoint, tell)
 

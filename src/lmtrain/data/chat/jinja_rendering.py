@@ -155,7 +155,7 @@ class Template:
             (text,) = self.render_texts([asked], None, "")
         except BadRow as error:
             raise UserError(
-                f"the chat template ({self.label}) can't render a question and answer: {error.reason}"
+                f"the chat template ({self.label}) can't render question and answer: {error.reason}"
             ) from None
         before, found, suffix = text.rpartition(ANSWER)
         if not found or QUESTION not in before:

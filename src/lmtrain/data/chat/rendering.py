@@ -22,9 +22,7 @@ from lmtrain.data.chat.turns import BadRow, common
 from lmtrain.errors import UserError
 
 _MODES = ({"enable_thinking": False}, {"enable_thinking": True})  # one of them is a template's default
-_REWRITTEN = (
-    "answers whose history the chat template renders differently when it asks for them: learned from what it asks with"
-)
+_REWRITTEN = "answers whose history the chat template renders differently when it asks for them: learned from that"
 
 
 @dataclass(eq=False)
@@ -95,9 +93,7 @@ class ChatTemplate(Template):
                 f"to stop there"
             )
         if "strftime_now" in self.text:
-            made.remarks.append(
-                f"rendered with the date of the day they were prepared, which the chat template ({self.label}) asks for"
-            )
+            made.remarks.append(f"rendered with the day they were prepared, for the chat template ({self.label})")
         after = self.after_turn
         made.borders = [end + len(after) if made.text.startswith(after, end) else end for end in ends]
 

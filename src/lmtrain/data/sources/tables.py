@@ -199,9 +199,7 @@ def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterato
 def _header(names: list[str], where: str, delimiter: str) -> list[str]:
     twice = next((name for name in names if names.count(name) > 1 or not name.strip()), None)
     if twice is not None or not names:
-        raise UserError(
-            f"{where}: the first line must name the columns, each differently, and is {_excerpt(str(names))}"
-        )
+        raise UserError(f"{where}: the first line must name columns, each differently, and is {_excerpt(str(names))}")
     other = next((sign for sign in (";", "\t") if [delimiter, len(names)] == [",", 1] and sign in names[0]), None)
     if other is not None:
         raise UserError(
@@ -300,11 +298,9 @@ def check_columns(wanted: list[str], found: Iterable[str], where: str) -> None:
     for column in wanted:
         if column not in found:
             near = difflib.get_close_matches(column, found, n=1, cutoff=0.5)
-            suggestion = near[0] if near else (found[0] if found else "...")
+            best = near[0] if near else (found[0] if found else "...")
             known = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
-            raise UserError(
-                f"{where} has no column {column!r}; it has: {known or 'none'}: data.text_column={suggestion}"
-            )
+            raise UserError(f"{where} has no column {column!r}; it has: {known or 'none'}: data.text_column={best}")
 
 
 def text_of(row: Mapping[str, Any] | str, columns: list[str], separator: str, where: str) -> str:

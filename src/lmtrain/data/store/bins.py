@@ -91,9 +91,7 @@ def load_meta(folder: Path) -> Meta:
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} can't be read as the sidecar of token bins: {error!r}") from None
     if version != FORMAT_VERSION or missing:
-        raise UserError(
-            f"{path} has format version {version}, lmtrain reads version {FORMAT_VERSION}: prepare it again"
-        )
+        raise UserError(f"{path} has format version {version}, lmtrain reads {FORMAT_VERSION}: prepare it again")
     return cast(Meta, meta)
 
 

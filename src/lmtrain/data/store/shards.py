@@ -108,7 +108,7 @@ class Shard:
         """Raises UserError if the file comes without document ends; `instead` is the setting that needs none."""
         if self.docs is None:
             raise UserError(
-                f"{self.path} has no document borders (a .docs file): prepare the text with lmtrain, or set {instead}"
+                f"{self.path} has no document borders (.docs): prepare the text with lmtrain, or set {instead}"
             )
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:

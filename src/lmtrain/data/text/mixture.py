@@ -109,7 +109,7 @@ def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig) -> Prepared
     for source, part in parts:
         if part.meta["tokenizer_hash"] != parts[0][1].meta["tokenizer_hash"]:
             raise UserError(
-                f"data.mixture: {source.label} has another tokenizer than {found[0].label}: prepare both with one"
+                f"data.mixture: {source.label} has another tokenizer than {found[0].label}: prepare both by one"
             )
     return parts
 
