@@ -253,7 +253,7 @@ NEEDS = {
 
 # Options that need a device, and what a run says where there is none.
 ON_A_GPU = {
-    "trainer/gpu.yaml": "sees no CUDA device: set trainer.accelerator=cpu",
+    "trainer/gpu.yaml": "sees no CUDA: set trainer.accelerator=cpu",
     "trainer/deepspeed.yaml": "trainer.strategy=deepspeed needs CUDA devices",
 }
 

@@ -128,8 +128,7 @@ class TimeBudget(pl.Callback):
         self._begin_window(step)
         if abs(steps / self._said - 1) > _WORTH_SAYING:
             said = (
-                f"a step takes {took:.2f} s, so the run will have {steps:,} steps to end with budget.minutes, "
-                f"not {self._said:,}"
+                f"a step takes {took:.2f} s, so the run will have {steps:,} steps, not {self._said:,}, to end in time"
             )
             self.console.print(said, highlight=False)
             self._said = steps
@@ -184,7 +183,6 @@ class Forecast(pl.Callback):
         low, high = bits * (1 - dial.SPREAD), bits * (1 + dial.SPREAD)
         self.made = {SCORE: bits, "low": low, "high": high, "step": step}
         said = (
-            f"forecast from the validations so far: {SCORE} will be about {bits:.3f} at the end ({low:.2f} to "
-            f"{high:.2f})"
+            f"forecast from validations so far: {SCORE} will be about {bits:.3f} at the end ({low:.2f} to {high:.2f})"
         )
         self.console.print(said, highlight=False)

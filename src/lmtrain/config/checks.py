@@ -103,9 +103,7 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
     """Raises UserError if the warmup is set twice, or set for range_test, which has none."""
     steps, ratio = schedule.warmup_steps, schedule.warmup_ratio
     if steps is not None and ratio is not None:
-        raise UserError(
-            f"schedule.warmup_steps={steps} and schedule.warmup_ratio={ratio} set the warmup: make one null"
-        )
+        raise UserError(f"schedule.warmup_steps={steps} and schedule.warmup_ratio={ratio} set it: make one null")
     if schedule.name == "range_test" and (steps or ratio):
         raise UserError("schedule.name=range_test has no warmup: schedule.warmup_steps=0 and no warmup_ratio")
 

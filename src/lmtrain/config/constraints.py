@@ -83,7 +83,7 @@ def name_of_folder(key: str, value: Any) -> None:
     """Raises UserError unless the value is null or a relative path whose parts pass `name_of_file`."""
     if value is not None and not re.fullmatch(rf"{_PART}(/{_PART})*", str(value)):
         raise UserError(
-            f"{key}={value!r}: use a-z, A-Z, digits, '.', '_', '-', '+' and '/' only, no part starting with '.' or '-'"
+            f"{key}={value!r}: use a-z, A-Z, digits, '.', '_', '-', '+' and '/' only, no '.' or '-' in front"
         )
 
 

@@ -296,9 +296,7 @@ def adopt_file(t: TrainerConfig) -> None:
         d.nvme_path = str(next(filter(None, paths), d.nvme_path))
         _check_options(d)
     if "nvme" in (d.offload_optimizer, d.offload_parameters) and not os.access(d.nvme_path, os.W_OK | os.X_OK):
-        raise UserError(
-            f"trainer.deepspeed.nvme_path={d.nvme_path} can't be written to: name a folder on the NVMe disk"
-        )
+        raise UserError(f"trainer.deepspeed.nvme_path={d.nvme_path} is not writable: name a folder on the NVMe disk")
 
 
 def _check_options(d: DeepSpeedConfig) -> None:

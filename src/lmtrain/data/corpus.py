@@ -123,9 +123,7 @@ def fit_to_model(
             if isinstance(rows, PadsAnswers):
                 rows.pad()
         corpus.epoch_tokens = corpus.train.epoch_tokens
-        corpus.words[-1] = (
-            "each example is a padded row of its own: in one they would see each other ({unpacked_because})"
-        )
+        corpus.words[-1] = f"each example is a padded row of its own: in one, each sees others ({unpacked_because})"
     elif data.isolate_documents and data.packing != "off":
         advice = "isolate_documents=false" if data.packing is None else "packing=off"
         chosen = " or model.attention=auto" if unpacked_because.startswith("model.attention=") else ""

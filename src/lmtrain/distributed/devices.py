@@ -22,9 +22,7 @@ def resolve_auto(config: Config) -> None:
     if t.accelerator in ("auto", "gpu", "cuda"):
         if t.accelerator != "auto" and not torch.cuda.is_available():
             advice = why_not_used() or "set trainer.accelerator=cpu, or install a CUDA build of torch"
-            raise UserError(
-                f"trainer.accelerator={t.accelerator}, torch {torch.__version__} sees no CUDA device: {advice}"
-            )
+            raise UserError(f"trainer.accelerator={t.accelerator}, torch {torch.__version__} sees no CUDA: {advice}")
         t.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     if t.devices == "auto":
         t.devices = torch.cuda.device_count() if t.accelerator == "cuda" else 1
@@ -61,8 +59,7 @@ def why_not_used() -> str | None:
         if "driver" in str(error) and "too old" in str(error):
             return (
                 f"the NVIDIA driver is too old for this torch, which is built with CUDA {torch.version.cuda}: "
-                "update the driver, or install a torch of an older CUDA (nvidia-smi shows the newest version "
-                "that the driver supports)"
+                "update the driver, or install a torch of an older CUDA (nvidia-smi shows the newest that fits)"
             )
     return None
 

@@ -38,9 +38,7 @@ def find(config: Config) -> Any:
         if name not in manager.task_index:
             hint = did_you_mean(name, manager.all_tasks, most=3)
             where = f" and {folder}" if folder else ""
-            raise UserError(
-                f"evaluate.tasks: lm-evaluation-harness {version('lm-eval')}{where} has no task {name!r}{hint}"
-            )
+            raise UserError(f"evaluate.tasks: lm-eval {version('lm-eval')}{where} has no task {name!r}{hint}")
     return manager
 
 

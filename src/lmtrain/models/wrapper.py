@@ -171,8 +171,7 @@ def write(model: PreTrainedModel, state: dict[str, Tensor], tied: dict[str, Tens
     if not files:
         raise RunError(
             f"the vision or audio tower can't be copied into the export: {wrapper.name_or_path}, from which the model "
-            f"was loaded, has no safetensors files any more; the checkpoints are untouched, so put them back and "
-            f"export again"
+            f"was loaded, has no safetensors files any more; put them back and export again"
         )
     config = config_of(model, wrapper)
     with torch.device("meta"):

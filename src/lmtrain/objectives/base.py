@@ -216,8 +216,7 @@ class Objective(pl.LightningModule):
         if "micro_batches" not in batch:
             raise UserError(
                 f"{type(self).__name__} trains whole steps, and this loader gives micro-batches: pass its run's data, "
-                f"fit(run.objective, datamodule=run.datamodule). TextDataModule and ChatDataModule are for modules of "
-                f"your own"
+                f"fit(run.objective, datamodule=run.datamodule). TextDataModule and ChatDataModule serve others"
             )
         step, micro_batches = int(batch["step"]), batch["micro_batches"]
         if step != self.trainer.global_step:

@@ -135,8 +135,7 @@ def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:
     names = list(owners)
     shown = names[:: max(1, len(names) // 6)][:6]
     raise UserError(
-        f"optimizer.groups: pattern {rule.pattern!r} matches no trainable parameter; some of their names: "
-        f"{', '.join(shown)}"
+        f"optimizer.groups: pattern {rule.pattern!r} matches no trained parameter, such as {', '.join(shown)}"
     )
 
 

@@ -90,9 +90,7 @@ def settle(config: Config, began: float) -> list[str]:
         )
     if chosen in _BEFORE_RANKS and ranks.started_by() is not None:
         does, instead = _BEFORE_RANKS[chosen]
-        raise UserError(
-            f"budget.{chosen} {does} before ranks start: start it without torchrun and srun, or set {instead}"
-        )
+        raise UserError(f"budget.{chosen} {does} before ranks start: don't use torchrun or srun, or set {instead}")
     if chosen == "minutes":
         return _settle_minutes(config, began, typed)
     _settle_amount(config, typed)

@@ -121,8 +121,7 @@ def vocabulary(config: Config) -> Vocabulary:
     if t.kind in ("bpe", "char"):
         if config.model.vocab_size is None:
             raise UserError(
-                f"the vocabulary size of tokenizer={t.kind} depends on the data, which is not read "
-                "here: set model.vocab_size"
+                f"the vocabulary size of tokenizer={t.kind} depends on data that isn't read here: set model.vocab_size"
             )
         return Vocabulary(config.model.vocab_size, added)
     try:

@@ -286,9 +286,7 @@ def _samples(run: Told) -> Iterable[str]:
     for prompt, texts in run.samples.items():
         yield f"<h3>{as_text(_cut(prompt))}</h3>"
         for i, (step, text, reference) in enumerate(reversed(texts)):
-            given = (
-                f'<pre class="soft">{as_text("reference: " + _cut(reference))}</pre>' if reference is not None else ""
-            )
+            given = f'<pre class="soft">reference: {as_text(_cut(reference))}</pre>' if reference is not None else ""
             opened = " open" if i == 0 else ""
             yield f"<details{opened}><summary>step {step:,}</summary><pre>{as_text(_cut(text))}</pre>{given}</details>"
 

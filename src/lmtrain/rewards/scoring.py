@@ -48,8 +48,7 @@ def build_rewards(config: Mapping[str, Any], allow_target: Sequence[str]) -> lis
     if not entries:
         raise UserError(
             "objective=grpo learns from rewards, and there is none: choose one with reward=exact_number, regex, "
-            "format, length, math_verify, code or model, or name a class or a function of yours with reward=custom "
-            "reward._target_="
+            "format, length, math_verify, code or model, or a class or function with reward=custom reward._target_="
         )
     found = []
     for name, entry in entries.items():

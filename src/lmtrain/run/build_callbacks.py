@@ -53,8 +53,7 @@ def check_monitors(
     stopping = config.callbacks.early_stopping
     if stopping.enabled and corpus.val is None and not val_sets:
         raise UserError(
-            "callbacks.early_stopping.enabled=true, but there is no validation split: "
-            f"{corpus.how_to_validate(config.data)}"
+            f"callbacks.early_stopping.enabled=true needs a validation split: {corpus.how_to_validate(config.data)}"
         )
     scores = samples.text_metrics.names() if samples is not None else []
     own = [*_reported(objective, corpus.val_bytes_per_token), *scores] if corpus.val is not None else []

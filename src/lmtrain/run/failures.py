@@ -45,7 +45,7 @@ def refuse_lost_model(run: Run) -> None:
     if not math.isfinite(loss):
         raise RunError(
             f"val/loss is {loss} at step {last['step']:,}: the model has diverged, and nothing is exported. What helps "
-            f"most often: a lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true; "
+            f"most: a lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true; "
             f"{last_good(run)}"
         )
 

@@ -180,9 +180,7 @@ def _on_hub(name: str, path: Path) -> bool:
     if name.startswith(("/", ".", "~")) or (path.parent != Path() and (path.parent.exists() or name.count("/") > 1)):
         there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, there, n=1)
-        hint = (
-            f"; did you mean {path.parent / near[0]}?" if near else "; python -m lmtrain.runs lists the runs there are"
-        )
+        hint = f"; did you mean {path.parent / near[0]}?" if near else "; python -m lmtrain.runs lists the runs"
         raise UserError(f"{name}: no such folder{hint}")
     return hub.why_unreachable(name, None) is None
 

@@ -117,8 +117,7 @@ class _Pipeline:
         if digest is None:
             again = command("export", [f"run_dir={bare_or_quoted(str(one.run))}", "export.checkpoint=last"])
             raise RunError(
-                f"stage {one.name} has ended, but there is nothing in {one.export}: {again} writes it (its output: "
-                f"{log})"
+                f"stage {one.name} has ended, but nothing is in {one.export}: {again} writes it (output: {log})"
             )
         self._finished(one, row, digest)
         return errors.FINISHED

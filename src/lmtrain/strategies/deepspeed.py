@@ -39,8 +39,7 @@ class DeepSpeedStrategy(Placement, MapsCheckpoints, DDPStrategy):
     def __init__(self, t: TrainerConfig) -> None:
         if t.accelerator == "cpu" and ON_CPU not in os.environ:
             raise UserError(
-                "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards the "
-                "same"
+                "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards too"
             )
         with needing("deepspeed", "trainer.strategy=deepspeed"):
             import deepspeed  # noqa: F401

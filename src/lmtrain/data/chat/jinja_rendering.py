@@ -154,9 +154,7 @@ class Template:
         try:
             (text,) = self.render_texts([asked], None, "")
         except BadRow as error:
-            raise UserError(
-                f"the chat template ({self.label}) can't render question and answer: {error.reason}"
-            ) from None
+            raise UserError(f"chat template ({self.label}) can't render question and answer: {error.reason}") from None
         before, found, suffix = text.rpartition(ANSWER)
         if not found or QUESTION not in before:
             raise UserError(f"the chat template ({self.label}) doesn't write out the turns of a conversation")

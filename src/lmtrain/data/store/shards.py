@@ -107,9 +107,7 @@ class Shard:
     def check_borders(self, instead: str) -> None:
         """Raises UserError if the file comes without document ends; `instead` is the setting that needs none."""
         if self.docs is None:
-            raise UserError(
-                f"{self.path} has no document borders (.docs): prepare the text with lmtrain, or set {instead}"
-            )
+            raise UserError(f"{self.path} has no document borders (.docs): prepare it with lmtrain, or set {instead}")
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
         """Returns the document ends with start <= end < stop: int64, ascending, exclusive, in tokens of this shard."""

@@ -226,10 +226,7 @@ def endless(source: StreamSource, encoder: Encoder, begin: Place, start: Place) 
             yield segment
             tokens += len(segment.ids)
         if not tokens and start == begin._replace(epoch=start.epoch):
-            raise UserError(
-                f"{source.label} holds no text after the first data.ring_val_tokens tokens, which are "
-                "held out for validation"
-            )
+            raise UserError(f"{source.label} holds no text after the data.ring_val_tokens tokens held out to validate")
         start = begin._replace(epoch=start.epoch + 1)
 
 

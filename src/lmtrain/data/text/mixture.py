@@ -108,9 +108,7 @@ def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig) -> Prepared
     parts = [(source, prepare(source.cfg, tokenizer_cfg)) for source in found]
     for source, part in parts:
         if part.meta["tokenizer_hash"] != parts[0][1].meta["tokenizer_hash"]:
-            raise UserError(
-                f"data.mixture: {source.label} has another tokenizer than {found[0].label}: prepare both by one"
-            )
+            raise UserError(f"data.mixture: {source.label} has another tokenizer than {found[0].label}: use one")
     return parts
 
 

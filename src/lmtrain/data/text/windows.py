@@ -34,8 +34,7 @@ class Windows:
             more = "use more text" if seed is not None else "hold out more with data.val_fraction"
             raise UserError(
                 f"{shards[0].path if shards else 'the split'} holds {tokens} tokens, fewer than one row of "
-                f"data.seq_len={seq_len} (plus the label of its last token): "
-                f"set data.seq_len={max(1, tokens - 1)} or less, or {more}"
+                f"data.seq_len={seq_len} (and a label): set data.seq_len={max(1, tokens - 1)} or less, or {more}"
             )
 
     def __len__(self) -> int:
