@@ -159,7 +159,7 @@ def test_plain_bins(tmp_path):
     assert split.shards[0].read(98, 2).tolist() == [98, 99]
     assert bins.largest_token(split, chunk=7) == 99
     assert not bins.has_split(tmp_path, "val")
-    with pytest.raises(UserError, match=r"without document borders.*data\.isolate_documents=false"):
+    with pytest.raises(UserError, match=r"no document borders.*data\.isolate_documents=false"):
         split.shards[0].document_ends(0, 5)
 
 
