@@ -11,9 +11,9 @@ import torch
 from peft import AutoPeftModel, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from inprocess import run, stops_at, train_tiny
+from inprocess import message, run, stops_at, train_tiny
 from lmtrain.checkpoints import store
 from lmtrain.exports.hf_folder import logits
 from lmtrain.run_folder import trained
@@ -163,6 +163,13 @@ def test_a_template_of_the_processor_is_the_tokenizers(bases: Any, tmp_path: Pat
         cfg = TokenizerConfig(kind="hub", name_or_path=str(base))
         found = tokenizers.load_or_train(cfg, lambda _: iter(()), tokenizers.identity(cfg))
         assert found.chat_template == template
+
+
+def test_a_language_model_that_is_no_causal_one_of_transformers_is_refused(corpus: Path, tmp_path: Path) -> None:
+    CONFIG_MAPPING["qwen3_vl"]().save_pretrained(tmp_path)
+    done = run("train", *SHORT, f"data.path={corpus}", f"model.name_or_path={tmp_path}", "tokenizer=bytes")
+    assert done.code == 2
+    assert "qwen3_vl reads more than text, and its language model (qwen3_vl_text) is not one" in message(done.err)
 
 
 class Idle(pl.Callback):

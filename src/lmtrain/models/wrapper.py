@@ -88,8 +88,21 @@ def comes_whole(model: nn.Module) -> bool:
 
 
 def outermost(config: PretrainedConfig, scalar_head: bool) -> Any:
-    """Returns the auto class that loads the model of a config: whole wrappers, else as `auto_class`."""
-    return AutoModelForMultimodalLM if is_wrapper(config) else auto_class(scalar_head)
+    """Returns the auto class that loads the model of a config: whole wrappers, else as `auto_class`.
+
+    Raises:
+        UserError: a multimodal model around none of transformers' causal language models.
+    """
+    if is_wrapper(config):
+        return AutoModelForMultimodalLM
+    name = config.model_type
+    multimodal = name in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    if multimodal and name not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"{name} reads more than text, and its language model ({config.get_text_config().model_type}) is not one "
+            f"of transformers' causal language models, so it can't be trained on its own"
+        )
+    return auto_class(scalar_head)
 
 
 def text_of(model: PreTrainedModel, scalar_head: bool = False) -> PreTrainedModel:

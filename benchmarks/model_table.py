@@ -1,0 +1,412 @@
+"""Which models of transformers lmtrain can train: a tiny random one of every causal language model and of every
+multimodal wrapper goes through whole runs. `python benchmarks/model_table.py --page` writes docs/models.md.
+
+    python benchmarks/model_table.py --out FILE.jsonl [--only llama,gemma3]
+    python benchmarks/model_table.py --out FILE.jsonl --page
+
+Results are appended to FILE.jsonl, and models that it names are not tried again, so a sweep can be continued.
+"""
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS / "models"), str(TESTS / "helpers")]
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from family_variants import ALWAYS, EXCLUDED, NEEDED, Variant, build, config_of  # noqa: E402
+from peft import PeftModel  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM  # noqa: E402
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+import composed_once  # noqa: E402
+from inprocess import run  # noqa: E402
+from lmtrain.checkpoints import store  # noqa: E402
+from lmtrain.config.schema_data import TokenizerConfig  # noqa: E402
+from lmtrain.data import tokenizers  # noqa: E402
+from lmtrain.errors import UserError  # noqa: E402
+from lmtrain.generation.sampling import sample_texts  # noqa: E402
+from lmtrain.models.attention import generation_mode  # noqa: E402
+from lmtrain.models.blocks import evaluating  # noqa: E402
+from lmtrain.models.probe import TESTED, enlarge, shrink  # noqa: E402
+from lmtrain.models.wrapper import is_wrapper  # noqa: E402
+from lmtrain.run_folder import trained  # noqa: E402
+from lmtrain.run_folder.folder import RunDir  # noqa: E402
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+QUESTIONS = ["how far", "and back", "is it old", "who was there", "why", "are you sure"]
+ANSWERS = ["ten miles", "as far again", "older than you", "all of us", "nobody knows that", "yes"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}q {{ m.content }}{% else %} a {% generation %}{{ m.content }}"
+    "{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %} a {% endif %}"
+)
+# All examples are in the one row of every step.
+RUN = [
+    *("model=pretrained", "model.dropout=0.0", "objective=sft", "data=chat_jsonl", "data.seq_len=256"),
+    *("data.global_batch_size=1", "data.micro_batch_size=1", "trainer.accelerator=cpu", "trainer.precision=32-true"),
+    *("trainer.max_steps=4", "trainer.log_every_n_steps=1", "trainer.val_check_interval=4", "optimizer.lr=0.003"),
+    *("schedule.warmup_steps=0", "trainer.limit_val_batches=1", "logger=none", "report.enabled=false"),
+    *("callbacks.samples.every_n_validations=0", "trainer.save_every_n_steps=2", "checkpoint.keep_last=2"),
+]
+END = 23  # the id of the token that ends texts, see tokenizer_of
+COLUMNS = ("trains", "packs", "resumes", "exports", "reloads", "generates", "adapts", "merges")
+
+
+LARGE = 100_000_000
+
+
+class Refused(Exception):
+    """lmtrain refused the model with one message."""
+
+
+def names() -> list[str]:
+    """Returns the model types of all causal language models and multimodal wrappers, each once."""
+    return list(dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]))
+
+
+def is_multimodal(name: str) -> bool:
+    return name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """Returns a tokenizer of the characters in the chats."""
+    cfg = TokenizerConfig(kind="char")
+    text = "".join([*QUESTIONS, *ANSWERS, "q a"])
+    made = tokenizers.load_or_train(cfg, lambda _: iter([text]), tokenizers.identity(cfg))
+    made.chat_template = TEMPLATE
+    tokenizers.save(made, folder)
+    assert made.eos_token_id == END
+    return made
+
+
+def save_base(name: str, folder: Path) -> type:
+    """Saves a tiny random model of a model type; returns its class."""
+    torch.manual_seed(0)
+    if is_multimodal(name):
+        config = tiny_wrapper(name)
+        with torch.device("meta"):
+            size = AutoModelForMultimodalLM.from_config(config).num_parameters()
+        if size > LARGE:
+            raise ValueError(f"its towers' sizes have other names: {size:,} parameters")
+        model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+        enlarge(model)
+    else:
+        encoder = "is_decoder" in CONFIG_MAPPING[name]().to_dict()
+        config = config_of(Variant(name, {"is_decoder": True} if encoder else {}))
+        if name in TESTED or name in EXCLUDED:  # layers of other families differ more
+            with contextlib.suppress(Exception):  # the layers of some families can't be cut to another number
+                fields = config.to_dict()
+                fields |= {key: 2 for key in ("decoder_layers", "encoder_layers") if key in fields}
+                config = config.from_dict(fields | {"num_hidden_layers": 2})
+        settle(config)
+        model = build(config)
+    with torch.no_grad():  # smaller weights, so that the layers don't enlarge rounding errors
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(0.5)
+    model.save_pretrained(folder)
+    return type(model)
+
+
+def settle(config: Any) -> None:
+    """Leaves out losses of routers, as the loss compared is the cross-entropy, and names the tokenizer's end."""
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        if getattr(part, "router_aux_loss_coef", None):
+            part.router_aux_loss_coef = 0.0
+        part.eos_token_id = part.bos_token_id = END
+
+
+def tiny_wrapper(name: str) -> Any:
+    config = shrink(CONFIG_MAPPING[name](**NEEDED.get(name, {})), ALWAYS)
+    settle(config)
+    return config
+
+
+def load(folder: Path) -> Any:
+    config = AutoConfig.from_pretrained(folder)
+    auto = AutoModelForMultimodalLM if is_multimodal(config.model_type) else AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor) -> Tensor:
+    return model.eval()(input_ids=ids, use_cache=False).logits.float()
+
+
+def rows_of_chats() -> list[dict[str, Any]]:
+    turns = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for question, answer in zip(QUESTIONS, ANSWERS, strict=True)
+    ]
+    return [{"messages": each} for each in turns]
+
+
+def own_loss(model: Any, tokenizer: Any) -> float:
+    """Returns transformers' mean loss over all tokens of answers, of each chat alone."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row in rows_of_chats():
+        given = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = torch.tensor([given["input_ids"]]), torch.tensor(given["assistant_masks"]).bool()
+        log_probs = logits(model, ids)[0, :-1].double().log_softmax(-1)
+        total -= log_probs.gather(1, ids[0, 1:, None])[:, 0][mask[1:]].sum()
+        count += int(mask[1:].sum())
+    return (total / count).item()
+
+
+@torch.no_grad()
+def greedy(model: Any, tokenizer: Any, prompt: str, n: int) -> tuple[str, Tensor]:
+    """Continues a prompt without a cache, reading the whole text again for every token; returns text, logits [n, V]."""
+    ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+    start, steps = ids.shape[1], []
+    for _ in range(n):
+        steps.append(logits(model, ids)[:, -1])
+        ids = torch.cat([ids, steps[-1].argmax(-1, keepdim=True)], dim=1)
+        if ids[0, -1] == tokenizer.eos_token_id:
+            break
+    text = tokenizer.decode(ids[0, start:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(text), torch.cat(steps)
+
+
+def tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the names and shapes of a folder's tensors."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        with safe_open(file, "pt") as reader:
+            found |= {key: tuple(reader.get_slice(key).get_shape()) for key in reader.keys()}  # noqa: SIM118
+    return found
+
+
+def train(base: Path, folder: Path, *more: str) -> Any:
+    ended = run(
+        "train", *RUN, f"model.name_or_path={base}", f"data.path={base / 'chats.jsonl'}",
+        f"data.val_path={base / 'chats.jsonl'}", f"data.cache_dir={base.parent / 'cache'}", f"run.dir={folder}", *more
+    )  # fmt: skip
+    if ended.code == 2:
+        raise Refused(ended.err.strip().splitlines()[-1].removeprefix("error: "))
+    if ended.code != 0:
+        raise RuntimeError(ended.err[ended.err.rfind("error: ") :])
+    return ended
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> str:
+    """Returns "yes", or how far two tensors are apart, relative to the largest value."""
+    apart = ((found - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
+    return "yes" if apart <= tolerance else f"off by {apart:.1g}"
+
+
+class Trial:
+    """The columns of one model, in order; each method gives "yes", or in a few words what is otherwise."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.base, self.folder = name, folder / "base", folder
+        self.run, self.adapted = RunDir(folder / "run"), RunDir(folder / "lora")
+        self.cls = save_base(name, self.base)
+        self.tokenizer = tokenizer_of(self.base)
+        (self.base / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_chats()))
+        self.ids = torch.tensor([self.tokenizer("".join(QUESTIONS), add_special_tokens=False)["input_ids"]])
+        self.out = ""
+
+    def trains(self) -> str:
+        self.out = " ".join(train(self.base, self.run.path).out.split())
+        rows = [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
+        self.losses = [row["train/loss"] for row in rows if "train/loss" in row]
+        if len(self.losses) != 4 or not all(torch.isfinite(torch.tensor(self.losses))):
+            return f"losses {self.losses}"
+        return "yes" if self.losses[-1] < self.losses[0] else f"the loss rises: {self.losses}"
+
+    def packs(self) -> str:
+        expected = own_loss(load(self.base), self.tokenizer)
+        apart = abs(self.losses[0] - expected) / expected
+        if apart > 1e-5:
+            return f"off by {apart:.1g}"
+        return "as rows" if "a row of its own" in self.out else "yes"
+
+    def resumes(self) -> str:
+        again = RunDir(self.folder / "again")
+        step = self.run.checkpoints / store.name_of(2)
+        train(self.base, again.path, f"run.resume={step}", "export.enabled=false")
+        first, second = (store.load_weights(each.checkpoints / "last") for each in (self.run, again))
+        same = first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+        return "yes" if same else "other weights"
+
+    def exports(self) -> str:
+        before, after = tensors(self.base), tensors(self.run.export)
+        if before == after:
+            return "yes"
+        missing, new = before.keys() - after.keys(), after.keys() - before.keys()
+        return f"{len(missing)} tensors missing, {len(new)} new: {sorted(missing)[:1]} {sorted(new)[:1]}"
+
+    def reloads(self) -> str:
+        self.live, _, _ = trained.from_run(self.run, "last", {})
+        return close(logits(load(self.run.export), self.ids), logits(self.live, self.ids))
+
+    def generates(self) -> str:
+        """Texts of a batch of two prompts, and the logits of each of their tokens, are those without a cache."""
+        prompts, exported, n = ["q how far a ", "q why"], load(self.run.export), 8
+        alone = [greedy(exported, self.tokenizer, prompt, n) for prompt in prompts]
+        texts = sample_texts(self.live, self.tokenizer, prompts, max_new_tokens=n, temperature=0.0)
+        if texts != [text for text, _ in alone]:
+            return f"{texts} instead of {[text for text, _ in alone]}"
+        given = self.tokenizer(prompts[0], add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with evaluating(self.live), generation_mode(self.live), torch.no_grad():
+            options = {"do_sample": False, "max_new_tokens": n, "return_dict_in_generate": True, "output_logits": True}
+            steps = self.live.generate(given, attention_mask=torch.ones_like(given), pad_token_id=1, **options).logits
+        return close(torch.cat(steps), alone[0][1][: len(steps)])
+
+    def adapts(self) -> str:
+        train(self.base, self.adapted.path, "peft=lora", "export.merge=true", "export.enabled=true")
+        weights = load_file(self.adapted.export / "adapter_model.safetensors")
+        self.live, _, _ = trained.from_run(self.adapted, "last", {})
+        whole = load(self.base)
+        inside = set((whole.get_decoder() if is_wrapper(whole.config) else whole).modules())
+        names = {
+            key.removeprefix("base_model.model.").partition(".lora_")[0].replace(".base_layer", "") for key in weights
+        }
+        outside = sorted(name for name in names if whole.get_submodule(name) not in inside)
+        if outside or not names:
+            return f"{len(outside)} of {len(names)} adapted modules are outside the language model: {outside[:1]}"
+        return close(
+            logits(PeftModel.from_pretrained(whole, self.adapted.export), self.ids), logits(self.live, self.ids)
+        )
+
+    def merges(self) -> str:
+        if tensors(self.adapted.export_merged).keys() != tensors(self.base).keys():
+            return "other tensors"
+        return close(logits(load(self.adapted.export_merged), self.ids), logits(self.live, self.ids))
+
+
+def tried(name: str, folder: Path) -> dict[str, str]:
+    """Returns each column's outcome, or the reason why the model is refused or can't be tried."""
+    try:
+        trial = Trial(name, folder)
+    except Exception as error:
+        return {"not built": first_words(error)}
+    found: dict[str, str] = {}
+    for column in COLUMNS:
+        try:
+            found[column] = getattr(trial, column)()
+        except (Refused, UserError) as error:
+            found[column] = f"refused: {error}"
+        except Exception as error:
+            traceback.print_exc()
+            found[column] = f"error: {first_words(error)}"
+        if column == "trains" and found[column] != "yes" and not trial.run.export.exists():
+            break
+    return found
+
+
+def first_words(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def sweep(out: Path, only: list[str]) -> None:
+    done = {found["model"] for found in read(out)}
+    for name in only or names():
+        if name in done:
+            continue
+        done.add(name)
+        started, folder = time.process_time(), Path(tempfile.mkdtemp())
+        found = {"model": name, **tried(name, folder), "seconds": round(time.process_time() - started, 1)}
+        shutil.rmtree(folder)
+        with out.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        print(json.dumps(found), flush=True)
+
+
+GOOD = ("yes", "as rows")
+HEAD = """# Which models train
+
+Generated by `python benchmarks/model_table.py --page` with transformers {version}. Of every causal language model and
+every multimodal wrapper in it, a tiny random one goes through whole runs of lmtrain on a CPU:
+
+- *trains*: four steps of SFT, all losses finite, the last below the first
+- *packs*: the loss of the first step, of six chats in one row, is transformers' own of each chat alone, to 1e-5
+- *resumes*: from the checkpoint of step 2, to the same weights, bit for bit
+- *exports*: every tensor of the original, under its name and with its shape
+- *reloads*: transformers reads the export, and its logits are the live model's
+- *generates*: texts and logits with a cache, in a batch of two prompts, are those without
+- *adapts*: LoRA adapts modules of the language model only; in PEFT, on the original, it gives the live model's logits
+- *merges*: the merged export has the original's tensors and the live model's logits
+
+A tiny model shows that the code fits the family, not how well or how fast a large one learns.
+"""
+VERDICTS = ("passes", "refused", "fails", "not tried")
+
+
+def verdict(found: dict[str, str]) -> str:
+    """Returns passes, refused, fails or not tried; a refusal of a single column, such as LoRA, counts as refused."""
+    if "not built" in found:
+        return "not tried"
+    columns = [found[column] for column in COLUMNS if column in found]
+    if all(outcome in GOOD for outcome in columns) and len(columns) == len(COLUMNS):
+        return "passes"
+    return "refused" if all(o in GOOD or o.startswith("refused") for o in columns) else "fails"
+
+
+def reasons(found: dict[str, str]) -> str:
+    """Returns what is otherwise than it should be, on one line of a table."""
+    wrong = {key: words for key, words in found.items() if key in ("not built", *COLUMNS) and words not in GOOD}
+    named = (words if key == "not built" else f"*{key}*: {words}" for key, words in wrong.items())
+    return "; ".join(named).replace("|", "/").replace("refused: ", "").replace("<", "&lt;")
+
+
+def page(results: list[dict[str, str]]) -> str:
+    """Returns docs/models.md."""
+    head = HEAD.format(version=transformers.__version__)
+    lines = [head, "| | pass | refused | fail | not tried |", "| --- | --- | --- | --- | --- |"]
+    kinds: dict[str, list[dict[str, str]]] = {"causal language models": [], "multimodal models": []}
+    for found in results:
+        kinds["multimodal models" if is_multimodal(found["model"]) else "causal language models"].append(found)
+    for kind, some in kinds.items():
+        own = [verdict(found) for found in some]
+        lines.append(f"| {kind} | {' | '.join(str(own.count(which)) for which in VERDICTS)} |")
+    for kind, some in kinds.items():
+        passed = sorted((found for found in some if verdict(found) == "passes"), key=lambda found: found["model"])
+        packed, in_rows = ([found["model"] for found in passed if found["packs"] == way] for way in GOOD)
+        lines += ["", f"## Pass: {kind}", "", ", ".join(packed) or "none"]
+        if in_rows:
+            lines += ["", f"Their packed examples are laid out as padded rows: {', '.join(in_rows)}."]
+    for title, which in (("Refused, with the message", "refused"), ("Fail", "fails"), ("Not tried", "not tried")):
+        rows = sorted((found for found in results if verdict(found) == which), key=lambda found: found["model"])
+        lines += ["", f"## {title}", "", "| model | why |", "| --- | --- |"]
+        lines += [f"| {found['model']} | {reasons(found)} |" for found in rows]
+    return "\n".join(lines) + "\n"
+
+
+def read(out: Path) -> list[dict[str, str]]:
+    """Returns the results in a file, the last of each model."""
+    found = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    return list({result["model"]: result for result in found}.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--page", action="store_true")
+    given = parser.parse_args()
+    if given.page:
+        PAGE.write_text(page(read(given.out)))
+        return
+    composed_once.install()
+    sweep(given.out, [name for name in given.only.split(",") if name])
+
+
+if __name__ == "__main__":
+    main()
