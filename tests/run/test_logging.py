@@ -150,3 +150,14 @@ def test_two_ranks_log_their_mean(corpus: Path, tmp_path: Path, lmtrain: Run) ->
     for row in (r for r in found if "train/loss" in r and r["step"] > 1):
         assert {value for name, value in row.items() if name.startswith("lr-AdamW")} == {row["lr"]}
         assert any(name.startswith("DeviceStatsMonitor.on_train_batch_end/cpu_") for name in row)
+
+
+def test_every_token_is_counted_beyond_what_fp32_holds(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    late = "callbacks.extra=[{_target_: users_callbacks.LongAgo, tokens: 20000001}]"
+    ended = train_tiny(corpus, *USER, "run.resume=none", late)
+    assert ended.code == 0, ended.err
+    found = [row["tokens_seen"] for row in logged(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
+    assert found == [20_000_001 + 6 * 32, 20_000_001 + 2 * 6 * 32]

@@ -7,6 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lmtrain.callbacks.metrics import Metrics
+
 
 class LogsAll(pl.Callback):
     """Logs in every possible way; each value is a function of the step and the rank."""
@@ -44,6 +46,18 @@ class LogsOnce(pl.Callback):
                 pl_module.log("mine", value)
 
         setattr(self, at, hook)
+
+
+class LongAgo(pl.Callback):
+    """Makes a run believe that it has seen `tokens` tokens before."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        metrics = next(c for c in trainer.callbacks if isinstance(c, Metrics))  # type: ignore[attr-defined]
+        if trainer.global_step == 0:
+            metrics.tokens_seen += self.tokens
 
 
 class TakesAway(pl.Callback):
