@@ -1,5 +1,8 @@
 """`lmtrain chat --web`: what the page's server answers and to whom, and the page itself in a headless browser."""
 
+import asyncio
+import copy
+import dataclasses
 import json
 import re
 import signal
@@ -23,7 +26,7 @@ from lmtrain.config import compose as rules
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.generation.conversation import Talk
 from lmtrain.generation.sampling import sample_text
-from lmtrain.generation.web import application
+from lmtrain.generation.web import _events, _Turns, application
 from lmtrain.run_folder import trained
 from lmtrain.terminal import visible
 from support import TINY
@@ -96,7 +99,8 @@ def test_an_answer_comes_in_events_and_is_the_models(talk: Talk, port: int) -> N
     assert status == 200
     assert headers["content-type"].startswith("text/event-stream")
     events = [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n") if part]
-    assert events[-1] == {"end": True}
+    assert events[-1].items() >= {"end": True}.items()
+    assert events[-1]["tokens"] >= sum("text" in event for event in events)
     assert sum("text" in event for event in events) > 1, "word by word"
     model, tokenizer = talk.model, talk.tokenizer
     prompt = tokenizer.apply_chat_template(
@@ -142,7 +146,7 @@ def test_what_is_no_conversation_is_answered_so(port: int, body: Any) -> None:
 def test_what_is_too_long_is_said_and_the_next_question_answered(port: int) -> None:
     _, text, _ = ask(port, "/answer", question("word " * 3000))
     assert "more than the model can take" in json.loads(text.removeprefix("data: "))["error"]
-    assert ask(port, "/answer", question("Question 1?"))[1].rstrip().endswith('{"end": true}')
+    assert '{"end": true' in ask(port, "/answer", question("Question 1?"))[1]
 
 
 def test_the_page_needs_no_other_host_and_runs_its_own_script_alone(port: int) -> None:
@@ -160,6 +164,45 @@ def test_the_page_needs_no_other_host_and_runs_its_own_script_alone(port: int) -
 def test_two_models_are_for_the_page(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     assert "add --web" in message(run("chat", str(tmp_path), str(tmp_path)).err)
+
+
+def test_two_models_take_turns_and_answer_as_alone(talk: Talk) -> None:
+    """Both stream at once, and the random numbers of one are not disturbed by the other."""
+    settings = dataclasses.replace(talk.settings, temperature=1.0, max_new_tokens=24)
+    talks = [Talk(copy.deepcopy(talk.model), talk.tokenizer, settings, seed) for seed in (1, 2)]
+    alone = [one.ask("Question 5?", lambda _: None, lambda _: None) for one in talks]
+    order: list[int] = []
+
+    async def read(number: int, turns: _Turns) -> str:
+        talks[number].reset()
+        text = ""
+        async for event in _events(talks[number], "Question 5?", asyncio.Lock(), turns):
+            piece = json.loads(event.removeprefix("data: ")).get("text", "")
+            text += piece
+            order.extend([number] * bool(piece))
+        return text.strip()
+
+    async def both() -> list[str]:
+        turns = _Turns()
+        return await asyncio.gather(read(0, turns), read(1, turns))
+
+    assert asyncio.run(both()) == [visible(text) for text in alone]
+    assert alone[0] != alone[1]
+    assert order.index(1) < len(order) - 1 - order[::-1].index(0), "the second began before the first had ended"
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None or browser.DRIVER is None, reason=browser.MISSING)
+def test_code_and_lists_are_drawn_and_markup_is_text(port: int) -> None:
+    text = f"Two ways:\n- a `b < c`\n- **d**\n\n1. one\n```python\nif x < 1:\n    pass\n```\n{HOSTILE}"
+    with browser.open_browser() as page:
+        page.go(f"http://127.0.0.1:{port}")
+        shown = "const box = document.createElement('div'); render(box, arguments[0]); return box.innerHTML"
+        html = page.run(shown, text).replace(' class=""', "")
+        assert html.startswith("<p>Two ways:</p><ul><li>a <code>b &lt; c</code></li>")
+        assert "<strong>d</strong></li></ul><ol><li>one</li></ol>" in html
+        assert "<pre><code>if x &lt; 1:\n    pass</code></pre>" in html
+        assert "<img" not in html
+        assert "&lt;script&gt;" in html
 
 
 @pytest.mark.slow
@@ -182,7 +225,7 @@ def test_in_a_browser(folder: Path, tmp_path: Path) -> None:
                 "question.value = arguments[0]; document.querySelector('#temperature').value = 0;"
                 "document.querySelector('form').requestSubmit()", HOSTILE,
             )  # fmt: skip
-            second = "document.querySelectorAll('section')[1].querySelector('.turn span:last-child')"
+            second = "document.querySelectorAll('section')[1].querySelector('.answer > :last-child')"
             page.wait(f"return {second}.textContent.length > 20")
             assert page.run("return document.querySelector('#send').textContent") == "Stop"
             asked, answered = page.run(
@@ -192,10 +235,18 @@ def test_in_a_browser(folder: Path, tmp_path: Path) -> None:
             assert "</b" in answered, "markup, which the model has learned to write"
             assert page.run("return document.querySelectorAll('img, .turn b, main script').length") == 0
             assert page.run("return document.title") != "owned"
+            told = "document.querySelectorAll('section')[0].querySelector('.note')?.textContent"
+            page.wait(f"return {told}")
+            assert re.fullmatch(r"\d+ tokens, [\d.]+ a secondretry", page.run(f"return {told}"))
             began = time.monotonic()
             page.run("document.querySelector('#send').click()")
             page.wait("return document.querySelector('#send').textContent == 'Send'")
-            page.wait("return document.querySelectorAll('.note').length == 1", 5)
+            page.wait(
+                "return [...document.querySelectorAll('.note')].some(n => n.textContent.startsWith('stopped'))", 5
+            )
+            page.run("document.querySelector('section .note button').click()")
+            page.wait("return document.querySelectorAll('section')[0].querySelectorAll('.note').length == 1")
+            assert page.run("return document.querySelectorAll('section')[0].querySelectorAll('.turn').length") == 2
             page.run("document.querySelector('#new').click()")
             assert page.run("return document.querySelectorAll('.turn').length") == 0
             page.run("question.value = 'again'; document.querySelector('form').requestSubmit()")

@@ -1,7 +1,7 @@
 """`lmtrain chat --web`: a chat page for one or two models, served on localhost only.
 
 The page holds the conversation and sends all of it with each question; the answer comes back as server-sent events. Two
-models answer one after the other, because they share the random generator of the process.
+models take turns token by token, because they share the processor and the random generator of the process.
 """
 
 import asyncio
@@ -10,9 +10,12 @@ import json
 import secrets
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.resources import files
 from typing import Any
+
+import torch
 
 from lmtrain import errors, terminal
 from lmtrain.config.schema import Config
@@ -39,6 +42,31 @@ _POLICY = (
 
 class _Stopped(Exception):
     """Raised inside the generation thread when the page has closed the connection."""
+
+
+class _Turns:
+    """A lock that threads get in the order in which they ask for it."""
+
+    def __init__(self) -> None:
+        self.asked, self.served, self.changed = 0, 0, threading.Condition()
+
+    def __enter__(self) -> None:
+        with self.changed:
+            mine, self.asked = self.asked, self.asked + 1
+            self.changed.wait_for(lambda: self.served == mine)
+
+    def __exit__(self, *_: object) -> None:
+        with self.changed:
+            self.served += 1
+            self.changed.notify_all()
+
+    def pass_on(self) -> None:
+        """Lets the others have a turn; the random generators are then as they were."""
+        on_host, on_devices = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+        self.__exit__()
+        self.__enter__()
+        torch.set_rng_state(on_host)
+        torch.cuda.set_rng_state_all(on_devices)
 
 
 def serve(config: Config) -> int:
@@ -73,7 +101,7 @@ def application(names: list[str], talks: list[Talk], port: int) -> Starlette:
     Args:
         port: the port it is served on; requests that name another host or come from another page are refused.
     """
-    one_at_a_time = asyncio.Lock()
+    turns, one_at_a_time = _Turns(), [asyncio.Lock() for _ in talks]  # a model gives one answer at a time
 
     async def page(request: Request) -> Response:
         nonce = secrets.token_urlsafe(16)
@@ -86,10 +114,10 @@ def application(names: list[str], talks: list[Talk], port: int) -> Starlette:
 
     async def answer(request: Request) -> Response:
         try:
-            talk, text = _asked(await request.body(), talks)
+            talk, text, number = _asked(await request.body(), talks)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             return JSONResponse({"error": f"no conversation: {error!r}"}, 400)
-        return StreamingResponse(_events(talk, text, one_at_a_time), media_type="text/event-stream")
+        return StreamingResponse(_events(talk, text, one_at_a_time[number], turns), media_type="text/event-stream")
 
     def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
@@ -130,25 +158,26 @@ def _about(name: str, talk: Talk) -> dict[str, Any]:
     }
 
 
-def _asked(body: bytes, talks: list[Talk]) -> tuple[Talk, str]:
-    """Returns the conversation in a request as a separate Talk, and its last question."""
+def _asked(body: bytes, talks: list[Talk]) -> tuple[Talk, str, int]:
+    """Returns the conversation in a request as a separate Talk, its last question, and the number of the model."""
     if len(body) > _LONGEST:
         raise ValueError("it is too long")
     asked = json.loads(body)
-    known, turns = talks[int(asked["model"])], asked["turns"]
+    number, turns = int(asked["model"]), asked["turns"]
+    known, retry = talks[number], min(max(int(asked.get("retry", 0)), 0), 1_000_000)
     temperature = min(max(float(asked["temperature"]), 0.0), 10.0)
     system = asked.get("system") if known.template is not None else None
     settings = dataclasses.replace(known.settings, temperature=temperature, system_prompt=system or None)
-    talk = Talk(known.model, known.tokenizer, settings, known.seed)
+    talk = Talk(known.model, known.tokenizer, settings, known.seed + 1000 * retry)
     for turn in turns:
         if turn["role"] not in ("user", "assistant") or not isinstance(turn["content"], str):
             raise ValueError("a turn has role user or assistant, and content, a text")
     talk.turns = [{"role": turn["role"], "content": turn["content"]} for turn in turns[:-1]]
-    return talk, turns[-1]["content"]
+    return talk, turns[-1]["content"], number
 
 
-async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock) -> AsyncIterator[str]:
-    """Yields the server-sent events of an answer: {"text"} pieces, {"note"} messages, then {"end"} or {"error"}.
+async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock, turns: _Turns) -> AsyncIterator[str]:
+    """Yields the events of an answer: {"text"} pieces, {"note"} messages, then {"end", "tokens", ...} or {"error"}.
 
     Generation runs in a thread and ends soon after the page has closed the connection.
     """
@@ -163,9 +192,19 @@ async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock) -> AsyncIt
         loop.call_soon_threadsafe(pieces.put_nowait, event)
 
     def generate() -> None:
+        began, tokens = time.perf_counter(), -1  # the last call flushes the text and comes with no token
+
+        def write(piece: str) -> None:
+            nonlocal tokens
+            tokens += 1
+            send({"text": piece})
+            turns.pass_on()
+
         try:
-            talk.ask(text, lambda piece: send({"text": piece}), lambda note: send({"note": note}))
-            send({"end": True})
+            with turns:
+                talk.ask(text, write, lambda note: send({"note": note}))
+            speed = round(tokens / (time.perf_counter() - began), 1)
+            send({"end": True, "tokens": tokens, "tokens_per_s": speed})
         except _Stopped:
             pass
         except Exception as error:  # any error is shown on the page, and later questions still work
