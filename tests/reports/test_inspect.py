@@ -135,7 +135,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
-        if tag in ("meta", "rect"):
+        if tag in ("meta", "rect", "wbr"):
             return
         self.open.append(tag)
         if tag == "i":

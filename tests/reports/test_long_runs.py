@@ -115,6 +115,6 @@ def test_a_report_holds_a_part_of_each_curve(tmp_path: Path, monkeypatch: pytest
     gaps = [b - a for a, b in zip(train.x, train.x[1:], strict=False)]
     assert max(gaps) < 3 * 20_000 / MAX_POINTS, "early steps are drawn as finely as late ones"
     assert told.score == 2.0
-    samples = [step for step, *_ in told.samples["a"]]
+    samples = [sample.step for sample in told.samples["a"]]
     assert (len(samples), samples[0], samples[-1]) == (15, 0, 4_999)
     assert all(abs(step - i * 4_999 / 14) < 20 for i, step in enumerate(samples))

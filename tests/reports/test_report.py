@@ -44,7 +44,7 @@ class Page(HTMLParser):
 
 
 def assert_self_contained(page: Page) -> None:
-    assert [tag for tag, _ in page.tags].count("script") == 2  # the data, and the code that draws it
+    assert [tag for tag, _ in page.tags].count("script") == 3  # the curves, the clocks, and the code that draws them
     assert not [a for _, a in page.tags if {"src", "href", "action", "onerror", "onload"} & set(a)]
     assert "http" not in page.script["script"].replace("http://www.w3.org/2000/svg", "")
     assert "url(" not in page.script["style"]
@@ -64,11 +64,15 @@ def test_a_run_ends_with_its_page(corpus: Path, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     first = page.text[: page.text.index("smoothing")]
     assert "finished at step 2 of 2: causal_lm, gpt_nano on" in first
-    for number in (f"{summary['best_metric']['val/loss']:.4g}", str(summary["tokens"]), "2 steps"):
+    best = summary["best_scores"]["val/bits_per_byte"]
+    assert best == next(
+        r["val/bits_per_byte"] for r in rows(tmp_path / "a" / "metrics.jsonl") if "val/loss" in r and r["step"] == 2
+    )
+    for number in (f"{best:.4g}bits per byte of the best", str(summary["tokens"]), "2 steps"):
         assert number in first, number
     sample = rows(tmp_path / "a" / "samples.jsonl")[-1]
     newest = page.text[page.text.index("Newest sample, step 2") :]
-    assert newest.startswith(f"Newest sample, step 2{visible(sample['prompt'])}{visible(sample['text'])}")
+    assert f"{visible(sample['prompt'])}{visible(sample['text'])}" in newest
     set_ = page.text[page.text.index("What was set") : page.text.index("keys that differ from the defaults")]
     assert "optimizer.lr0.01" in set_
     assert "trainer.accelerator" not in set_, "which nobody has typed"
@@ -94,7 +98,20 @@ def test_a_resumed_run_says_so_and_runs_are_compared(corpus: Path, tmp_path: Pat
     assert ended.code == 0, ended.err
     page = Page((tmp_path / "both.html").read_text())
     assert_self_contained(page)
-    assert {"a: train/loss", "b: train/loss"} <= {line["name"] for line in json.loads(page.script["curves"])["loss"]}
+    names = {
+        "a": "hidden_size=32, lr=0.01, max_steps=4",
+        "b": "hidden_size=16, lr=1e-05, max_steps=2",
+    }  # what was typed and differs
+    drawn = {line["name"] for line in json.loads(page.script["curves"])["loss"]}
+    assert {f"{name}: train/loss" for name in names.values()} <= drawn
+    clock = json.loads(page.script["clocks"])[names["a"]]
+    logged = [row for row in rows(tmp_path / "a" / "metrics.jsonl") if "tokens_seen" in row]
+    assert [(step, tokens) for step, tokens, _ in clock] == [(row["step"], row["tokens_seen"]) for row in logged]
+    starts = [row["time"] for row in rows(tmp_path / "a" / "starts.jsonl")]
+    idle = starts[1] - max(row["time"] for row in logged if row["time"] < starts[1])
+    assert clock[-1][2] == pytest.approx((logged[-1]["time"] - starts[0] - idle) / 60, abs=2e-3)
+    prompt = rows(tmp_path / "a" / "samples.jsonl")[-1]["prompt"]
+    assert page.text.count(visible(prompt)) >= 3, "the prompt, and its continuations side by side"
     table = page.text[page.text.index("Outcome") :]
     assert table.index("4 of 4") < table.index("2 of 2")  # the better run comes first
     assert "model.hidden_size" in page.text
@@ -123,7 +140,7 @@ def test_runs_are_ranked_among_those_that_measure_the_same(tmp_path: Path) -> No
         texts.append((tmp_path / "all.html").read_text())
     assert texts[0] == texts[1]
     page = Page(texts[0]).text
-    tables = page[page.index("best first") : page.index("smoothing")].split(" first: ")[1:]
+    tables = page[page.index("best first") : page.index("smoothing")].split("first: ")[1:]
     found = [[name for name in sorted(runs, key=table.find) if f"{name}interrupted" in table] for table in tables]
     assert sorted(found) == [["dpo"], ["dpo_b", "dpo_a"], ["other_text"], ["text_b", "text_a"]]
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,27 +22,27 @@ from rich.text import Text
 
 from lmtrain.callbacks.metrics import Row
 
-_SHOWN = (  # (key of a row, label, format)
+_SHOWN = (  # (key of a row, label, format) of what follows the headline
     ("train/loss", "loss", "{:.4f}"),
-    ("val/loss", "val", "{:.4f}"),
-    ("train/rewards/accuracy", "accuracy", "{:.2f}"),
     ("train/rewards/margin", "margin", "{:.3f}"),
-    ("val/rewards/accuracy", "val accuracy", "{:.3f}"),
     ("lr", "lr", "{:.2e}"),
     ("tokens_per_s", "tok/s", "{:,.0f}"),
     ("mfu", "mfu", "{:.1%}"),
 )
+_LABELS = {"val/loss": "val", "rewards/accuracy": "accuracy", "rewards/margin": "margin", "bits_per_byte": "bits/byte"}
 LINES = 7  # lines of a run in a log, not counting validations
 _SECONDS_BETWEEN_UPDATES = 0.2  # of the bar's position; more would not be visible, but slow down steps
 
 
-def parts(row: Row, headline: str) -> list[str]:
-    """Returns the row's main numbers as text, the most important first; `headline`: see ObjectiveConfig."""
-    shown = list(_SHOWN)
-    if headline != "loss":
-        first = [(f"train/{headline}", headline, "{:.4f}"), (f"val/{headline}", f"val {headline}", "{:.4f}")]
-        shown = [*first, *(entry for entry in _SHOWN if entry[0] != "val/loss")]
-    return [f"{label} {form.format(row[key])}" for key, label, form in shown if row.get(key) is not None]
+def parts(row: Row, headline: Sequence[str]) -> list[str]:
+    """Returns the row's main numbers as text, those of `headline` (Config.headline) first."""
+    shown = [(f"train/{name}", _LABELS.get(name, name), "{:.4f}") for name in headline]
+    shown += [(f"val/{name}", f"val {_LABELS.get(name, name)}", "{:.4f}") for name in headline]
+    shown = [(key, _LABELS.get(key, label), form) for key, label, form in (*shown, *_SHOWN)]
+    first = {
+        key: f"{label} {form.format(row[key])}" for key, label, form in reversed(shown) if row.get(key) is not None
+    }
+    return [first[key] for key in dict.fromkeys(key for key, _, _ in shown) if key in first]
 
 
 def joined(latest: Row, row: Row) -> Row:
@@ -59,7 +59,7 @@ def duration(seconds: float) -> str:
 class Numbers(ProgressColumn):
     """A column with as many of the latest numbers, then the elapsed time, as fit beside the fixed columns."""
 
-    def __init__(self, console: Console, latest: Row, total_steps: int, headline: str) -> None:
+    def __init__(self, console: Console, latest: Row, total_steps: int, headline: Sequence[str]) -> None:
         super().__init__(Column(no_wrap=True))
         self.console, self.latest, self.headline = console, latest, headline
         # Width of the fixed columns: a word, the smallest bar, step/total, percentage, "left", its time, and spaces.
@@ -79,7 +79,11 @@ class RichBar(pl.Callback):
     """A single bar with step, percentage and time left; if there is room, loss, validation loss, learning rate, ..."""
 
     def __init__(
-        self, console: Console, total_steps: int, headline: str = "loss", clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console,
+        total_steps: int,
+        headline: Sequence[str] = ("loss",),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console, self.total_steps, self.headline, self.clock = console, total_steps, headline, clock
         self.latest: Row = {}  # the latest of each number, whatever its step
@@ -154,7 +158,9 @@ class RichBar(pl.Callback):
 class PlainLines(pl.Callback):
     """Progress lines at intervals, after each validation and at the end: for logs, pipes and notebooks."""
 
-    def __init__(self, console: Console, total_steps: int, every_seconds: float, headline: str = "loss") -> None:
+    def __init__(
+        self, console: Console, total_steps: int, every_seconds: float, headline: Sequence[str] = ("loss",)
+    ) -> None:
         self.console, self.total_steps, self.headline = console, total_steps, headline
         self.every_seconds = every_seconds
         self.latest: Row = {}  # the numbers of the latest step

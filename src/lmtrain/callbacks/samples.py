@@ -109,6 +109,7 @@ class Samples(pl.Callback):
         for prompt, text in zip(self.prompts, self.texts, strict=True):
             row = {"step": step, "prompt": prompt.shown, "text": text}
             row |= {"reference": prompt.reference} if prompt.reference is not None else {}
+            row |= {"is_answer": True} if self.end_ids else {}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             title = f"{'answer' if self.end_ids else 'sample'} at step {step}"

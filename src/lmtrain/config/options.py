@@ -29,6 +29,7 @@ _CHOOSES = ReadWhere(
 
 @dataclass(kw_only=True)
 class CausalLMConfig(ObjectiveConfig):
+    headline: ClassVar[tuple[str, ...]] = ("bits_per_byte", "loss")
     label_smoothing: Annotated[float, TRAJECTORY, share]
     z_loss: Annotated[float, TRAJECTORY, not_negative]
 
@@ -36,6 +37,7 @@ class CausalLMConfig(ObjectiveConfig):
 @dataclass(kw_only=True)
 class SFTConfig(CausalLMConfig):
     rows: ClassVar[str] = "conversations"
+    headline: ClassVar[tuple[str, ...]] = ("loss",)
 
     neftune_alpha: Annotated[float | None, TRAJECTORY, not_negative] = None
 
@@ -43,6 +45,7 @@ class SFTConfig(CausalLMConfig):
 @dataclass(kw_only=True)
 class DPOConfig(ObjectiveConfig):
     rows: ClassVar[str] = "pairs"
+    headline: ClassVar[tuple[str, ...]] = ("rewards/accuracy", "loss")
 
     loss: Annotated[str, TRAJECTORY, choice(*PREFERENCE_LOSSES)]
     beta: Annotated[float, TRAJECTORY, above_zero]

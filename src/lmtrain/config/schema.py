@@ -40,7 +40,7 @@ class ObjectiveConfig:
     """The keys of every objective. Subclasses add options: those in options.py, or `Options` of a user's class."""
 
     rows: ClassVar[str] = "text"  # the data it needs: text, conversations, pairs, or the path of a row format's class
-    headline: ClassVar[str] = "loss"  # the mean shown first; if it isn't the loss, a validation's loss is minus it
+    headline: ClassVar[tuple[str, ...]] = ("loss",)  # the means shown first, the most important one at the beginning
     scalar_head: ClassVar[bool] = False  # whether the model outputs one scalar per row instead of next-token logits
     name: Annotated[str, TRAJECTORY]
     _target_: Annotated[str, TRAJECTORY]
@@ -423,6 +423,12 @@ class Config:
     sweep: SweepConfig
     budget: Annotated[BudgetConfig, ReadBy(("train",))]
     debug: Annotated[dict[str, Any], SHOWN] = field(default_factory=dict)
+
+    def headline(self) -> list[str]:
+        """Returns the names of the means shown first: the metrics of samples that are set, then the objective's."""
+        entries = self.callbacks.samples.metrics
+        named = [e.partition(":")[0] if isinstance(e, str) else e["_target_"].rpartition(".")[2] for e in entries]
+        return list(dict.fromkeys([*named, *self.objective.headline]))
 
 
 Objective, Schedule = ObjectiveConfig, ScheduleConfig  # earlier names, kept for users' subclasses

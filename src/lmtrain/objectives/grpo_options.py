@@ -21,7 +21,7 @@ _WITH_KL = ReadWhere(lambda c: c.objective.kl_coef > 0, "set objective.kl_coef=0
 @dataclass(kw_only=True)
 class GRPOOptions(ObjectiveConfig):
     rows: ClassVar[str] = PROMPT_ROWS
-    headline: ClassVar[str] = "reward"
+    headline: ClassVar[tuple[str, ...]] = ("reward",)
 
     loss: Annotated[str, TRAJECTORY, choice(*VARIANTS)]
     group_size: Annotated[int, TRAJECTORY, at_least(1)]

@@ -24,6 +24,7 @@ from lmtrain.objectives.with_reference import ReferenceObjective
 @dataclass(kw_only=True)
 class KTOOptions(ObjectiveConfig):
     rows: ClassVar[str] = "lmtrain.data.examples.unpaired_rows.UnpairedRowEncoder"
+    headline: ClassVar[tuple[str, ...]] = ("rewards/margin", "loss")
 
     beta: Annotated[float, TRAJECTORY, above_zero]
     desirable_weight: Annotated[float, TRAJECTORY, not_negative]

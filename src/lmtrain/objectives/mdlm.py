@@ -10,7 +10,7 @@ over 1 .. L, and weighted by L / k (Nie et al., eq. 14), which has the same expe
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
 
 @dataclass(kw_only=True)
 class MDLMOptions(ObjectiveConfig):
+    headline: ClassVar[tuple[str, ...]] = ("bits_per_byte", "loss")
     mask_token: Annotated[str | None, TRAJECTORY] = None
     min_time: Annotated[float, TRAJECTORY, above_zero, share]
 

@@ -27,6 +27,7 @@ from lmtrain.objectives.parts import LossParts, inputs_of, of_rows, options_of, 
 @dataclass(kw_only=True)
 class RewardOptions(ObjectiveConfig):
     rows: ClassVar[str] = "pairs"
+    headline: ClassVar[tuple[str, ...]] = ("rewards/accuracy", "loss")
     scalar_head: ClassVar[bool] = True
 
     center_rewards_coefficient: Annotated[float, TRAJECTORY, not_negative]

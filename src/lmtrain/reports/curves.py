@@ -15,6 +15,7 @@ MAX_POINTS = 1500  # per curve: about three for each pixel of a chart
 _LEFT_OUT = ("step", "tokens_seen", "rows", "bad_steps", "time", "step_ms", "data_wait_ms")
 # The charts that come first, in this order: their titles, and the labels of their y axes.
 FIRST = {
+    "exact_match": ("Exact match", "share"), "rewards/accuracy": ("Accuracy of pairs", "share"),
     "reward": ("Reward", "reward"), "loss": ("Loss", "loss"), "lr": ("Learning rate", "learning rate"),
     "grad_norm": ("Gradient norm", "norm"),
     "tokens_per_s": ("Speed, tokens/s", "tokens/s"), "samples_per_s": ("Rows/s", "rows/s"),
@@ -100,39 +101,22 @@ class HeatMap:
 
 def heat_maps(rows: Iterable[dict[str, Any]]) -> list[HeatMap]:
     """Returns heat maps of how often routers chose each expert or chapter; none if the rows have no such metrics."""
-    found: dict[str, _Columns] = {}
+    found: dict[str, list[tuple[int, list[float]]]] = {}
     for row in rows:
         for key in TITLES:
             if isinstance(row.get(key), list):
-                found.setdefault(key, _Columns(int(row["step"]))).add(int(row["step"]), row[key])
+                found.setdefault(key, []).append((int(row["step"]), row[key]))
     return [
-        HeatMap(TITLES[key][0], columns.first, columns.last, columns.shares(), TITLES[key][1])
-        for key, columns in found.items()
+        HeatMap(TITLES[key][0], uses[0][0], uses[-1][0], _shares([use for _, use in uses]), TITLES[key][1])
+        for key, uses in found.items()
     ]
 
 
-class _Columns:
-    """Sums of neighbouring steps' choices: at most 2 * COLUMNS of them, each of `width` steps but the last."""
-
-    def __init__(self, first: int) -> None:
-        self.first = self.last = first
-        self.width, self.count = 1, 0
-        self.sums: list[list[float]] = []
-
-    def add(self, step: int, use: list[float]) -> None:
-        if self.count % self.width == 0:
-            self.sums.append(use)
-        else:
-            self.sums[-1] = _sum([self.sums[-1], use])
-        self.last, self.count = step, self.count + 1
-        if len(self.sums) == 2 * COLUMNS and self.count % self.width == 0:
-            self.sums = [_sum(self.sums[i : i + 2]) for i in range(0, 2 * COLUMNS, 2)]
-            self.width *= 2
-
-    def shares(self) -> list[list[float]]:
-        count = min(COLUMNS, len(self.sums))
-        parts = [self.sums[i * len(self.sums) // count : (i + 1) * len(self.sums) // count] for i in range(count)]
-        return [[value / max(sum(column), 1e-9) for value in column] for column in map(_sum, parts)]
+def _shares(uses: list[list[float]]) -> list[list[float]]:
+    """Returns the share of each choice in at most COLUMNS stretches of neighbouring steps."""
+    count = min(COLUMNS, len(uses))
+    columns = [_sum(uses[i * len(uses) // count : (i + 1) * len(uses) // count]) for i in range(count)]
+    return [[value / max(sum(column), 1e-9) for value in column] for column in columns]
 
 
 def _sum(uses: list[list[float]]) -> list[float]:

@@ -17,7 +17,7 @@ from lmtrain.data.examples.row_counts import Counts, bad_lines, remark_lines, to
 from lmtrain.data.examples.rows import PackedRows
 from lmtrain.data.text.windows import IGNORE, Windows
 from lmtrain.errors import UserError
-from lmtrain.reports.report_page import as_text, asset, document, write_page
+from lmtrain.reports.report_page import asset, document, rendered, write_page
 from lmtrain.reports.token_view import TokenPiece, has_colour, legend, marked, pieces, show_chapters
 from lmtrain.run_folder import trained
 
@@ -250,52 +250,10 @@ def _show_lengths(found: Inspection, console: Console) -> None:
     console.print()
 
 
-_ROW, _LABEL, _WIDE = 18, 130, 520  # of the histogram's bars in pixels: height, width of the labels, longest bar
-
-
 def page(found: Inspection) -> str:
     """Builds a self-contained HTML page that loads no other files and follows the reader's light or dark mode."""
-    facts = "".join(f"<tr><th>{as_text(name)}</th><td>{as_text(value)}</td></tr>" for name, value in found.rows)
-    parts = [f"<h1>{as_text(found.split)} split</h1>", f"<table>{facts}</table>"]
-    if found.lengths is not None:
-        parts += [f"<h2>Lengths of {found.unit}s, in tokens</h2>", _percentiles(found), _histogram(found)]
-    parts.append(
-        '<p class="soft"><i class="l">learned</i> <i>given</i> token by token (its id under the pointer), '
-        '<i class="s">bold</i>: special, ↵ ends a line</p>'
+    bars = found.histogram() if found.lengths is not None else []
+    lengths = {"percentiles": found.percentiles(), "most": max(bar[2] for bar in bars)} if bars else {}
+    return document(
+        f"{found.split} split", asset("inspection.css"), [rendered("inspect.html", found=found, bars=bars, **lengths)]
     )
-    parts += [f"<h2>{as_text(sample.title)}</h2>{_sample_html(sample)}" for sample in found.samples]
-    return document(f"{found.split} split", asset("inspection.css"), parts)
-
-
-def _sample_html(sample: Sample) -> str:
-    gap = f'\n<span class="soft">... {sample.left_out:,} tokens ...</span>\n' if sample.left_out else ""
-    return f"<pre>{''.join(map(_piece, sample.head))}{gap}{''.join(map(_piece, sample.tail))}</pre>"
-
-
-def _piece(piece: TokenPiece) -> str:
-    kinds = "l " * piece.learned + "s" * piece.special
-    attribute = f' class="{kinds.strip()}"' if kinds else ""
-    ids = " ".join(map(str, piece.ids))
-    return f'<i{attribute} title="{ids}">{as_text(piece.text).replace(chr(10), "↵" + chr(10))}</i>'
-
-
-def _percentiles(found: Inspection) -> str:
-    header, lines = found.percentiles()
-    head = "".join(f"<th>{name}</th>" for name in header)
-    body = "".join(f"<tr><th>{name}</th>{''.join(f'<td>{v}</td>' for v in values)}</tr>" for name, *values in lines)
-    return f'<table class="numbers"><tr>{head}</tr>{body}</table>'
-
-
-def _histogram(found: Inspection) -> str:
-    bars = found.histogram()
-    most = max(number for _, _, number in bars)
-    drawn = []
-    for i, (low, high, number) in enumerate(bars):
-        y, wide = i * _ROW, _WIDE * number / most
-        drawn.append(
-            f'<text x="{_LABEL - 8}" y="{y + 13}" text-anchor="end">{low:,} - {high:,}</text>'
-            f'<rect x="{_LABEL}" y="{y + 2}" width="{wide:.1f}" height="{_ROW - 4}"/>'
-            f'<text x="{_LABEL + wide + 6:.1f}" y="{y + 13}">{number:,}</text>'
-        )
-    size = f'width="{_LABEL + _WIDE + 80}" height="{len(bars) * _ROW}"'
-    return f'<svg {size} role="img" aria-label="histogram of lengths">{"".join(drawn)}</svg>'

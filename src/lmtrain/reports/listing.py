@@ -22,7 +22,9 @@ from lmtrain.run_folder.cut_back import last_rows, parsed
 from lmtrain.run_folder.folder import RunDir, checkpoint_names
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former, in C, may be missing
-_SECTIONS = re.compile(r"^(?:budget|checkpoint|trainer):.*\n(?:[ \t].*\n|\n)*", re.MULTILINE)  # parsed alone
+_SECTIONS = re.compile(
+    r"^(?:budget|checkpoint|trainer|objective|model|data):.*\n(?:[ \t].*\n|\n)*", re.MULTILINE
+)  # parsed alone
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
@@ -36,6 +38,7 @@ class Listed:
     max_steps: int | None
     best: str | None  # the best monitored score and its step, as text
     changed: float  # time.time() of the last change
+    trained: tuple[str, str, str]  # names of the objective, the model and the data
 
     def steps(self) -> str:
         return f"{self.step:,}" + (f" of {self.max_steps:,}" if self.max_steps else "")
@@ -63,11 +66,12 @@ def show(folder: Path) -> int:
         raise UserError(f"{folder} holds no run (a folder with config.yaml): name another, lmtrain.runs <folder>")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("run", overflow="fold")
-    for name in ("status", "step", "best", "changed"):
-        table.add_column(name, justify="right" if name == "step" else "left", no_wrap=name != "best")
+    for name in ("objective", "model", "data", "status", "step", "best", "changed"):
+        narrow = name in ("status", "step", "changed")
+        table.add_column(name, justify="right" if name == "step" else "left", no_wrap=narrow, overflow="fold")
     for run in found:
         name = str(run.path.relative_to(folder)) if run.path != folder else run.path.name
-        table.add_row(name, run.status, run.steps(), run.best or "", run.age())
+        table.add_row(*map(terminal.visible, (name, *run.trained)), run.status, run.steps(), run.best or "", run.age())
     with contextlib.suppress(BrokenPipeError):
         terminal.console().print(table)
     return errors.FINISHED
@@ -77,25 +81,42 @@ def read(run: RunDir, ended: bool = False) -> Listed:
     """Reads the state of one run from its folder; `ended`: summary.json is written, though the run is still locked."""
     config = _config(run)
     summary = _json(run.summary)
-    monitor, mode = config["checkpoint"]["monitor"], config["checkpoint"]["mode"]
-    best = _best_told(summary, monitor) or _best(run.metrics, monitor, mode)
+    best = best_row(run, summary, config["checkpoint"]["monitor"], config["checkpoint"]["mode"])
     last = max((row["step"] for row in last_rows(run.metrics)), default=0) if run.metrics.is_file() else 0
     status, step = _status(run, summary, ended), max(last, whole(summary.get("step")) or 0)
-    headline = str(summary.get("headline", "loss"))
     files = [p for p in (run.config, run.metrics, run.summary) if p.exists()]
     return Listed(
         run.path,
         status,
         step,
         _planned(config, status, step),
-        "{} {:.4f} at step {:,}".format(*led_by(headline, monitor, best[1]), best[0]) if best is not None else None,
+        "{} {:.4f} at step {:,}".format(*lead(best, headline(run, summary)), best["step"])
+        if best is not None
+        else None,
         max(p.stat().st_mtime for p in files),
+        trained(config),
     )
 
 
-def led_by(headline: str, monitor: str, value: float) -> tuple[str, float]:
-    """Returns name and value of a score as people read it: val/loss as its `headline`, of which it is the negative."""
-    return (f"val/{headline}", -value) if monitor == "val/loss" and headline != "loss" else (monitor, value)
+def headline(run: RunDir, summary: dict[str, Any]) -> list[str]:
+    """Returns the names of the means that are shown first, as the run wrote them when it began."""
+    begun = last_rows(run.starts)[-1:] if run.starts.is_file() else []
+    names = (begun[0] if begun else summary).get("headline")
+    return [str(name) for name in names] if isinstance(names, list) else ["loss"]
+
+
+def lead(row: dict[str, Any], names: list[str]) -> tuple[str, float]:
+    """Returns name and value of the first of `names` that a validation's row has; otherwise what it was chosen by."""
+    key = next((f"val/{name}" for name in names if _is_score(row.get(f"val/{name}"))), row["monitor"])
+    return key, row[key]
+
+
+def trained(config: dict[str, Any]) -> tuple[str, str, str]:
+    """Returns the names of the objective, the model and the data."""
+    objective, model, data = (config.get(section, {}) for section in ("objective", "model", "data"))
+    named = model.get("name_or_path") or model.get("name")
+    rows = data.get("path") or data.get("name") or str(data.get("source") or "").rpartition(".")[2]
+    return (str(objective.get("name") or ""), str(named or ""), rows if isinstance(rows, str) else json.dumps(rows))
 
 
 def _planned(config: dict[str, Any], status: str, step: int) -> int | None:
@@ -108,7 +129,7 @@ def _planned(config: dict[str, Any], status: str, step: int) -> int | None:
 
 def _config(run: RunDir) -> dict[str, Any]:
     nothing: dict[str, Any] = {"checkpoint": {"monitor": "val/loss", "mode": "min"}, "trainer": {"max_steps": None},
-                               "budget": {"minutes": None}}  # fmt: skip
+                               "budget": {"minutes": None}, "objective": {}, "model": {}, "data": {}}  # fmt: skip
     try:
         text = read_regular(run.config)
         part = "".join(_SECTIONS.findall(text))
@@ -141,23 +162,27 @@ def _status(run: RunDir, summary: dict[str, Any], ended: bool) -> str:
     return "interrupted" if run.metrics.exists() or checkpoint_names(run.checkpoints) else "not begun"
 
 
-def _best_told(summary: dict[str, Any], monitor: str) -> tuple[int, float] | None:
-    """Returns step and value of the best checkpoint that summary.json names, or None."""
-    named = CHECKPOINT.search(str(summary.get("best")))
-    value: Any = found.get(monitor) if isinstance(found := summary.get("best_metric"), dict) else None
-    return (int(named[1]), value) if named and _is_score(value) else None
+def best_row(run: RunDir, summary: dict[str, Any], monitor: str, mode: str) -> dict[str, Any] | None:
+    """Returns the validation's row of the best checkpoint, with "monitor", or None; unreadable lines are skipped.
 
-
-def _best(metrics: Path, monitor: str, mode: str) -> tuple[int, float] | None:
-    """Returns step and value of the best `monitor` in the run's records; unreadable lines are skipped.
-
-    The score before training (trainer.val_before_training) is no score of the run: no checkpoint has it.
+    summary.json has it; of a run without one, the best of metrics.jsonl. The score before training
+    (trainer.val_before_training) is no score of the run: no checkpoint has it.
     """
-    if not metrics.is_file():
+    named = CHECKPOINT.search(str(summary.get("best")))
+    value: Any = told.get(monitor) if isinstance(told := summary.get("best_metric"), dict) else None
+    if named and _is_score(value):
+        others = summary.get("best_scores")
+        return {
+            **(others if isinstance(others, dict) else {}),
+            monitor: value,
+            "step": int(named[1]),
+            "monitor": monitor,
+        }
+    if not run.metrics.is_file():
         return None
-    rows = (row for _, row, _ in parsed(metrics, holding=json.dumps(monitor).encode()) if row is not None)
-    scores = ((row["step"], row[monitor]) for row in rows if row["step"] > 0 and _is_score(row.get(monitor)))
-    return (min if mode == "min" else max)(scores, key=lambda one: one[1], default=None)
+    rows = (row for _, row, _ in parsed(run.metrics, holding=json.dumps(monitor).encode()) if row is not None)
+    scored = ({**row, "monitor": monitor} for row in rows if row["step"] > 0 and _is_score(row.get(monitor)))
+    return (min if mode == "min" else max)(scored, key=lambda row: row[monitor], default=None)
 
 
 def _is_score(value: Any) -> bool:

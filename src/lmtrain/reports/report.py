@@ -5,7 +5,7 @@ import functools
 import json
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from lmtrain.errors import UserError
 from lmtrain.exports.model_card import loading_code
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
-from lmtrain.reports.curves import charts, heat_maps
-from lmtrain.reports.report_page import Told
+from lmtrain.reports.curves import FIRST, charts, heat_maps
+from lmtrain.reports.report_page import Sample, Told
 from lmtrain.run_folder.cut_back import last_rows
 from lmtrain.run_folder.folder import RunDir, checkpoint_names, gives_rewards, predicts_masked_tokens
 from lmtrain.secrets import shown_in
 
 _PROMPTS, _STEPS = 12, 15  # samples shown: number of prompts, and of steps for each, spread over the training
+_SHARES = ("exact_match", "rewards/accuracy")  # metrics that are shown as percentages
 # Keys of `data` that, with its path or name, decide on which rows a score is measured.
 _MEASURED = ("val_path", "val_split", "val_fraction", "num_samples", "mixture")
 # Keys that set locations or the behaviour of other commands; they do not describe what was trained.
@@ -77,22 +78,22 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     with _reading(run.samples):
         samples = _samples(run)
     with _reading(run.metrics):
+        clock = _clock(read_jsonl(run.metrics), [row["time"] for row in read_jsonl(run.starts) if "time" in row])
         drawn = charts(read_jsonl(run.metrics))
         maps = heat_maps(read_jsonl(run.metrics, holding=b'": ['))  # rows with a list
         rows = last_rows(run.metrics, 1 << 16)
     with _reading(run.config):
-        trained, changed, typed = _trained(config), _changed(config), _typed(config, summary)
+        trained, changed, typed = listing.trained(config), _changed(config), _typed(config, summary)
         for heat in maps:
             heat.about = _about_routing(config, heat.one)
         monitor = config.get("checkpoint", {}).get("monitor", "val/loss")
         higher = config.get("checkpoint", {}).get("mode") == "max"
     with _reading(run.summary):
         facts = _facts(trained, listed, summary, rows)
-        headline = _headline(listed, summary, rows, monitor)
+        names = listing.headline(run, summary)
+        best = listing.best_row(run, summary, monitor, "max" if higher else "min")
+        headline = _headline(best, names, summary, rows)
         compared = what_is_compared(config, monitor, higher)
-    validated = (row for row in read_jsonl(run.metrics, json.dumps(monitor).encode()) if row.get("step") != 0)
-    scores = (row[monitor] for row in validated if isinstance(row.get(monitor), int | float))
-    score = (max if higher else min)(scores, default=None)
     objective, model, data = trained
     return Told(
         name=name or run.path.name,
@@ -108,10 +109,11 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         checkpoints=_checkpoints(run),
         history=history,
         how_to_use=_how_to_use(run),
-        score=score,
+        score=None if best is None else best[monitor],
         higher_is_better=higher,
         compared=compared,
-        lead=str(summary.get("headline", "loss")),
+        lead=[name for name in names if name != "bits_per_byte"] or ["loss"],  # whose curve has the loss's shape
+        clock=clock,
     )
 
 
@@ -145,49 +147,62 @@ def _facts(
     return [(name, str(value)) for name, value in found if value]
 
 
-def _trained(config: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Returns the names of the objective, the model and the data."""
-    objective, model, data = (config.get(section, {}) for section in ("objective", "model", "data"))
-    named = model.get("name_or_path") or model.get("name")
-    return objective.get("name"), named, data.get("path") or data.get("name") or data.get("source")
-
-
 def what_is_compared(config: dict[str, Any], monitor: str, higher: bool) -> str:
     """Describes what the score of a run measures: only scores with the same description are ranked."""
-    objective, _, data = _trained(config)
+    objective, _, data = listing.trained(config)
     loss = config.get("objective", {}).get("loss")
     rows, tokenizer = config.get("data", {}), config.get("tokenizer", {})
     said = {key: rows.get(key) for key in _MEASURED}
     said["tokenizer"] = tokenizer.get("name_or_path") or tokenizer.get("kind")
     words = ", ".join(f"{key}={_words(value)}" for key, value in said.items() if value is not None)
     of = f"{objective} ({loss})" if loss else str(objective)
-    return f"{monitor}, {'highest' if higher else 'lowest'} first: {of} on {_words(data)} ({words})"
+    return f"{monitor}, {'highest' if higher else 'lowest'} first: {of} on {data} ({words})"
 
 
 def _headline(
-    listed: listing.Listed, summary: dict[str, Any], rows: list[dict[str, Any]], monitor: str
+    best: dict[str, Any] | None, names: list[str], summary: dict[str, Any], rows: list[dict[str, Any]]
 ) -> list[tuple[str, str]]:
-    """Returns the score, the number of trained tokens and the time, as far as the folder has them."""
-    found, headline = list[tuple[str, str]](), str(summary.get("headline", "loss"))
-    best, key = summary.get("best_metric") or {}, f"train/{headline}"
-    trained = next((row[key] for row in reversed(rows) if isinstance(row.get(key), int | float)), None)
-    if monitor in best:
-        step = int(str(summary["best"]).rpartition("_")[2])
-        shown, value = listing.led_by(headline, monitor, best[monitor])
-        found.append((f"{value:.4g}", f"{shown} of the best checkpoint, step {step:,}"))
-    elif listed.best is not None:
-        shown, number, when = listed.best.split(maxsplit=2)
-        found.append((number, f"best {shown} {when}"))
-    elif trained is not None:
-        found.append((f"{trained:.4g}", f"{key} at step {listed.step:,}"))
-    tokens = rows[-1].get("tokens_seen") if rows else None
+    """Returns the scores that the objective or the user names, tokens and time, as far as the folder has them."""
+    found, last = list[tuple[str, str]](), {key: value for row in rows for key, value in row.items()}
+    step = last.get("step", 0)
+    if best is not None:
+        wanted = [name for name in names if name != "loss"][:2] or ["loss"]
+        for key, value in dict.fromkeys(listing.lead(best, [name, *names]) for name in wanted):
+            found.append((_shown(key, value), f"{_title(key)} of the best checkpoint, step {best['step']:,}"))
+    else:
+        trained = [key for key in (f"train/{name}" for name in (*names, "loss")) if key in last][:1]
+        found += [(_shown(key, last[key]), f"{key} at step {step:,}") for key in trained]
+    tokens = last.get("tokens_seen")
     if isinstance(tokens, int | float):
         short = terminal.si(tokens) if tokens >= 1e4 else f"{tokens:,.0f}"
-        found.append((short, f"tokens trained in {listed.step:,} steps"))
+        found.append((short, f"tokens trained in {step:,} steps"))
     seconds = summary.get("wall_seconds")
     if isinstance(seconds, int | float):
         speed = summary.get("tokens_per_s")
         found.append((time_in_words(seconds), f"at {_number(speed)} tokens/s" if speed else "wall time"))
+    return found[:3]
+
+
+def _shown(key: str, value: float) -> str:
+    return f"{value:.1%}" if key.endswith(_SHARES) else f"{value:.4g}"
+
+
+def _title(key: str) -> str:
+    name = key.removeprefix("val/")
+    return FIRST[name][0].lower() if name in FIRST and name != "loss" else key
+
+
+def _clock(rows: Iterable[dict[str, Any]], starts: list[float]) -> list[tuple[int, int, float]]:
+    """Returns (step, tokens seen, minutes of training) of about 300 rows; the time between two starts is left out."""
+    found, idle, last = list[tuple[int, int, float]](), 0.0, 0.0
+    for row in rows:
+        if not isinstance(now := row.get("time"), int | float) or "tokens_seen" not in row:
+            continue
+        while starts and starts[0] <= now:
+            idle, last = idle + starts[0] - last, starts.pop(0)
+        found.append((int(row["step"]), int(row["tokens_seen"]), round((now - idle) / 60, 3)))
+        last = now
+        found = found[::2] if len(found) >= 600 else found
     return found
 
 
@@ -214,7 +229,7 @@ def _typed(config: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, s
 
 def _about_routing(config: dict[str, Any], one: str) -> str:
     """Describes the model and how many chapters or experts each token chooses."""
-    _, model, _ = _trained(config)
+    _, model, _ = listing.trained(config)
     section, key = ("memory", "top_k") if one == "chapter" else ("model", "num_experts_per_tok")
     chosen = config.get(section, {}).get(key)
     return f"{model}, each token chooses {chosen} (top-k)" if chosen else str(model)
@@ -240,40 +255,30 @@ def _words(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _samples(run: RunDir) -> dict[str, list[tuple[int, str, str | None]]]:
-    found: dict[str, _Spread] = {}
+def _samples(run: RunDir) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = {}
     for row in read_jsonl(run.samples):
         prompt, step = str(row.get("prompt", "")), listing.whole(row.get("step"))
         if step is None:
             continue  # not a sample written by lmtrain
-        text = str(row.get("text", ""))
-        if "reward" in row:  # from a rollout, whose prompts differ at each step
-            prompt, text = f"{row.get('which')} completion of a rollout", f"\n{prompt}{text}\n(reward {row['reward']})"
-        if prompt in found or len(found) < _PROMPTS:
-            found.setdefault(prompt, _Spread()).add((step, text, row.get("reference")))
-    return {prompt: texts.chosen() for prompt, texts in found.items()}
+        reward, reference = row.get("reward"), row.get("reference")
+        notes = [f"reward {reward}"] if reward is not None else []
+        notes += [str(row["reading"])] if "reading" in row else []
+        heading = (
+            f"{row.get('which')} completion of a rollout" if reward is not None else prompt
+        )  # whose prompts differ
+        if heading in found or len(found) < _PROMPTS:
+            is_answer = bool(row.get("is_answer")) or reward is not None
+            sample = Sample(step, prompt, str(row.get("text", "")), reference, is_answer, notes)
+            found.setdefault(heading, []).append(sample)
+    return {heading: _spread(texts) for heading, texts in found.items()}
 
 
-class _Spread:
-    """Of any number of texts, about _STEPS evenly spaced ones, including the first and the last."""
-
-    def __init__(self) -> None:
-        self.texts: list[Any] = []  # every n-th, and the last
-        self.every, self.count = 1, 0
-
-    def add(self, text: Any) -> None:
-        if self.count and (self.count - 1) % self.every:  # what was the last is no n-th
-            self.texts.pop()
-        self.texts.append(text)
-        if len(self.texts) > 64 * _STEPS and self.count % self.every == 0:
-            self.texts, self.every = self.texts[::2], 2 * self.every
-        self.count += 1
-
-    def chosen(self) -> list[Any]:
-        """Returns at most _STEPS of them."""
-        if len(self.texts) <= _STEPS:
-            return self.texts
-        return [self.texts[i * (len(self.texts) - 1) // (_STEPS - 1)] for i in range(_STEPS)]
+def _spread(texts: list[Sample]) -> list[Sample]:
+    """Returns at most _STEPS evenly spaced ones, including the first and the last."""
+    if len(texts) <= _STEPS:
+        return texts
+    return [texts[i * (len(texts) - 1) // (_STEPS - 1)] for i in range(_STEPS)]
 
 
 def _evaluations(run: RunDir) -> list[tuple[str, dict[str, float]]]:

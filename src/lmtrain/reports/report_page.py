@@ -1,25 +1,44 @@
-"""Builds a self-contained HTML page of one run or of several compared; all contents of runs are escaped."""
+"""Builds a self-contained HTML page of one run or of several compared; all contents of runs are escaped.
+
+The pages are Jinja templates beside this file: run.html, compared.html, and parts.html, which pipelines use too.
+"""
 
 import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from markupsafe import Markup
+
 from lmtrain.errors import UserError, reason
-from lmtrain.reports import curves
-from lmtrain.reports.curves import FIRST, Curve, HeatMap, thinned
+from lmtrain.reports.curves import FIRST, LEVELS, Curve, HeatMap, drawn
 from lmtrain.terminal import visible
 
-_WIDE, _HIGH, _STATIC = 600, 260, 200  # of a chart drawn without JavaScript: width, height, points per curve
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 22, 10, 42  # its margins, as in report.js
 _LONG = 3000  # maximum number of characters shown of a sample
 # Values of stroke-dasharray that are distinguishable in black and white; the first is solid.
 DASHES = ("", "8 4", "2 3", "12 3 2 3", "5 2", "1 5", "14 5", "6 2 2 2 2 2")
+
+
+@dataclass
+class Sample:
+    """A text of a model: the continuation of a prompt, or the answer to it. right: whether it is the reference."""
+
+    step: int
+    prompt: str
+    text: str
+    reference: str | None = None
+    is_answer: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def right(self) -> bool | None:
+        return None if self.reference is None or not self.is_answer else self.text.strip() == self.reference.strip()
 
 
 @dataclass
@@ -28,17 +47,17 @@ class Told:
 
     subtitle: status, step, objective, model and data. headline: up to three (number, description) for the top of the
     page. typed: (key, value, default) of command-line overrides. changed: (key, default, value) of all keys that differ
-    from the defaults, whatever set them. samples: {prompt: [(step, text, reference)]}. evaluations: (name, {score:
+    from the defaults, whatever set them. samples: {heading: samples along the training}. evaluations: (name, {score:
     value}). history: lines about starts and stops. score: value by which runs are ranked; lower is better unless
     `higher_is_better`. compared: what the score measures; runs are ranked among those with the same. lead: the
-    chart shown first.
+    charts shown first. clock: (step, tokens seen, minutes of training) of about 300 steps.
     """
 
     name: str
     facts: list[tuple[str, str]]
     changed: list[tuple[str, str, str]]
     charts: dict[str, list[Curve]]
-    samples: dict[str, list[tuple[int, str, str | None]]]
+    samples: dict[str, list[Sample]]
     evaluations: list[tuple[str, dict[str, float]]]
     checkpoints: list[tuple[str, str]]
     history: list[str]
@@ -50,22 +69,72 @@ class Told:
     score: float | None
     higher_is_better: bool
     compared: str
-    lead: str
+    lead: list[str]
+    clock: list[tuple[int, int, float]]
 
 
 def page(runs: Sequence[Told]) -> str:
     """Builds the whole document; several runs are shown best first, among those that can be compared."""
-    runs = ranked(runs)
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    curves = overlaid(runs)
-    shown = _one(runs[0], curves) if len(runs) == 1 else _several(runs, curves)
-    return document(title, asset("report.css"), [f"<h1>{broken(title)}</h1>", *shown, script(curves)])
+    runs, one = ranked(runs), len(runs) == 1
+    names = _names(runs)
+    curves = overlaid(runs, names)
+    lead = [chart for chart in runs[0].lead if chart in curves][: None if one else 1]
+    others = {chart: lines for chart, lines in curves.items() if chart not in lead}
+    values = _one(runs, names) if one else _several(runs, names)
+    body = rendered("run.html" if one else "compared.html", curves=curves, lead=lead, others=others, **values)
+    title = runs[0].name if one else f"{len(runs)} runs compared"
+    clocks = {name: run.clock for name, run in zip(names, runs, strict=True)}
+    return document(title, asset("report.css"), [body, script(curves, clocks)])
 
 
-def script(curves: dict[str, list[dict[str, Any]]]) -> str:
-    """Returns the script that redraws the page's charts when the reader zooms or smooths, with the curves' data."""
-    data = json.dumps(curves, separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="curves">{data}</script>\n<script>{asset("report.js")}</script>'
+def _one(runs: Sequence[Told], names: list[str]) -> dict[str, Any]:
+    run = runs[0]
+    scores = list(dict.fromkeys(name for _, found in run.evaluations for name in found))
+    rows = [(name, *(f"{found[n]:.4f}" if n in found else "" for n in scores)) for name, found in run.evaluations]
+    newest = [texts[-1] for texts in run.samples.values() if texts]
+    newest = newest[:3] if newest and newest[0].is_answer else newest[:1]
+    return {"run": run, "scores": scores, "evaluations": rows, "newest": newest}
+
+
+def _several(runs: Sequence[Told], names: list[str]) -> dict[str, Any]:
+    label, facts = dict(zip(map(id, runs), names, strict=True)), ("status", "step", "best", "tokens/s")
+    outcomes = [
+        (what, [(r.name, label[id(r)], *(dict(r.facts).get(f, "") for f in facts)) for r in some])
+        for what, some in itertools.groupby(runs, key=lambda run: run.compared)
+    ]
+    prompts = {prompt: [(label[id(r)], r.samples[prompt][-1]) for r in runs if r.samples.get(prompt)]
+               for run in runs for prompt in run.samples}  # fmt: skip
+    shared = [(prompt, texts) for prompt, texts in prompts.items() if len(texts) > 1][:4]
+    return {"runs": runs, "outcomes": outcomes, "shared": shared, "differences": _differences(runs),
+            "names": [r.name for r in runs]}  # fmt: skip
+
+
+def _differences(runs: Sequence[Told]) -> list[tuple[str, ...]]:
+    """Returns (key, the value of each run) of the keys that differ."""
+    defaults = {key: default for run in runs for key, default, _ in run.changed}
+    values = [{key: value for key, _, value in run.changed} for run in runs]
+    rows = [(key, *(v.get(key, defaults[key]) for v in values)) for key in sorted(defaults)]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _names(runs: Sequence[Told]) -> list[str]:
+    """Returns what the curves of each run are called: what was typed and differs, if that tells them apart."""
+    typed = {key for run in runs for key, _, _ in run.typed}
+    rows = [row for row in _differences(runs) if row[0] in typed]
+    names = [", ".join(f"{row[0].rpartition('.')[2]}={row[i + 1]}" for row in rows) for i in range(len(runs))]
+    tells = 0 < len(rows) <= 3 and len(set(names)) == len(names)
+    return names if tells else [run.name for run in runs]
+
+
+def script(
+    curves: dict[str, list[dict[str, Any]]], clocks: dict[str, list[tuple[int, int, float]]] | None = None
+) -> str:
+    """Returns the script that draws the page's charts, with the curves' data and each run's clock."""
+    data = ""
+    for name, value in (("curves", curves), ("clocks", clocks or {})):
+        text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+        data += f'<script type="application/json" id="{name}">{text}</script>\n'
+    return f"{data}<script>{asset('report.js')}</script>"
 
 
 def document(title: str, style: str, body: Iterable[str]) -> str:
@@ -101,7 +170,7 @@ def as_text(text: str) -> str:
 
 def broken(text: str) -> str:
     """Escapes text for HTML; allows line breaks only after separators (such as / and _) that precede a letter."""
-    return "<wbr>".join(map(as_text, re.split(r"(?<=[/_.=,:-])(?=[^\W\d])", text)))
+    return Markup("<wbr>").join(map(visible, re.split(r"(?<=[/_.=,:-])(?=[^\W\d])", text)))
 
 
 def ranked(runs: Sequence[Told]) -> list[Told]:
@@ -114,14 +183,14 @@ def ranked(runs: Sequence[Told]) -> list[Told]:
     return sorted(runs, key=place)
 
 
-def overlaid(runs: Sequence[Told]) -> dict[str, list[dict[str, Any]]]:
+def overlaid(runs: Sequence[Told], names: list[str]) -> dict[str, list[dict[str, Any]]]:
     """Returns {chart: its lines} for the page's script; with several runs, each run has one colour and one stroke."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for number, run in enumerate(runs):
+    for number, (run, label) in enumerate(zip(runs, names, strict=True)):
         for chart, lines in run.charts.items():
             for i, curve in enumerate(lines):
-                name = curve.name if len(runs) == 1 else f"{run.name}: {curve.name}"
-                found.setdefault(chart, []).append(line_of(curve, name, i if len(runs) == 1 else number))
+                name, n = (curve.name, i) if len(runs) == 1 else (f"{label}: {curve.name}", number)
+                found.setdefault(chart, []).append({**line_of(curve, name, n), "run": label})
     return found
 
 
@@ -137,172 +206,31 @@ def line_of(curve: Curve, name: str, number: int) -> dict[str, Any]:
     }
 
 
-def _one(run: Told, curves: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Builds the body for one run: headline, `lead` (or the loss) beside the newest sample, the rest folded."""
-    parts = [f'<p class="soft">{broken(run.subtitle)}</p>', numbers(run.headline)]
-    others = dict(curves)
-    first = run.lead if run.lead in others else "loss"
-    lead = [*([figure(first, others.pop(first))] if first in others else []), *_newest(run)]
-    parts += [smoothing(), f'<div class="lead">{"".join(lead)}</div>']
-    parts += [heat_figure(heat) for heat in run.heat_maps]
-    if others:
-        parts.append(folded(f"{len(others)} more {'curve' if len(others) == 1 else 'charts'}", [charts_of(others)]))
-    if run.evaluations:
-        parts.append(folded("Evaluations", [_evaluations(run)]))
-    if run.samples:
-        parts.append(folded("Samples along the training", _samples(run)))
-    parts.append(folded("What was set", _settings(run)))
-    history = "".join(f"<li>{as_text(line)}</li>" for line in run.history)
-    parts.append(folded("About this run", [table(("", ""), run.facts), f"<ul>{history}</ul>" if history else ""]))
-    if run.checkpoints:
-        parts.append(folded("Checkpoints", [table(("checkpoint", "size"), run.checkpoints)]))
-    if run.how_to_use:
-        parts.append(folded("How to use it", [f"<pre>{as_text(words)}</pre>" for words in run.how_to_use]))
-    return parts
-
-
-def numbers(headline: Iterable[tuple[str, str]]) -> str:
-    """Builds the large numbers at the top of the page, each with its description."""
-    boxes = "".join(f"<div><b>{as_text(value)}</b><span>{broken(what)}</span></div>" for value, what in headline)
-    return f'<div class="numbers">{boxes}</div>'
-
-
-def folded(title: str, body: Iterable[str]) -> str:
-    return f"<details><summary><h2>{as_text(title)}</h2></summary>{''.join(body)}</details>"
-
-
-def _newest(run: Told) -> list[str]:
-    """Builds the block with the latest sample for the run's first prompt."""
-    if not run.samples:
-        return []
-    prompt, texts = next(iter(run.samples.items()))
-    step, text, _ = texts[-1]
-    return [
-        f'<section class="sample"><h2>Newest sample, step {step:,}</h2>'
-        f'<pre><span class="soft">{as_text(_cut(prompt))}</span>{as_text(_cut(text))}</pre></section>'
-    ]
-
-
-def _settings(run: Told) -> list[str]:
-    """Builds a table of command-line overrides and a folded table of all keys that differ from the defaults."""
-    set_ = table(("key", "set to", "default"), run.typed) if run.typed else "<p>Nothing: every key has its default.</p>"
-    if not run.changed:
-        return [set_]
-    title = f"All {len(run.changed)} keys that differ from the defaults, by options and recipes too"
-    return [set_, folded(title, [table(("key", "default", "this run"), run.changed)])]
-
-
-def heat_figure(heat: HeatMap) -> str:
-    """Builds the figure of a heat map with axes and a legend of its colours."""
-    choices = len(heat.cells[0])
-    swatches = "".join(
-        f'<span><i style="opacity:{(i + 1) / len(curves.LEVELS):.2f}"></i>from {least:g}</span>'
-        for i, least in enumerate(curves.LEVELS)
-    )
-    return (
-        f'<figure class="heatmap"><figcaption>{as_text(heat.title)}: how often each of {choices} was chosen'
-        f'<span class="soft">{broken(heat.about)}</span></figcaption>'
-        f'<div class="axes"><span class="y">{as_text(heat.one)}</span>'
-        f'<span class="ends"><span>1</span><span>{choices}</span></span>'
-        f'{curves.drawn(heat)}<span class="x"><span>{heat.first:,}</span><span>step</span><span>{heat.last:,}</span>'
-        f'</span></div><p class="legend">times the even share (1/{choices}): <span><i style="opacity:0"></i>less</span>'
-        f"{swatches}</p></figure>"
-    )
-
-
-def _several(runs: Sequence[Told], curves: dict[str, list[dict[str, Any]]]) -> list[str]:
-    names = ("status", "step", "best", "tokens/s")
-    parts = ["<h2>Outcome, best first</h2>"]
-    for compared, some in itertools.groupby(runs, key=lambda run: run.compared):
-        outcome = [(run.name, *(dict(run.facts).get(name, "") for name in names)) for run in some]
-        parts.append(f'<p class="soft">{broken(compared)}</p>{table(("run", *names), outcome)}')
-    parts += [smoothing(), charts_of(curves)]
-    defaults = {key: default for run in runs for key, default, _ in run.changed}
-    values = [{key: value for key, _, value in run.changed} for run in runs]
-    keys = [k for k in sorted(defaults) if len({v.get(k, defaults[k]) for v in values}) > 1]
-    rows = [(key, *(v.get(key, defaults[key]) for v in values)) for key in keys]
-    heading = "<h2>Where their configs differ</h2>"
-    parts.append(heading + (table(("key", *(r.name for r in runs)), rows) if rows else "<p>Nowhere.</p>"))
-    return parts
-
-
-def smoothing() -> str:
-    """Builds the smoothing slider that the page's script reads, and a hint on zooming."""
-    slider = '<label>smoothing <input id="smoothing" type="range" min="0" max="0.98" step="0.02" value="0"></label>'
-    return f'<p class="controls">{slider}<span class="soft">drag to zoom, double click for all</span></p>'
-
-
-def charts_of(curves: dict[str, list[dict[str, Any]]]) -> str:
-    return f'<div class="charts">{"".join(figure(name, lines) for name, lines in curves.items())}</div>'
-
-
-def figure(chart: str, lines: list[dict[str, Any]]) -> str:
-    """Builds a chart with the names and strokes of its lines above it."""
-    stroke = '<svg viewBox="0 0 34 8" class="stroke"><path d="M0 4h34" {}/></svg>'
-    legend = "".join(f"<i>{stroke.format(_look(line))}{broken(line['name'])}</i>" for line in lines)
-    label = f'role="img" aria-label="{as_text(chart)} by step"'
-    title, _ = FIRST.get(chart, (chart, ""))
-    _, axis = FIRST.get(chart.rpartition(": ")[2], ("", chart.rpartition("/")[2]))  # without the name of a stage
-    return (
-        f'<figure data-chart="{escape(chart)}" data-axis="{escape(axis)}"><figcaption>'
-        f"{broken(title)} {legend}</figcaption>"
-        f'<svg viewBox="0 0 {_WIDE} {_HIGH}" {label}>{_paths(lines, axis)}</svg>'
-        '<div class="tip"></div></figure>'
-    )
-
-
-def _look(line: dict[str, Any]) -> str:
-    """Returns the SVG attributes of a line's path."""
-    width = 2.4 if line["val"] else 1.5
-    return f'stroke="var(--c{line["colour"]})" stroke-dasharray="{line["dash"]}" stroke-width="{width}"'
-
-
-def _paths(lines: list[dict[str, Any]], axis: str) -> str:
-    """Draws the curves and axes as SVG, for browsers without JavaScript."""
-    xs, ys = ([v for line in lines for v in line[axis]] for axis in "xy")
-    left, bottom = min(xs), min(ys)
-    wide, high = (max(xs) - left) or 1, (max(ys) - bottom) or 1.0
-    across, up = _WIDE - _LEFT - _RIGHT, _HIGH - _TOP - _BOTTOM
-    found = []
-    for line in lines:
-        few = thinned(Curve("", line["x"], line["y"]), _STATIC)
-        points = (
-            f"{_LEFT + (x - left) / wide * across:.1f} {_HIGH - _BOTTOM - (y - bottom) / high * up:.1f}"
-            for x, y in zip(few.x, few.y, strict=True)
-        )
-        found.append(f'<path d="M{"L".join(points)}" {_look(line)}/>')
-    ends = [(_LEFT, _HIGH - 24, f"{left:,}"), (_WIDE - _RIGHT, _HIGH - 24, f"{max(xs):,}"),
-            (_LEFT - 6, _HIGH - _BOTTOM, f"{bottom:.4g}"), (_LEFT - 6, _TOP + 8, f"{max(ys):.4g}")]  # fmt: skip
-    texts = [f'<text x="{x}" y="{y}" text-anchor="end">{words}</text>' for x, y, words in ends]
-    middle = _TOP + up / 2
-    titles = (
-        f'<text class="axis" x="{_LEFT + across / 2}" y="{_HIGH - 6}" text-anchor="middle">step</text>'
-        f'<text class="axis" transform="translate(13 {middle}) rotate(-90)" text-anchor="middle">{as_text(axis)}</text>'
-    )
-    return "".join([*found, *texts, titles])
-
-
-def _samples(run: Told) -> Iterable[str]:
-    for prompt, texts in run.samples.items():
-        yield f"<h3>{as_text(_cut(prompt))}</h3>"
-        for i, (step, text, reference) in enumerate(reversed(texts)):
-            given = f'<pre class="soft">reference: {as_text(_cut(reference))}</pre>' if reference is not None else ""
-            opened = " open" if i == 0 else ""
-            yield f"<details{opened}><summary>step {step:,}</summary><pre>{as_text(_cut(text))}</pre>{given}</details>"
-
-
-def _evaluations(run: Told) -> str:
-    names = list(dict.fromkeys(name for _, scores in run.evaluations for name in scores))
-    rows = [(name, *(f"{scores[n]:.4f}" if n in scores else "" for n in names)) for name, scores in run.evaluations]
-    return table(("evaluation", *names), rows)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{broken(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{broken(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    top = f"<tr>{head}</tr>" if any(header) else ""
-    return f'<div class="scroll"><table>{top}{body}</table></div>'
-
-
 def _cut(text: str) -> str:
     return text if len(text) <= _LONG else f"{text[:_LONG]} ... ({len(text) - _LONG:,} more characters)"
+
+
+def _plain(value: Any) -> Any:
+    """Makes control characters of a run's texts visible; markup that the templates made stays."""
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+_PAGES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined, finalize=_plain,
+)  # fmt: skip
+_PAGES.filters |= {
+    "broken": broken,
+    "cut": _cut,
+    "drawn": drawn,
+    "visible": visible,
+    "title": lambda chart: FIRST.get(chart, (chart, ""))[0],
+    "axis": lambda chart: FIRST.get(chart.rpartition(": ")[2], ("", chart.rpartition("/")[2]))[1],
+}
+_PAGES.globals["levels"] = LEVELS
+_PARTS: Any = _PAGES.get_template("parts.html").module
+numbers, table, smoothing, charts_of = _PARTS.numbers, _PARTS.table, _PARTS.smoothing, _PARTS.charts_of
+
+
+def rendered(template: str, **values: Any) -> str:
+    return _PAGES.get_template(template).render(**values)

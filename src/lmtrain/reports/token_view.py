@@ -16,8 +16,8 @@ from lmtrain.adapters.memory import memory_blocks
 from lmtrain.data.chat.decoding import following
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
-from lmtrain.reports.report_page import as_text, asset, document, write_page
-from lmtrain.terminal import counted, visible
+from lmtrain.reports.report_page import asset, document, rendered, write_page
+from lmtrain.terminal import visible
 
 LEARNED = ("black on #9be09b", "black on #79cf79")  # two shades that alternate between neighbouring tokens
 GIVEN = ("", "dim")
@@ -142,23 +142,10 @@ def _rgb(chapter: int) -> str:
 
 
 def _write_chapters(path: str, words: list[str], read: dict[int, list[list[int]]], about: str) -> None:
-    title = "Which chapters of its memory the model reads"
-    parts = [
-        f"<h1>{title}</h1>",
-        f"<p>{as_text(about)}. A token has the colour and the number of the chapter that it gives the most weight; the "
-        f"others are shown where the pointer rests on it.</p>",
-    ]
+    title, layers = "Which chapters of its memory the model reads", []
     for layer, chapters in read.items():
-        tokens = "".join(
-            f'<i style="background:{_rgb(chosen[0])}" title="chapters {", ".join(map(str, chosen))}">'
-            f"{as_text(word)}<sub>{chosen[0]}</sub></i>"
-            for word, chosen in zip(words, chapters, strict=True)
-        )
+        tokens = [(word, chosen, _rgb(chosen[0])) for word, chosen in zip(words, chapters, strict=True)]
         most = Counter(chosen[0] for chosen in chapters).most_common(_IN_LEGEND)
-        legend = " ".join(
-            f'<span><i style="background:{_rgb(chapter)}">{chapter}</i> {counted(times, "token")}</span>'
-            for chapter, times in most
-        )
-        parts.append(f'<h2>After layer {layer}</h2><p class="legend">chapter: {legend}</p>')
-        parts.append(f'<pre class="chapters">{tokens}</pre>')
-    write_page(document(title, asset("inspection.css"), parts), path)
+        layers.append((layer, tokens, [(chapter, _rgb(chapter), times) for chapter, times in most]))
+    body = rendered("chapters.html", title=title, about=about, layers=layers)
+    write_page(document(title, asset("inspection.css"), [body]), path)

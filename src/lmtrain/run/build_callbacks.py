@@ -234,9 +234,9 @@ def progress_bar(config: Config, console: Console, total_steps: int) -> RichBar 
     if style == "auto":
         style = "rich" if console.is_terminal else "plain"
     if style == "rich":
-        return RichBar(console, total_steps, config.objective.headline)
+        return RichBar(console, total_steps, config.headline())
     if style == "plain":
         # A trial of a sweep prints only its validations.
         every = math.inf if os.environ.get(TRIAL) == "1" else config.callbacks.progress.plain_every_seconds
-        return PlainLines(console, total_steps, every, config.objective.headline)
+        return PlainLines(console, total_steps, every, config.headline())
     return None

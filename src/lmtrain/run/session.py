@@ -111,7 +111,7 @@ class Session:
         resumed_from = f"continues after step {self.done:,} ({self.checkpoint})" if self.checkpoint else None
         plan.show(run, resumed_from, self.done, self.notes)
         if world.rank() == 0:
-            run_dir.note_start(self.folder, self.done)
+            run_dir.note_start(self.folder, self.done, self.config.headline())
         with contextlib.closing(run.preemption.stop.signals):
             try:
                 run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=self.checkpoint, weights_only=True)

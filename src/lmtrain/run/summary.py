@@ -23,12 +23,13 @@ from lmtrain.config.effect import TRIAL
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
+from lmtrain.files import read_jsonl
 from lmtrain.reports import listing, report
 from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
 from lmtrain.run.going_on import next_commands
 from lmtrain.run.plan_costs import speed_of
-from lmtrain.run_folder.folder import asked
+from lmtrain.run_folder.folder import RunDir, asked
 from lmtrain.secrets import command
 
 
@@ -70,7 +71,7 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
         "last": f"checkpoints/{checkpoints[-1].name}" if checkpoints else None,
         "best": f"checkpoints/{store.name_of(best)}" if best is not None else None,
         "best_metric": {run.config.checkpoint.monitor: dict(scores)[best]} if best is not None else None,
-        "headline": run.config.objective.headline,
+        "best_scores": _scores_at(run.dir, best),
         "train": metrics.last_train,
         "validation": metrics.last_val,
         "tokens_per_s": round(metrics.train_tokens / metrics.train_seconds, 1) if metrics.train_seconds else None,
@@ -100,6 +101,12 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
         with contextlib.suppress(OSError, UserError, RunError):  # a full disk is reported where it matters
             report.write_own(run.dir)
     return summary
+
+
+def _scores_at(folder: RunDir, step: int | None) -> dict[str, float] | None:
+    """Returns what was validated at a step, as metrics.jsonl has it."""
+    rows = [row for row in read_jsonl(folder.metrics, holding=b'"val/') if row.get("step") == step]
+    return {key: value for row in rows for key, value in row.items() if key.startswith("val/")} or None
 
 
 def note_failure(run: Run, started: float, error: BaseException) -> None:
@@ -141,7 +148,8 @@ def show(run: Run, summary: dict[str, Any], exported: list[Path]) -> None:
         return
     val, title = run.metrics.last_val, f"{summary['status'].replace('_', ' ')} at step {summary['step']:,}"
     if os.environ.get(TRIAL) or run.config.run.quiet:
-        numbers = [f"val/loss {val['val/loss']:.4f}"] if "val/loss" in val else []
+        keys = [f"val/{name}" for name in (*run.config.headline(), "loss")]
+        numbers = [f"{key} {val[key]:.4f}" for key in keys if key in val][:1]
         print(", ".join([title, *numbers, str(run.dir.path)]), flush=True)
         return
     run.console.print(terminal.facts(facts_of(run, summary, exported), title))
@@ -153,20 +161,19 @@ def show(run: Run, summary: dict[str, Any], exported: list[Path]) -> None:
 def facts_of(run: Run, summary: dict[str, Any], exported: list[Path]) -> list[tuple[str, str]]:
     """Returns the rows of the table printed at the end of a run, as (name, value in words)."""
     last, rows = {**run.metrics.last_train, **run.metrics.last_val}, list[tuple[str, str]]()
-    headline = run.config.objective.headline
-    keys = ["train/loss", "val/loss", "val/perplexity", "val/bits_per_byte", "val/rewards/accuracy",
-            "val/rewards/margin"]  # fmt: skip
-    if headline != "loss":
-        keys = [f"train/{headline}", f"val/{headline}", "train/loss"]
-    rows += [(key, f"{last[key]:.4f}") for key in keys if key in last]
+    names = run.config.headline()
+    keys = [f"{kind}/{name}" for name in names for kind in ("train", "val")]
+    keys += ["train/loss", "val/perplexity", "val/rewards/margin"]
+    rows += [(key, f"{last[key]:.4f}") for key in dict.fromkeys(keys) if key in last]
     made = summary.get("forecast", {})
     if SCORE in made and SCORE in last:
         off = last[SCORE] / made[SCORE] - 1
         words = f"{SCORE} {made[SCORE]:.4f} at step {made['step']:,}; the final value differs by {off:+.1%}"
         rows.append(("forecast", words))
-    for monitor, value in (summary["best_metric"] or {}).items() if run.ranking != retention.LAST else ():
-        shown, score = listing.led_by(headline, monitor, value)
-        rows.append(("best", f"{shown} {score:.4f} at step {int(summary['best'].rpartition('_')[2]):,}"))
+    monitor, mode = run.config.checkpoint.monitor, run.config.checkpoint.mode
+    best = listing.best_row(run.dir, summary, monitor, mode) if run.ranking != retention.LAST else None
+    if best is not None:
+        rows.append(("best", "{} {:.4f} at step {:,}".format(*listing.lead(best, names), best["step"])))
     rows.append(("tokens", f"{summary['tokens']:,}"))
     if summary["tokens_per_s"]:
         rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f}"))

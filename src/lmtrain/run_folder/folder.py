@@ -37,7 +37,9 @@ class RunDir:
         self.samples = path / "samples.jsonl"
         self.plan = path / "plan.txt"
         self.summary = path / "summary.json"
-        self.starts = path / "starts.jsonl"  # a line for each start or resumption of training: {"time", "step"}
+        self.starts = (
+            path / "starts.jsonl"
+        )  # a line for each start or resumption of training: {"time", "step", "headline"}
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
@@ -87,10 +89,10 @@ class RunDir:
         write_atomic(self.summary, json.dumps(shown_in(summary), indent=2) + "\n")
 
 
-def note_start(run: RunDir, step: int) -> None:
-    """Appends the current time and the step at which training starts or resumes to starts.jsonl."""
+def note_start(run: RunDir, step: int, headline: list[str]) -> None:
+    """Appends the current time, the step at which training starts or resumes and Config.headline to starts.jsonl."""
     with contextlib.suppress(OSError), run.starts.open("a", encoding="utf-8") as file:  # optional: failures are ignored
-        file.write(json.dumps({"time": round(time.time(), 3), "step": step}) + "\n")
+        file.write(json.dumps({"time": round(time.time(), 3), "step": step, "headline": headline}) + "\n")
 
 
 def checkpoint_names(folder: Path) -> list[str]:

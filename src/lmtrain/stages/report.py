@@ -78,23 +78,31 @@ def _table(title: str, header: list[str], rows: list[Row]) -> Table:
 
 def write(plan: PipelinePlan, state: State) -> None:
     """Prints the tables and writes report.html and report.json."""
-    stages, scores = _stages(plan, state), _scores(plan)
-    names = [one.name for one in plan.stages]
+    scores, names = _scores(plan), [one.name for one in plan.stages]
     console = terminal.console()
-    console.print(_table("stages", _STAGES, stages))
-    rows = [[what, score, *(_with_error(found.get(name)) for name in names)] for (what, score), found in scores.items()]
-    if rows:
+    console.print(_table("stages", _STAGES, _stages(plan, state)))
+    if rows := _rows_of(scores, names):
         title = "scores of each stage's exported model, with standard errors for scores that are means over rows"
         console.print(_table(title, ["evaluation", "score", *names], rows))
     console.print(f"total time: {time_in_words(_seconds(state))}", highlight=False)
-    page = plan.folder / "report.html"
-    write_atomic(page, _page(plan, state, stages, rows))
     named = {f"{what}/{score}": found for (what, score), found in scores.items()}
     tree = {key: {name: value for name, (value, _) in found.items()} for key, found in named.items()}
     errors = {key: {name: e for name, (_, e) in found.items() if e is not None} for key, found in named.items()}
     written = {"stages": names, "scores": tree, "standard_errors": errors, "seconds": _seconds(state)}
     write_atomic(plan.folder / "report.json", json.dumps(written, indent=2) + "\n")
-    console.print(f"written: {page}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written: {write_page(plan, state)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def write_page(plan: PipelinePlan, state: State) -> Path:
+    """Writes report.html with what the stages have written so far, and returns its path."""
+    page = plan.folder / "report.html"
+    rows = _rows_of(_scores(plan), [one.name for one in plan.stages])
+    write_atomic(page, _page(plan, state, _stages(plan, state), rows))
+    return page
+
+
+def _rows_of(scores: dict[tuple[str, str], dict[str, Score]], names: list[str]) -> list[Row]:
+    return [[what, score, *(_with_error(of.get(name)) for name in names)] for (what, score), of in scores.items()]
 
 
 def _stages(plan: PipelinePlan, state: State) -> list[Row]:

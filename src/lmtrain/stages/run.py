@@ -151,6 +151,7 @@ class _Pipeline:
     def _ended(self, what: str, row: state.Row, verb: str, words: list[str], log: Path) -> int:
         """Runs a verb, records its duration and prints its error, if any; returns the exit code of the pipeline."""
         started = time.monotonic()
+        report.write_page(self.plan, self.state)
         code = self.work.run(verb, words, log)
         row.seconds = round(row.seconds + time.monotonic() - started, 1)
         self.state.write()
