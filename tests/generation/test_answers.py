@@ -93,7 +93,8 @@ def test_answers_and_scores_are_those_of_the_saved_weights(whole: tuple[Path, En
     folder, _ = whole
     model, tokenizer = trained.load(str(folder), "last", OPEN)
     kept = [row for row in rows(folder / "samples.jsonl") if row["step"] == 3]
-    assert [set(row) for row in kept] == [{"step", "prompt", "text"}] + [{"step", "prompt", "text", "reference"}] * 3
+    own = {"step", "prompt", "text", "is_answer"}
+    assert [set(row) for row in kept] == [own] + [own | {"reference"}] * 3
     assert kept[0]["prompt"] == "how far is Oslo?"
     known = {turn["content"] for i in range(30) for turn in conversation(i)["messages"]}
     for row in kept[1:]:

@@ -131,7 +131,7 @@ def test_a_quiet_run_prints_its_result_alone(corpus: Path, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     ended = train_tiny(corpus, "run.quiet=true", "run.name=a")
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out.startswith("finished at step 2, val/loss ")
+    assert ended.out.startswith("finished at step 2, val/bits_per_byte ")
     assert ended.out.count("\n") == 1
     assert (tmp_path / "outputs" / "a" / "plan.txt").read_text().count("plan")
 

@@ -21,7 +21,7 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.distributed import process_group as world
 from lmtrain.generation.prompts import Prompt, prompts_of
 from lmtrain.generation.sampling import sample_text
-from lmtrain.generation.text_metrics import TextMetrics
+from lmtrain.generation.text_metrics import TextMetrics, reading
 from lmtrain.objectives.base import Objective
 from lmtrain.strategies import sharding
 from lmtrain.terminal import visible
@@ -88,6 +88,7 @@ class Samples(pl.Callback):
             seed=self.seed + place,  # a prompt that is given twice shows two samples
             end_ids=self.end_ids,
             together=together,
+            no_repeat=self.cfg.no_repeat if prompt.reference is None else None,
         )
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
@@ -110,14 +111,17 @@ class Samples(pl.Callback):
             row = {"step": step, "prompt": prompt.shown, "text": text}
             row |= {"reference": prompt.reference} if prompt.reference is not None else {}
             row |= {"is_answer": True} if self.end_ids else {}
+            said = reading(prompt.shown + text, self.cfg.reading) if self.cfg.reading is not None else None
+            row |= {"reading": said} if said is not None else {}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             title = f"{'answer' if self.end_ids else 'sample'} at step {step}"
             if self.console.is_terminal:
-                self.console.print(Panel(self._shown(prompt, text), title=title, title_align="left"))
+                panel = Panel(self._shown(prompt, text), title=title, title_align="left", subtitle=said)
+                self.console.print(panel)
             elif not os.environ.get(TRIAL):
-                line = f"{title} | {on_a_line(prompt.shown)} | {on_a_line(text)}"
-                self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+                words = [title, on_a_line(prompt.shown), on_a_line(text), *([said] if said is not None else [])]
+                self.console.print(" | ".join(words), soft_wrap=True, highlight=False, markup=False)
         self._log(trainer, step)
 
     def _shown(self, prompt: Prompt, text: str) -> Text:

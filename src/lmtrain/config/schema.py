@@ -230,6 +230,8 @@ class SamplesConfig:
     max_new_tokens: Annotated[int, SHOWN, at_least(1)]
     temperature: Annotated[float, SHOWN, not_negative]
     top_k: Annotated[int | None, SHOWN, at_least(1)]
+    no_repeat: Annotated[int | None, SHOWN, at_least(2)]
+    reading: Annotated[str | None, SHOWN, choice("python", "stories")]
     rows: Annotated[int, SHOWN, not_negative]  # validation rows with generated answers shown beside their references
     metrics: Annotated[list[Any], SHOWN]  # metrics of those answers: bleu, rouge, exact_match, or {_target_: ...}
 

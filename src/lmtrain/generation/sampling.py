@@ -41,6 +41,7 @@ def sample_texts(
     seed: int = 0,
     end_ids: list[int] | None = None,
     together: bool = False,
+    no_repeat: int | None = None,
 ) -> list[str]:
     """Returns the continuations (without the prompts) of up to max_new_tokens tokens each; temperature 0 is greedy.
 
@@ -52,6 +53,7 @@ def sample_texts(
     Args:
         prompts: texts or lists of token ids.
         end_ids: ids of the tokens that end a text; None for those in the model's own generation config.
+        no_repeat: a sequence of this many tokens is generated at most once in a text; not by a masked diffusion model.
         together: whether all ranks generate the same texts, each rank holding a shard of the model.
     """
     room = max(1, positions(model) - max_new_tokens)
@@ -63,7 +65,7 @@ def sample_texts(
             settings = sampling(temperature, top_k, end_ids)
             # synced_gpus keeps every rank running until all are done, since the others need its shard of the model.
             # A model whose loss became NaN gives (meaningless) text, not an error.
-            settings |= {"synced_gpus": together, "remove_invalid_values": True}
+            settings |= {"synced_gpus": together, "remove_invalid_values": True, "no_repeat_ngram_size": no_repeat or 0}
             return continued(model, tokenizer, rows, max_new_tokens, seed, **settings)
         generator = torch.Generator(model.device).manual_seed(seed)
         settings = {"mask_id": mask_id, "temperature": temperature, "top_k": top_k, "generator": generator}

@@ -1,5 +1,7 @@
 """Text metrics that compare generated answers with references: named torchmetrics metrics or a user's own class."""
 
+import ast
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ from torchmetrics.text import BLEUScore, CHRFScore
 from transformers import AutoModel, AutoTokenizer
 
 from lmtrain.config.targets import build_target
-from lmtrain.data.sources.story_world import consistent_share
+from lmtrain.data.sources import story_world
 from lmtrain.errors import UserError
 
 
@@ -29,8 +31,30 @@ class StoryConsistency(MeanMetric):
     takes_prompts = True  # `update` gets the openings too
 
     def update(self, preds: list[str], target: list[str], prompts: list[str]) -> None:  # type: ignore[override]
-        shares = [consistent_share(text, opening) for text, opening in zip(preds, prompts, strict=True)]
+        shares = [story_world.consistent_share(text, opening) for text, opening in zip(preds, prompts, strict=True)]
         super().update(torch.tensor(shares))
+
+
+def reading(text: str, kind: str) -> str:
+    """Says how much of a text is right: the lines of its longest beginning that parses as Python, or its sentences.
+
+    kind: python, or stories (`data.sources.story_world`). The last line, which may be cut off, is left out.
+    """
+    if kind == "stories":
+        found = story_world.read(text)
+        return f"consistent: {sum(not one.wrong for one in found)} of {len(found)} sentences"
+    lines = text.splitlines()[:-1]
+    right = next((n for n in range(len(lines), 0, -1) if _parses("\n".join(lines[:n]))), 0)
+    return f"parses: {right} of {len(lines)} lines"
+
+
+def _parses(text: str) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of odd escapes in the text
+            ast.parse(text)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    return True
 
 
 class BertScore(MeanMetric):

@@ -19,7 +19,7 @@ from lmtrain.exports.model_card import loading_code
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import FIRST, charts, heat_maps
-from lmtrain.reports.report_page import Sample, Told
+from lmtrain.reports.report_page import ShownSample, Told
 from lmtrain.run_folder.cut_back import last_rows
 from lmtrain.run_folder.folder import RunDir, checkpoint_names, gives_rewards, predicts_masked_tokens
 from lmtrain.secrets import shown_in
@@ -255,8 +255,8 @@ def _words(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _samples(run: RunDir) -> dict[str, list[Sample]]:
-    found: dict[str, list[Sample]] = {}
+def _samples(run: RunDir) -> dict[str, list[ShownSample]]:
+    found: dict[str, list[ShownSample]] = {}
     for row in read_jsonl(run.samples):
         prompt, step = str(row.get("prompt", "")), listing.whole(row.get("step"))
         if step is None:
@@ -269,12 +269,12 @@ def _samples(run: RunDir) -> dict[str, list[Sample]]:
         )  # whose prompts differ
         if heading in found or len(found) < _PROMPTS:
             is_answer = bool(row.get("is_answer")) or reward is not None
-            sample = Sample(step, prompt, str(row.get("text", "")), reference, is_answer, notes)
+            sample = ShownSample(step, prompt, str(row.get("text", "")), reference, is_answer, notes)
             found.setdefault(heading, []).append(sample)
     return {heading: _spread(texts) for heading, texts in found.items()}
 
 
-def _spread(texts: list[Sample]) -> list[Sample]:
+def _spread(texts: list[ShownSample]) -> list[ShownSample]:
     """Returns at most _STEPS evenly spaced ones, including the first and the last."""
     if len(texts) <= _STEPS:
         return texts

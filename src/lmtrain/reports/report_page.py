@@ -26,7 +26,7 @@ DASHES = ("", "8 4", "2 3", "12 3 2 3", "5 2", "1 5", "14 5", "6 2 2 2 2 2")
 
 
 @dataclass
-class Sample:
+class ShownSample:
     """A text of a model: the continuation of a prompt, or the answer to it. right: whether it is the reference."""
 
     step: int
@@ -57,7 +57,7 @@ class Told:
     facts: list[tuple[str, str]]
     changed: list[tuple[str, str, str]]
     charts: dict[str, list[Curve]]
-    samples: dict[str, list[Sample]]
+    samples: dict[str, list[ShownSample]]
     evaluations: list[tuple[str, dict[str, float]]]
     checkpoints: list[tuple[str, str]]
     history: list[str]
