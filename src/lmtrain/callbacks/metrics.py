@@ -24,7 +24,6 @@ from lmtrain.strategies import lightning_private
 
 # Fields that depend on the machine: the others are equal in the rows of a resumed and an uninterrupted run.
 TIME_FIELDS = ("tokens_per_s", "samples_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib", *MACHINE, "time")
-_PART = 2**20  # tokens seen are copied in two numbers, each exact in fp32
 
 
 def without_times(row: Row) -> Row:
@@ -128,16 +127,15 @@ class Metrics(pl.Callback):
         names = sorted(result.sums)
         sums = total(trainer, torch.stack([result.sums[n].double() for n in names]))
         # One transfer for the whole row.
-        seen = [self.tokens_seen // _PART, self.tokens_seen % _PART]
-        values = torch.cat([sums, torch.stack([result.grad_norm, result.n_tokens, *seen]).double()]).tolist()
-        grad_norm, n_tokens, parts, rest = values[len(names) :]
-        tokens_seen = int(parts) * _PART + int(rest)
-        seconds, tokens = self.clock.elapsed(), tokens_seen - self.tokens_logged
+        counts = [n.double() for n in (result.grad_norm, result.n_tokens, self.tokens_seen)]  # fp32 rounds large ones
+        values = torch.cat([sums, torch.stack(counts)]).tolist()
+        grad_norm, n_tokens, tokens_seen = values[len(names) :]
+        seconds, tokens = self.clock.elapsed(), int(tokens_seen) - self.tokens_logged
         self.train_seconds, self.train_tokens = self.train_seconds + seconds, self.train_tokens + tokens
         means = module.means_of(dict(zip(names, values, strict=False)), n_tokens)
         trained = {f"train/{name}": mean for name, mean in means.items()}
         self.last_train = {**trained, "step": result.step}
-        row: Row = {"step": result.step, "tokens_seen": tokens_seen, **self.numbers(result.step)}
+        row: Row = {"step": result.step, "tokens_seen": int(tokens_seen), **self.numbers(result.step)}
         row |= {"rows": result.rows, "bad_steps": module.guard.counts()[0], **trained}
         row |= {"lr": result.lr, "grad_norm": grad_norm, "tokens_per_s": round(tokens / seconds, 1)}
         row |= {
@@ -151,7 +149,7 @@ class Metrics(pl.Callback):
             row["memory_gib"] = round(torch.cuda.max_memory_allocated(module.device) / 2**30, 3)
         row["samples_per_s"] = round(self.numbers.rows_of_last(self.clock.steps, result.step) / seconds, 3)
         row |= machine_numbers(module.device)
-        self.tokens_logged = tokens_seen
+        self.tokens_logged = int(tokens_seen)
         self.clock.restart()
         self.emit(trainer, row)
 

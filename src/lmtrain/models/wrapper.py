@@ -95,9 +95,8 @@ def outermost(config: PretrainedConfig, scalar_head: bool) -> Any:
     """
     if is_wrapper(config):
         return AutoModelForMultimodalLM
-    name = config.model_type
-    multimodal = name in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-    if multimodal and name not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    multimodal = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys()
+    if (name := config.model_type) in multimodal - modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
         raise UserError(
             f"{name} reads more than text, and its language model ({config.get_text_config().model_type}) is not one "
             f"of transformers' causal language models, so it can't be trained on its own"
