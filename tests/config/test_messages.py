@@ -87,6 +87,13 @@ def test_a_key_of_text_has_no_meaning_with_conversations(value: str) -> None:
     assert message(ended.err).startswith("data.text_column has no meaning with the data chosen here")
 
 
+@pytest.mark.parametrize("key", ["trainer.max_stepss", "checkpoint.keep_lasst"])
+def test_a_wrong_key_is_named_although_the_path_chooses_the_data(key: str) -> None:
+    """Not data.chat_template, which only the reader of the path defines."""
+    ended = run("train", "objective=grpo", "data.path=x.jsonl", "data.chat_template=chatml", f"{key}=1")
+    assert message(ended.err).startswith(f"there is no key '{key}'; did you mean {key.replace('ss', 's')}")
+
+
 def test_masked_diffusion_needs_no_other_word() -> None:
     config = check(compose(["objective=mdlm"]))
     assert config.export.enabled

@@ -170,9 +170,7 @@ def test_special_tokens_in_a_users_text(folder: str, tokenizer_config: Any, data
     assert tokenizer.decode(example.input_ids).replace(" ", "").count(TYPED.replace(" ", "")) == 1
     assert any(f"{tokenizer.eos_token}" in r.text and "read as text" in r.text for r in plain.remarks)
     (example,) = special.encode(chat)
-    assert (
-        example.input_ids == tokenizer(special._chat.render(chat, [1])[0].text, add_special_tokens=False)["input_ids"]
-    )
+    assert example.input_ids == tokenizer(special.chat.render(chat, [1])[0].text, add_special_tokens=False)["input_ids"]
     assert any("as the tokens themselves" in remark.text for remark in special.remarks)
     innocent = Conversation([user("a b"), says("Yes.")], None, "here")
     assert plain.encode(innocent) == special.encode(innocent)

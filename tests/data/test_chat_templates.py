@@ -310,7 +310,7 @@ def test_an_answer_is_not_looked_for_in_its_question(template: str, bytes_tokeni
         encoder = ChatEncoder(bytes_tokenizer(*NAMED[template]), cfg)
         (example,) = encoder.encode(conversation(*turns))
         found = stretches(example, encoder.tokenizer)
-        assert [text.strip().removeprefix("yes") for text in found] == [encoder._chat.end_of_turn] * learned
+        assert [text.strip().removeprefix("yes") for text in found] == [encoder.chat.end_of_turn] * learned
 
 
 def test_everything_is_learned_but_the_first_token(chatml) -> None:

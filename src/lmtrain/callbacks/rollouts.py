@@ -20,6 +20,7 @@ from lmtrain.data.examples.prompt_rows import PROMPT
 from lmtrain.data.order import mix64
 from lmtrain.objectives.grpo import GRPO
 from lmtrain.objectives.grpo_options import GRPOOptions
+from lmtrain.rollouts.episodes import written
 from lmtrain.rollouts.rollout import Group
 from lmtrain.run_folder.folder import RunDir
 
@@ -80,7 +81,7 @@ class Rollouts(pl.Callback):
     def _show(self, found: list[tuple[str, Group, int]], step: int) -> None:
         with self.samples.open("a", encoding="utf-8") as file:
             for which, group, i in found:
-                row = {"step": step, "prompt": shown_prompt(group, self.data), "text": group.texts[i], "which": which,
+                row = {"step": step, "prompt": shown_prompt(group, self.data), "text": shown(group, i), "which": which,
                        "reward": number(group.rewards[i]), "advantage": number(group.advantages[i])}  # fmt: skip
                 if len(group.parts) > 1:
                     row["rewards"] = {name: number(values[i]) for name, values in group.parts.items()}
@@ -88,7 +89,7 @@ class Rollouts(pl.Callback):
         if os.environ.get(TRIAL) or not self.console.is_terminal:
             return
         for which, group, i in found:
-            given, text = on_a_line(shown_prompt(group, self.data), 40), on_a_line(group.texts[i], 90)
+            given, text = on_a_line(shown_prompt(group, self.data), 40), on_a_line(shown(group, i), 90)
             words = Text.assemble(
                 (f"{which:<7}", "bold"), f"{float(group.rewards[i]):<7.3g}", (given, "dim"), " ", text
             )
@@ -108,6 +109,11 @@ def chosen(groups: list[Group], step: int) -> list[tuple[str, Group, int]]:
 def number(value: Any) -> float | None:
     """Returns the value as a float, or None for NaN, which JSON does not have."""
     return float(value) if value == value else None
+
+
+def shown(group: Group, i: int) -> str:
+    """Returns a completion as text for people, with the turns of its environment."""
+    return group.texts[i] if group.played is None else written(group.played[i]["turns"])
 
 
 def shown_prompt(group: Group, data: DataConfig) -> str:
@@ -131,6 +137,8 @@ def keep(groups: list[Group], data: DataConfig, path: Path) -> None:
             "prompt_ids": list(group.prompt.ids), "text": group.texts[i], "completion_ids": completion.ids,
             "sampler_log_probs": completion.log_probs, "reward": number(group.rewards[i]),
             "advantage": number(group.advantages[i]), "ended": completion.ended, "resampled": group.resampled,
+            **({"turns": json.dumps(group.played[i]["turns"], ensure_ascii=False)} if group.played else {}),
+            **({"sampled": completion.sampled} if completion.sampled else {}),
             **{f"reward_{name}": number(values[i]) for name, values in group.parts.items() if len(group.parts) > 1},
         }
         for group in groups for i, completion in enumerate(group.completions)

@@ -98,25 +98,31 @@ def _hydra_composed(
         # Hydra raises ValueError if a group is set to a number or null.
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             refused = UserError(explain.refused(error, folders, overrides, again))
-            without = _without_keys_of_reader(overrides, again)
+            without = _without_keys_of_reader(overrides, folders, again)
             if without is None:
                 raise refused from None
             return without, overrides, refused
     return composed, overrides, None
 
 
-def _without_keys_of_reader(overrides: list[str], again: Callable[[list[str]], DictConfig]) -> DictConfig | None:
+def _without_keys_of_reader(
+    overrides: list[str], folders: list[Path], again: Callable[[list[str]], DictConfig]
+) -> DictConfig | None:
     """Composes the config without the typed keys of `data` other than data.path, which only its reader may define.
 
-    Returns None if data.path chooses no reader or the remaining overrides are invalid too.
+    Returns None if data.path chooses no reader.
+
+    Raises:
+        UserError: the remaining overrides are invalid too; the message is about them.
     """
     typed = typed_keys(overrides)
     if "data.path" not in typed or "data" in typed:
         return None
+    others = [o for o in overrides if not o.lstrip("+").startswith("data.") or "data.path=" in o]
     try:
-        return again([o for o in overrides if not o.lstrip("+").startswith("data.") or "data.path=" in o])
-    except (HydraException, OmegaConfBaseException, ValueError):
-        return None
+        return again(others)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise UserError(explain.refused(error, folders, others, again)) from None
 
 
 def _check_model_name(name: str, model: DictConfig, folders: list[Path]) -> None:

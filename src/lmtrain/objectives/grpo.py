@@ -22,6 +22,7 @@ from torch import Tensor
 from lmtrain.config.schema import Config
 from lmtrain.data import tokenizers
 from lmtrain.data.chat.decoding import AnswerDecoder
+from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prompt_rows import PromptRow, PromptRows, prompts_of
 from lmtrain.data.loaders import rows_used
@@ -37,10 +38,21 @@ from lmtrain.objectives.parts import LossParts, add_sums, means_over, options_of
 from lmtrain.objectives.start_check import FirstSteps
 from lmtrain.objectives.with_reference import ReferenceObjective
 from lmtrain.rewards.base import label
+from lmtrain.rewards.environment import build_environment
 from lmtrain.rewards.scoring import SOLE, Scorer, build_rewards
 from lmtrain.rollouts.engine import Engine, Sampling
+from lmtrain.rollouts.episodes import Limits, Player
 from lmtrain.rollouts.in_process import InProcess
-from lmtrain.rollouts.rollout import Group, Maker, keep_old, pack_groups, report_of, tensors_of, unpack_groups
+from lmtrain.rollouts.rollout import (
+    PLAYED,
+    Group,
+    Maker,
+    keep_old,
+    pack_groups,
+    report_of,
+    tensors_of,
+    unpack_groups,
+)
 from lmtrain.rollouts.vllm_engine import VLLM
 from lmtrain.strategies import sharding
 
@@ -54,7 +66,7 @@ class GRPO(ReferenceObjective):
     reported = (
         "loss", "reward", "reward/<name>", "reward_failures", "reward_spread", "advantage_spread",
         "groups_without_signal", "resampled", "overlong_penalty", "response_length", "cut_off", "entropy",
-        "clip_fraction", "kl", "logps/sampler", "logps/trainer", "sampler_difference",
+        "clip_fraction", "kl", "logps/sampler", "logps/trainer", "sampler_difference", *PLAYED,
     )  # fmt: skip
     answers = 1
 
@@ -67,9 +79,9 @@ class GRPO(ReferenceObjective):
         own: dict[str, Any] = {"clip_low": o.clip_low, "clip_high": o.clip_high}
         self.variant = VARIANTS[o.loss]._replace(**{name: value for name, value in own.items() if value is not None})
         self.loss_settings = LossSettings(
-            self.variant.clip_low, self.variant.clip_high, o.max_new_tokens, o.kl_coef, o.kl_estimator, o.kl_by_ratio
+            self.variant.clip_low, self.variant.clip_high, o.max_sampled, o.kl_coef, o.kl_estimator, o.kl_by_ratio
         )
-        parts = build_rewards(config.reward, config.run.allow_target)
+        parts = build_rewards(config.reward, config.run.allow_target, o.plays)
         self.reward_names = [part.name for part in parts if part.name != SOLE]
         self.check_room(corpus)
         ends, vocabulary = end_ids(corpus, o.stop_tokens), len(corpus.tokenizer)
@@ -77,8 +89,8 @@ class GRPO(ReferenceObjective):
         decoder = AnswerDecoder(corpus.tokenizer, corpus.end_ids or ())  # stop_tokens belong to what is scored
         self.maker = Maker(
             self.make_engine(), sampling, Scorer(parts, o.reward_timeout), decoder, self.variant, o.group_size,
-            round(self.variant.overlong_share * o.max_new_tokens) if o.overlong_buffer is None else o.overlong_buffer,
-            config.data, self.seed,
+            round(self.variant.overlong_share * o.max_sampled) if o.overlong_buffer is None else o.overlong_buffer,
+            o.max_sampled, config.data, self.seed, self.make_player(corpus, config, decoder),
         )  # fmt: skip
         greedy = sampling._replace(temperature=0.0, top_p=1.0)
         self.judge = replace(self.maker, sampling=greedy, group_size=1, overlong_buffer=0)
@@ -97,11 +109,25 @@ class GRPO(ReferenceObjective):
             return VLLM(self.model.model)
         return InProcess(self.model.model, self.options.rollout_batch_size)
 
-    def check_room(self, corpus: Corpus) -> None:
-        """Raises UserError if a prompt and its completion may together exceed the model's positions."""
+    def make_player(self, corpus: Corpus, config: Config, decoder: AnswerDecoder) -> Player | None:
+        """Builds what plays objective.environment, if there is one."""
+        o = self.options
+        if not o.plays:
+            return None
+        environment = build_environment(dict(o.environment or {}), config.run.allow_target)
+        limits = Limits(o.max_turns, min(self.positions, o.max_total_tokens or self.positions), o.tool_timeout)
+        return Player(environment, ChatEncoder(corpus.tokenizer, config.data), decoder, limits)
+
+    @property
+    def positions(self) -> int:
+        """The maximum number of tokens of a prompt with its completion."""
         most = getattr(self.model.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
         # Beyond it a rotary embedding changes for all positions, and keys in the sampler's cache don't (rotary.py).
-        most = min(most, self.model.lengths.limit or most)
+        return min(most, self.model.lengths.limit or most)
+
+    def check_room(self, corpus: Corpus) -> None:
+        """Raises UserError if a prompt and its completion may together exceed the model's positions."""
+        most = self.positions
         room = most - self.options.max_new_tokens
         splits: list[Any] = [rows for rows in (corpus.train, corpus.val) if rows is not None]
         longest = max(int(rows.examples.lengths.max()) for rows in splits)
@@ -121,9 +147,12 @@ class GRPO(ReferenceObjective):
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["prompts"] * self.options.group_size
 
+    def report_of(self, groups: Sequence[Group]) -> dict[str, float]:
+        return report_of(groups, self.reward_names, self.options.plays)
+
     def validation_names(self) -> list[str]:
         return ["loss", "reward", *(f"reward/{name}" for name in self.reward_names), "response_length", "cut_off",
-                "reward_failures"]  # fmt: skip
+                "reward_failures", *(PLAYED if self.options.plays else ())]  # fmt: skip
 
     def plan_rows(self) -> list[tuple[str, str]]:
         o, rows = self.options, []
@@ -133,6 +162,8 @@ class GRPO(ReferenceObjective):
         updates = f", {o.updates_per_rollout} updates a rollout" if o.updates_per_rollout > 1 else ""
         rows.append(("rollouts", f"{o.group_size} completions a prompt, up to {o.max_new_tokens:,} tokens, temperature "
                      f"{o.temperature:g}{updates}; by {o.engine}, {o.rollout_batch_size} at once"))  # fmt: skip
+        if self.maker.player is not None:
+            rows.append(("environment", self.maker.player.words()))
         parts = self.maker.scorer.parts
         words = [f"{p.weight:g} x {label(p.reward)}" + f" ({p.name})" * (p.name != SOLE) for p in parts]
         return [*rows, ("reward", " + ".join(words))]
@@ -159,12 +190,12 @@ class GRPO(ReferenceObjective):
         groups = [[found[p.epoch, p.row] for p in prompts_of(batch)] for batch in micro_batches]
         self.rollout = [group for some in groups for group in some]
         for batch, some in zip(micro_batches, groups, strict=True):
-            report = torch.tensor(list(report_of(some, self.reward_names).values()), dtype=torch.float64)
+            report = torch.tensor(list(self.report_of(some).values()), dtype=torch.float64)
             tensors = {**self._tensors(some), "report": report.view(torch.int64)}
             batch.clear()
             batch.update({name: value.to(self.device) for name, value in tensors.items()})
         each = [(c, g) for g in self.rollout for c in g.completions]
-        learned = sum(len(c.ids) for c, _ in each if c.ended or not self.options.mask_cut_off)
+        learned = sum(len(c.log_probs) for c, _ in each if c.ended or not self.options.mask_cut_off)
         seen = sum(len(c.ids) + len(g.prompt.ids) for c, g in each)
         scored = sum(int((~g.rewards.isnan()).sum()) for g in self.rollout)
         signal = sum(g.has_signal for g in self.rollout)
@@ -277,7 +308,7 @@ class GRPO(ReferenceObjective):
         if reference is not None:
             sums["kl"] = loss.kl * real
         report = batch["report"].view(torch.float64)
-        sums |= dict(zip(report_of([], self.reward_names), report, strict=True))
+        sums |= dict(zip(self.report_of([]), report, strict=True))
         return with_routers(LossParts(loss.loss, batch["sampled"], sums), out)
 
     def _with_kl(self, batch: dict[str, Tensor], sampled: Sampled, reference: Tensor) -> Tensor:
@@ -304,7 +335,7 @@ class GRPO(ReferenceObjective):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Samples a greedy completion of each prompt; the loss is minus its reward, so that the lowest loss is best."""
         groups = self._judged(batch)
-        found = report_of(groups, self.reward_names)
+        found = self.report_of(groups)
         keep = [*self.validation_names(), "scored", *(f"scored/{name}" for name in self.reward_names)]
         sums = {name: torch.tensor(value, device=self.device) for name, value in found.items() if name in keep}
         sums = {"loss": -sums["reward"], **sums, "n_tokens": torch.tensor(len(groups), device=self.device)}

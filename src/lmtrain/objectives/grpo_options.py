@@ -1,7 +1,7 @@
 """The options of learning from rewards."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from lmtrain.config.constraints import *  # the vocabulary of declarations
 from lmtrain.config.schema import Config, ObjectiveConfig
@@ -18,6 +18,11 @@ _WITH_KL_IN_LOSS = ReadWhere(
 _WITH_KL = ReadWhere(lambda c: c.objective.kl_coef > 0, "set objective.kl_coef=0.01 too")
 
 
+_WITH_ENVIRONMENT = ReadWhere(
+    lambda c: c.objective.plays, "name an environment too, with objective.environment._target_"
+)
+
+
 @dataclass(kw_only=True)
 class GRPOOptions(ObjectiveConfig):
     rows: ClassVar[str] = PROMPT_ROWS
@@ -30,6 +35,10 @@ class GRPOOptions(ObjectiveConfig):
     temperature: Annotated[float, TRAJECTORY, above_zero]
     top_p: Annotated[float, TRAJECTORY, above_zero, up_to_one]
     stop_tokens: Annotated[list[str], TRAJECTORY]
+    environment: Annotated[dict[str, Any] | None, TRAJECTORY]
+    max_turns: Annotated[int, TRAJECTORY, at_least(1), _WITH_ENVIRONMENT]
+    max_total_tokens: Annotated[int | None, TRAJECTORY, at_least(1), _WITH_ENVIRONMENT]
+    tool_timeout: Annotated[float, SHOWN, above_zero, _WITH_ENVIRONMENT]
     clip_low: Annotated[float | None, TRAJECTORY, not_negative, _CLIPS]
     clip_high: Annotated[float | None, TRAJECTORY, not_negative, _CLIPS]
     kl_coef: Annotated[float, TRAJECTORY, not_negative]
@@ -45,6 +54,16 @@ class GRPOOptions(ObjectiveConfig):
     reward_timeout: Annotated[float, SHOWN, above_zero]
     warn_after_steps: Annotated[int | None, SHOWN, at_least(1)]
     keep_rollouts: Annotated[bool, SHOWN]
+
+    @property
+    def plays(self) -> bool:
+        """Whether an environment answers the completions."""
+        return bool((self.environment or {}).get("_target_"))
+
+    @property
+    def max_sampled(self) -> int:
+        """The maximum number of tokens that the model may sample for a completion."""
+        return self.max_new_tokens * (self.max_turns if self.plays else 1)
 
     def check(self, config: Config) -> None:
         variant = VARIANTS[self.loss]

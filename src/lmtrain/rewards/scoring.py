@@ -10,8 +10,10 @@ from lmtrain.config.targets import build_target, check_names, function_named
 from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
 from lmtrain.errors import RunError, UserError
 from lmtrain.rewards.base import FunctionReward, Reward, label
+from lmtrain.rewards.environment import EnvironmentReward
 
 SOLE = "reward"  # the name of a reward that is the only one
+ENVIRONMENT = "environment"  # the name of what an environment returns beside other rewards
 _NO_OPINION = "no opinion, as where a row has no value in the column that is compared"
 
 
@@ -33,8 +35,10 @@ class ScoredCompletions:
     reasons: Counter[str] = field(default_factory=Counter)  # how often each failure was seen
 
 
-def build_rewards(config: Mapping[str, Any], allow_target: Sequence[str]) -> list[Part]:
+def build_rewards(config: Mapping[str, Any], allow_target: Sequence[str], with_environment: bool = False) -> list[Part]:
     """Builds the rewards that config.reward names: one with its arguments, or {parts: {name: {_target_, weight, ...}}}.
+
+    with_environment: what an environment returns is a reward too, of weight 1.
 
     Raises:
         UserError: there is none, or one is not a Reward.
@@ -45,14 +49,16 @@ def build_rewards(config: Mapping[str, Any], allow_target: Sequence[str]) -> lis
     if SOLE in parts:
         raise UserError(f"reward.parts.{SOLE}: the sum itself is recorded under this name: give the part another one")
     entries = {SOLE: dict(config)} if config.get("_target_") else parts
-    if not entries:
+    if with_environment and SOLE in entries:  # it is one of two
+        entries = {str(config["_target_"]).rpartition(".")[2].lower(): dict(config)}
+    found = [Part(ENVIRONMENT if entries else SOLE, 1.0, EnvironmentReward())] if with_environment else []
+    if not entries and not found:
         raise UserError(
             "objective=grpo learns from rewards, and there is none: choose one with reward=exact_number, regex, "
             "format, length, math_verify, code or model, or a class or function with reward=custom reward._target_="
         )
-    found = []
     for name, entry in entries.items():
-        key = "reward" if name == SOLE else f"reward.parts.{name}"
+        key = f"reward.parts.{name}" if name in parts else "reward"
         if not isinstance(entry, dict):
             raise UserError(f"{key}={entry}: a mapping with _target_ is needed")
         weight = entry.get("weight", 1.0)

@@ -28,12 +28,13 @@ class Sampling(NamedTuple):
 
 
 class SampledText(NamedTuple):
-    """A sampled completion of T tokens, including its ending token."""
+    """A completion of T tokens, including its ending token. The model sampled all of them, or those of its turns."""
 
     ids: list[int]
-    log_probs: list[float]  # of each token at the sampling temperature, before top_p and vocabulary are applied
-    entropy: float  # nats, summed over the distributions of its tokens, before both are applied
+    log_probs: list[float]  # of each sampled token at the sampling temperature, before top_p and vocabulary are applied
+    entropy: float  # nats, summed over the distributions of the sampled tokens, before both are applied
     ended: bool  # whether by an ending token; False: cut off at max_new_tokens
+    sampled: list[bool] | None = None  # [T], False for tokens of an environment; None: all are sampled
 
 
 class Engine(ABC):

@@ -19,6 +19,7 @@ from lmtrain.data.order import mix64
 from lmtrain.losses.policy import Variant, advantages, deviation, overlong_penalty
 from lmtrain.rewards.scoring import Scorer
 from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
+from lmtrain.rollouts.episodes import Episode, Player, answers, columns_of, report_of_episode
 
 _ROLLOUT = 0x726F6C6C  # separates the seeds of completions from all others
 
@@ -36,6 +37,7 @@ class Group:
     advantages: Tensor  # fp64 [G]
     resampled: int = 0  # how often the prompt was replaced by another
     old: list[list[float]] | None = None  # log-probabilities by the trainer's forward, if rollouts serve several steps
+    played: list[dict[str, Any]] | None = None  # with an environment, what `report_of_episode` says of each completion
 
     @property
     def has_signal(self) -> bool:
@@ -53,8 +55,10 @@ class Maker:
     variant: Variant
     group_size: int
     overlong_buffer: int
+    most: int  # maximum number of tokens that the model samples for a completion
     data: DataConfig  # data.columns tells which column is the prompt
     seed: int
+    player: Player | None = None  # set if completions have turns of an environment
 
     def groups(
         self, step: int, prompts: Sequence[PromptRow], attempt: int = 0, slots: Sequence[PromptRow] = ()
@@ -67,28 +71,38 @@ class Maker:
         """
         if not prompts:
             return [], Counter()
-        requests = [
-            Request(p.ids, mix64(_ROLLOUT, self.seed, step, slot.epoch, slot.row, sample, attempt))
-            for p, slot in zip(prompts, slots or prompts, strict=True) for sample in range(self.group_size)
-        ]  # fmt: skip
-        completions = self.engine.generate(requests, self.sampling)
-        texts = [self.decoder.decode(c.ids) for c in completions]
+        keys = [
+            [mix64(_ROLLOUT, self.seed, step, slot.epoch, slot.row, i, attempt) for i in range(self.group_size)]
+            for slot in slots or prompts
+        ]
+        played: list[list[Episode]] = []
+        if self.player is not None:
+            played = self.player.play(self.engine, self.sampling, prompts, slots or prompts, keys, self.seed)
+            prompts = [p._replace(ids=own[0].prompt) for p, own in zip(prompts, played, strict=True)]
+            completions = [episode.completion() for own in played for episode in own]
+            texts = [episode.answer for own in played for episode in own]
+        else:
+            requests = [Request(p.ids, key) for p, own in zip(prompts, keys, strict=True) for key in own]
+            completions = self.engine.generate(requests, self.sampling)
+            texts = [self.decoder.decode(c.ids) for c in completions]
         rows = [p.columns for p in prompts for _ in range(self.group_size)]
         prompt_columns = [column_of(PROMPT, row, self.data) or "" for row in rows]
         names = dict.fromkeys(itertools.chain.from_iterable(rows))
         columns = {name: [row.get(name) for row in rows] for name in names if name not in prompt_columns}
         columns |= {"completion_ids": [c.ids for c in completions], "cut_off": [not c.ended for c in completions]}
+        columns |= columns_of([episode for own in played for episode in own]) if self.player else {}
         said = [row[name] for row, name in zip(rows, prompt_columns, strict=True)]
         scores = self.scorer(said, texts, columns)
-        lengths = torch.tensor([len(c.ids) for c in completions])
-        penalties = overlong_penalty(lengths, self.sampling.max_new_tokens, self.overlong_buffer)
+        lengths = torch.tensor([len(c.log_probs) for c in completions])
+        penalties = overlong_penalty(lengths, self.most, self.overlong_buffer)
         totals = (torch.tensor(scores.total, dtype=torch.float64) + penalties).view(-1, self.group_size)
         compared, found, size = advantages(totals, self.variant), [], self.group_size
         for i, prompt in enumerate(prompts):
             own = slice(i * size, (i + 1) * size)
             parts = {name: values[own] for name, values in scores.parts.items()}
+            reports = [report_of_episode(e) for e in played[i]] if played else None
             found.append(Group(prompt, completions[own], texts[own], parts, totals[i], penalties[own].tolist(),
-                               compared[i], attempt))  # fmt: skip
+                               compared[i], attempt, played=reports))  # fmt: skip
         return found, scores.reasons
 
 
@@ -107,7 +121,9 @@ def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> 
         two tokens is in their place.
     """
     each = _laid(groups)
-    answers = [after_prompt(group.prompt.ids, group.completions[i].ids) for group, i in each]
+    answers = [
+        after_prompt(group.prompt.ids, group.completions[i].ids, group.completions[i].sampled) for group, i in each
+    ]
     answers = answers or [after_prompt([0], [0])]
     batch = lay_answers(answers, [0] * len(answers))
     if padded:
@@ -127,9 +143,10 @@ def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> 
     }
 
 
-def after_prompt(prompt: Sequence[int], completion: Sequence[int]) -> Answer:
-    """Returns the ids of a prompt with its completion, int64 [T], and a mask of those of the completion, bool [T]."""
-    return np.array([*prompt, *completion], dtype=np.int64), np.arange(len(prompt) + len(completion)) >= len(prompt)
+def after_prompt(prompt: Sequence[int], completion: Sequence[int], sampled: Sequence[bool] | None = None) -> Answer:
+    """Returns the ids of a prompt with its completion, int64 [T], and a mask of those that were sampled, bool [T]."""
+    mask = np.array([*[False] * len(prompt), *(sampled or [True] * len(completion))])
+    return np.array([*prompt, *completion], dtype=np.int64), mask
 
 
 def _laid(groups: Sequence[Group]) -> list[tuple[Group, int]]:
@@ -147,7 +164,7 @@ def keep_old(groups: Sequence[Group], log_probs: Tensor) -> None:
         group.old = [[] for _ in group.completions]
     for group, i in _laid(groups):
         assert group.old is not None
-        group.old[i] = list(itertools.islice(values, len(group.completions[i].ids)))
+        group.old[i] = list(itertools.islice(values, len(group.completions[i].log_probs)))
 
 
 def _bits(values: Sequence[float]) -> Tensor:
@@ -158,13 +175,15 @@ def _bits(values: Sequence[float]) -> Tensor:
     return torch.tensor(list(values) or [0.0], dtype=torch.float64).view(torch.int64)
 
 
-def report_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
+def report_of(groups: Sequence[Group], names: Sequence[str], played: bool = False) -> dict[str, float]:
     """Sums what is recorded of a rollout over the completions of some groups.
 
     Args:
         names: of the rewards of a weighted sum.
+        played: whether completions have turns of an environment.
     """
-    sums = dict.fromkeys([*REPORTED, *(f"reward/{n}" for n in names), *(f"scored/{n}" for n in names)], 0.0)
+    reported = [*REPORTED, *(PLAYED if played else ())]
+    sums = dict.fromkeys([*reported, *(f"reward/{n}" for n in names), *(f"scored/{n}" for n in names)], 0.0)
     for group in groups:
         size = len(group.completions)
         known = group.rewards[~group.rewards.isnan()]
@@ -176,8 +195,10 @@ def report_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]
         sums["groups_without_signal"] += size * (not group.has_signal)
         sums["resampled"] += size * group.resampled
         sums["overlong_penalty"] += sum(group.penalties)
-        sums["response_length"] += sum(len(c.ids) for c in group.completions)
+        sums["response_length"] += sum(len(c.log_probs) for c in group.completions)
         sums["cut_off"] += sum(not c.ended for c in group.completions)
+        for name in PLAYED if played else ():
+            sums[name] += sum(answers(e["turns"]) if name == "turns" else e[name] for e in group.played or ())
         for name in names:
             finite = [v for v in group.parts[name] if v == v]
             sums[f"reward/{name}"] += sum(finite)
@@ -187,6 +208,7 @@ def report_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]
 
 REPORTED = ("reward", "scored", "reward_failures", "reward_spread", "advantage_spread", "groups_without_signal",
             "resampled", "overlong_penalty", "response_length", "cut_off")  # fmt: skip
+PLAYED = ("turns", "tool_calls", "failed_tool_calls")
 
 
 _PLAIN = [field.name for field in fields(Group)][2:]  # all but the prompt and its completions

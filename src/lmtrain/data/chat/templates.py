@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.decoding import AnswerDecoder
-from lmtrain.data.chat.jinja_rendering import answers_of, find_template
+from lmtrain.data.chat.jinja_rendering import ANSWER, QUESTION, answers_of, find_template
 from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
 from lmtrain.data.chat.special_text import PlainText, pattern_of, special_tokens
 from lmtrain.data.chat.turns import BadRow, Remark
@@ -97,7 +97,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, cfg: DataConfig) -> None:
         self.tokenizer, self.cfg = tokenizer, cfg
         # Plain texts need no template, so it is not an error here if neither config nor tokenizer names one.
-        self._template = self._chat if cfg.chat_template or tokenizer.chat_template else None
+        self._template = self.chat if cfg.chat_template or tokenizer.chat_template else None
         start = tokenizer("a")["input_ids"][:1]  # of a text: some tokenizers put the same token after it
         self._bos = start if start == [tokenizer.bos_token_id] else []
         self._special = pattern_of(special_tokens(tokenizer))
@@ -157,8 +157,8 @@ class ChatEncoder:
         conversation = self._masked(Conversation([*prompt, *answer], tools, where))
         turns = [turn for turn in answers_of(conversation.messages) if turn >= len(prompt)]
         turns = turns[-1:] if self.cfg.train_on == "last_assistant" else turns
-        check_tools(self._chat, conversation)
-        rendered = self._chat.render_one(conversation, turns)
+        check_tools(self.chat, conversation)
+        rendered = self.chat.render_one(conversation, turns)
         self._note(conversation, [rendered], turns)
         ids, trained, _ = self._encoded(rendered, conversation)
         return ids, trained
@@ -187,7 +187,33 @@ class ChatEncoder:
             return self._with_bos(self._tokens(prompt)[0])
         asked = self._masked(sample)
         messages = asked.messages[: answers_of(asked.messages)[-1]]
-        return self._tokens(self._chat.prompt(messages, asked.tools, asked.where, ask))[0]
+        return self._tokens(self.chat.prompt(messages, asked.tools, asked.where, ask))[0]
+
+    def reply_ids(self, messages: list[dict[str, Any]], tools: Any) -> list[int]:
+        """Returns the ids between the end of an answer and the next: turns that follow it, and what asks for an answer.
+
+        Raises:
+            UserError: the template refuses such turns, or renders what was before them differently because of them.
+        """
+        answer: dict[str, Any] = {"role": "assistant", "content": ANSWER}
+        called = [turn.get("name", "tool") for turn in messages if turn["role"] == "tool"]
+        if called:  # templates may refuse results without calls
+            calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in called]
+            answer["tool_calls"] = calls
+        asked, where = [{"role": "user", "content": QUESTION}, answer], "a turn of the environment"
+        said = messages if self._plain is None else self._plain.mask(messages, where)
+        try:
+            before = self.chat.render_texts([asked], tools, where)[0].removesuffix(self.chat.after_turn)
+            after = self.chat.prompt([*asked, *said], tools, where)
+        except BadRow as bad:
+            raise UserError(f"{bad}: choose another template with data.chat_template, such as chatml") from None
+        if not after.startswith(before):
+            raise UserError(
+                f"the chat template ({self.chat.label}) renders an answer differently once a turn of the environment "
+                f"follows, so the model could not go on from the tokens it wrote: choose another with "
+                f"data.chat_template, such as chatml"
+            )
+        return self._tokens(after[len(before) :])[0]
 
     def as_decoded(self, content: str) -> str:
         """Returns an answer of the data as `AnswerDecoder` would return one that the model wrote."""
@@ -202,18 +228,18 @@ class ChatEncoder:
         return AnswerDecoder(self.tokenizer, self.end_of_turn_ids())
 
     @cached_property
-    def _chat(self) -> ChatTemplate:
+    def chat(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer, *find_template(self.cfg.chat_template, self.tokenizer))
 
     def _conversation(self, sample: Conversation) -> list[Encoding]:
         sample, answers = self._masked(sample), [i for i in answers_of(sample.messages) if i >= sample.given]
         asked = {"assistant": answers, "last_assistant": answers[-1:], "completion": answers[:1], "all": []}
         turns = asked[str(self.cfg.train_on)]
-        check_tools(self._chat, sample)
+        check_tools(self.chat, sample)
         if self.cfg.train_on == "completion":
-            texts = [self._chat.render_one(sample, turns)]
+            texts = [self.chat.render_one(sample, turns)]
         else:
-            texts = self._chat.render(sample, turns)
+            texts = self.chat.render(sample, turns)
         if len(texts) > 1:  # texts without a trained answer are only prefixes of others
             texts = [text for text in texts if self._learned(text, sample)] or texts[-1:]
         self.texts = len(texts)
@@ -246,8 +272,8 @@ class ChatEncoder:
     def _note(self, sample: Conversation, texts: list[Rendered], learned: list[int]) -> None:
         """Adds the notes about a conversation to `remarks`."""
         learned = [turn for turn in learned if sample.messages[turn].get("train", True)]
-        for name in unshown(self._chat, sample, texts, learned):
-            words = f"{name}, which the chat template ({self._chat.label}) never shows the model"
+        for name in unshown(self.chat, sample, texts, learned):
+            words = f"{name}, which the chat template ({self.chat.label}) never shows the model"
             self.remarks.append(Remark(words, lost=name not in LABELS))
         self.remarks += [Remark(words) for text in texts for words in text.remarks]
 

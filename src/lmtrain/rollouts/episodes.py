@@ -1,0 +1,199 @@
+"""Completions of several turns: the model's answers, and between them the turns of an environment.
+
+Each answer is sampled from all tokens before it. The environment's turns are tokenized on their own and appended to the
+tokens that the model wrote, which are never decoded and tokenized again: so the model is trained on exactly the tokens
+that it was given and that it sampled, and only on the latter.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lmtrain.data.chat.conversations import Conversation, column_of
+from lmtrain.data.chat.decoding import AnswerDecoder
+from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
+from lmtrain.data.chat.pairs import opening
+from lmtrain.data.chat.rendering import check_tools
+from lmtrain.data.chat.templates import ChatEncoder
+from lmtrain.data.chat.turns import BadRow, turns_of
+from lmtrain.data.examples.prompt_rows import PROMPT, PromptRow
+from lmtrain.data.order import mix64
+from lmtrain.errors import UserError
+from lmtrain.rewards.environment import Environment, execute, schemas
+from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
+
+_EPISODE = 0x65706973  # separates the seeds of episodes from all others
+
+
+class Limits(NamedTuple):
+    """The limits of an episode."""
+
+    turns: int  # answers of the model
+    tokens: int  # prompt, answers and the environment's turns together
+    seconds: float  # of one call of the environment, or of a tool
+
+
+@dataclass
+class Episode:
+    """A completion while it is played; `turns` are those after the prompt."""
+
+    environment: Environment
+    prompt: list[int]
+    key: int
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)  # whether the model wrote each of `ids`
+    log_probs: list[float] = field(default_factory=list)  # of the sampled ones
+    entropy: float = 0.0
+    ended: bool = False
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    answer: str = ""  # the last one
+    reward: float | str | None = None  # str: why the environment failed
+    tool_calls: int = 0
+    failed_tool_calls: int = 0
+
+    def completion(self) -> SampledText:
+        return SampledText(self.ids, self.log_probs, self.entropy, self.ended, self.sampled)
+
+
+class Player:
+    """Plays episodes of an environment, all completions of a rollout at the same time, turn by turn."""
+
+    def __init__(self, environment: Environment, chat: ChatEncoder, decoder: AnswerDecoder, limits: Limits) -> None:
+        self.environment, self.chat, self.decoder, self.limits = environment, chat, decoder, limits
+        self.tools = schemas(environment)
+
+    def words(self) -> str:
+        """Describes the episodes for the plan."""
+        tools = ", ".join(tool["function"]["name"] for tool in self.tools)
+        most = f"up to {self.limits.turns} answers and {self.limits.tokens:,} tokens"
+        return f"{type(self.environment).__name__}, {most}{', tools ' if tools else ''}{tools}"
+
+    def play(
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        prompts: Sequence[PromptRow],
+        slots: Sequence[PromptRow],
+        keys: Sequence[Sequence[int]],
+        seed: int,
+    ) -> list[list[Episode]]:
+        """Returns an episode for each of the `keys` of each prompt.
+
+        Args:
+            slots: of each prompt, the one whose epoch and row seed the environment.
+        """
+        groups = [
+            self._begun(prompt, mix64(_EPISODE, seed, slot.epoch, slot.row) >> 1, own)
+            for prompt, slot, own in zip(prompts, slots, keys, strict=True)
+        ]
+        active = [episode for group in groups for episode in group]
+        for turn in range(self.limits.turns):
+            requests = [Request([*e.prompt, *e.ids], mix64(e.key, turn)) for e in active]
+            answers = engine.generate(requests, sampling) if active else []
+            last = turn + 1 == self.limits.turns
+            found = zip(active, answers, strict=True)
+            active = [episode for episode, answer in found if self._goes_on(episode, answer, sampling, last)]
+        return groups
+
+    def _begun(self, prompt: PromptRow, seed: int, keys: Sequence[int]) -> list[Episode]:
+        environment, where = copy.deepcopy(self.environment), f"prompt {prompt.row + 1}"
+        try:
+            messages = self._called(lambda: environment.reset(prompt.columns, seed), "reset")
+        except _Failed as error:  # without a prompt there is nothing to sample from
+            raise UserError(f"{where}: {error}") from None
+        try:
+            if messages is None:
+                given = prompt.columns[column_of(PROMPT, prompt.columns, self.chat.cfg) or ""]
+                messages = opening(given, self.chat.cfg, where)[0]
+            asked = Conversation([*turns_of(messages, where), _ANSWER], self.tools or None, where)
+            check_tools(self.chat.chat, asked)
+            ids = self.chat.prompt_ids(asked)
+        except BadRow as error:
+            raise UserError(f"objective.environment: {error}") from None
+        return [Episode(copy.deepcopy(environment), ids, key) for key in keys]
+
+    def _goes_on(self, episode: Episode, answer: SampledText, sampling: Sampling, last: bool) -> bool:
+        """Appends an answer and what the environment says to it; returns whether another answer is sampled."""
+        episode.ids += answer.ids
+        episode.sampled += [True] * len(answer.ids)
+        episode.log_probs += answer.log_probs
+        episode.entropy += answer.entropy
+        episode.answer = self.decoder.decode(answer.ids)
+        episode.turns.append({"role": "assistant", "content": episode.answer})
+        said = self._step(episode, answer.ended)
+        if said is None or not answer.ended:
+            episode.ended = answer.ended
+            return False
+        episode.turns += said
+        ids = self.chat.reply_ids(said, self.tools or None)
+        if last or len(episode.prompt) + len(episode.ids) + len(ids) + sampling.max_new_tokens > self.limits.tokens:
+            return False
+        episode.ids += ids
+        episode.sampled += [False] * len(ids)
+        return True
+
+    def _step(self, episode: Episode, ended: bool) -> list[dict[str, Any]] | None:
+        """Executes the tool calls of the last answer and returns the environment's turns after it; None: the end.
+
+        ended: False if the answer was cut off: its reward counts, but its tool calls are not executed.
+        """
+        environment = episode.environment
+        calls = execute(episode.answer, environment.tools if ended else (), self.limits.seconds)
+        episode.tool_calls += len(calls)
+        episode.failed_tool_calls += sum(call.failed for call in calls)
+        try:
+            said = self._called(lambda: environment.step(episode.answer, calls), "step")
+        except _Failed as error:
+            episode.reward = str(error)
+            return None
+        try:
+            messages, reward = said
+            if reward is not None:
+                episode.reward = float(episode.reward or 0.0) + float(reward)
+            return None if messages is None else turns_of(messages, "its messages")
+        except (TypeError, ValueError, BadRow) as error:
+            raise UserError(
+                f"objective.environment: {type(environment).__name__}.step returned {said!r:.120}: a pair is needed, "
+                f"of messages ({{role, content}}) or None, and a number or None ({error})"
+            ) from None
+
+    def _called(self, call: Callable[[], Any], name: str) -> Any:
+        who = f"{type(self.environment).__name__}.{name}"
+        try:
+            with time_limit(self.limits.seconds):
+                return call()
+        except UserError:
+            raise
+        except TookTooLong:
+            raise _Failed(f"{who} took longer than objective.tool_timeout={self.limits.seconds:g} s") from None
+        except Exception as error:  # user code may raise anything
+            raise _Failed(f"{who} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+
+
+class _Failed(Exception):
+    """Raised with the reason why a call of the environment failed."""
+
+
+_ANSWER = {"role": "assistant", "content": "..."}
+
+
+def answers(turns: Sequence[dict[str, Any]]) -> int:
+    """Returns how many of the turns are the model's."""
+    return sum(turn["role"] == "assistant" for turn in turns)
+
+
+def columns_of(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
+    """Returns the columns that rewards get of the episodes besides those of their rows."""
+    return {"turns": [e.turns for e in episodes], "environment_reward": [e.reward for e in episodes]}
+
+
+def report_of_episode(episode: Episode) -> dict[str, Any]:
+    """Returns what is recorded of an episode, in plain containers, which a checkpoint may hold."""
+    names = ("turns", "tool_calls", "failed_tool_calls")
+    return {name: getattr(episode, name) for name in names}
+
+
+def written(turns: Sequence[dict[str, Any]]) -> str:
+    """Returns the turns of an episode as text for people: the model's answers as they are, others with their role."""
+    return "\n".join(t["content"] if t["role"] == "assistant" else f"[{t['role']}] {t['content']}" for t in turns)

@@ -1,0 +1,110 @@
+"""Environments for tests: well-behaved ones, and ones that fail."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lmtrain.rewards.environment import Call, Environment, results
+
+KILL_AT = "LMTRAIN_TEST_KILL_AT"  # "PATH N": ends the process at the N-th call of `Echo.step`, counted in the file
+
+
+class Echo(Environment):
+    """Repeats the beginning of each answer twice, then ends; rewards depend on the answers' lengths and on the seed."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        self.seed, self.told = seed, 0
+        return [{"role": "user", "content": f"{row['prompt']} with {seed % 10}"}]
+
+    def step(self, answer: str, calls: Sequence[Call]) -> Any:
+        self._count()
+        self.told += 1
+        reward = (len(answer) + self.seed) % 5 / 4
+        if self.told > 2:
+            return None, reward
+        return [{"role": "user", "content": f"{self.told}: {answer[:3]}"}], reward
+
+    def _count(self) -> None:
+        path, _, most = os.environ.get(KILL_AT, "").partition(" ")
+        if path:
+            count = int(Path(path).read_text() or 0) + 1 if Path(path).exists() else 1
+            Path(path).write_text(str(count))
+            if count == int(most):
+                os._exit(137)
+
+
+class Raises(Echo):
+    def step(self, answer: str, calls: Sequence[Call]) -> Any:
+        raise ZeroDivisionError("oh dear")
+
+
+class NeverStarts(Echo):
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        raise ZeroDivisionError("oh dear")
+
+
+class Sleeps(Echo):
+    def step(self, answer: str, calls: Sequence[Call]) -> Any:
+        time.sleep(600)
+
+
+class NoPair(Echo):
+    def step(self, answer: str, calls: Sequence[Call]) -> Any:
+        return "well done"
+
+
+class NeverEnds(Echo):
+    def step(self, answer: str, calls: Sequence[Call]) -> Any:
+        return [{"role": "user", "content": "go on"}], 0.0
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first number.
+        b: the second number.
+    """
+    return a + b
+
+
+def hang() -> None:
+    """Never returns."""
+    time.sleep(600)
+
+
+def fail() -> None:
+    """Always fails."""
+    raise ZeroDivisionError("oh dear")
+
+
+def much() -> str:
+    """Returns megabytes."""
+    return "x" * 5_000_000
+
+
+def binary() -> bytes:
+    """Returns bytes that are no UTF-8."""
+    return b"\xff\xfe\x00ok"
+
+
+def undescribed(a, b):  # type: ignore[no-untyped-def]
+    return a + b
+
+
+class Adds(Environment):
+    """Tools only: an answer without calls ends the episode."""
+
+    tools = (add, hang, fail, much, binary)
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        return None
+
+    def step(self, answer: str, calls: Sequence[Call]) -> Any:
+        return results(calls) or None, 1.0
+
+
+class Undescribed(Environment):
+    tools = (undescribed,)
