@@ -104,6 +104,7 @@ EXPECTED = {  # <E> is the beginning and end of text; [ ] encloses learned text
     "### Response:\n[No<E>]",
     "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     "[Yes<|im_end|>]\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n[No<|im_end|>]\n",
+    "compact": "<|system|> Be brief.<|user|> Hi<|assistant|>[ Yes<E>]<|user|> Bye<|assistant|>[ No<E>]",
     "gemma": "<E><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n[Yes<end_of_turn>]\n"
     "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n[No<end_of_turn>]\n",
     "llama3": "<E><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"

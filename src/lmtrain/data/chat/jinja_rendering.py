@@ -233,6 +233,8 @@ _FOLDER = Path(__file__).parent / "jinja"
 NAMED: dict[str, tuple[str, ...]] = {
     "alpaca": (),  # Stanford Alpaca; an end of text after each answer
     "chatml": ("<|im_start|>", "<|im_end|>"),  # OpenAI's ChatML; tool calls as Hermes writes them
+    # Few tokens, and a space before each turn, so that the words of a tokenizer trained on text remain the same ones.
+    "compact": ("<|user|>", "<|assistant|>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),  # Gemma 1 to 3; the system turn goes into the first user turn
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),  # Llama 3, without its tool calls
     "mistral": (),  # Mistral 7B Instruct v0.1 to v0.3; the system turn goes into the first user turn
