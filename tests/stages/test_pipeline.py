@@ -260,12 +260,30 @@ def test_only_answers_to_the_same_prompts_stand_side_by_side(tree: Tree) -> None
         file = one.file.with_name(f"{one.file.stem}.rows.jsonl")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"prompt": f"asked in {one.evaluation.name}", "answer": f"of {one.name}."}) + "\n")
-    shown = "".join(report._answers(made)).split("<h3>")[1:]
+    shown = "".join(report._side_by_side(report._written(made))).split("<h3>")[1:]
     for part, name, stages_ in zip(shown, ("answers", "more"), (("pretrain", "sft"), ("sft", "dpo")), strict=True):
         assert part.startswith(f"asked in {name}")
         assert [f"of {name}-{stage}." in part for stage in ("pretrain", "sft", "dpo")] == [
             stage in stages_ for stage in ("pretrain", "sft", "dpo")
         ]
+
+
+def test_answers_that_equal_their_reference_are_marked_and_counted_by_question(tree: Tree) -> None:
+    made = planned(tree)
+    for one in made.evaluations:
+        asked = [("Mia has a hat.\nWho has it?", "Mia."), ("Tom ran.\nWho ran?", "Tom."), ("Where is Mia?", "Here.")]
+        said = ["Mia.", "Tom." if one.of == "sft" else "Mia.", "Who knows?"]
+        rows = [{"prompt": p, "reference": r, "answer": a} for (p, r), a in zip(asked, said, strict=True)]
+        file = one.file.with_name(f"{one.file.stem}.rows.jsonl")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = report._page(made, state.State(made.folder), [["dpo", "", "", "", "", ""]], [])
+    assert [page.count(f'<div class="{kind}">') for kind in ("right", "wrong")] == [3, 3]
+    assert "<b>66.7%</b><span>of 3 answers right after sft</span>" in page
+    # The standard error of a share p of n rows is sqrt(p (1 - p) / n): of 1 in 2, 0.354.
+    table = page[page.index("exact, by the question") :]
+    for cell in ("Who ...?", "50.0% ± 35.4%", "100.0% ± 0.0%", "Where ...?", "0.0% ± 0.0%"):
+        assert f"<td>{cell}</td>" in table
 
 
 def test_a_stage_that_fails_ends_the_pipeline(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,9 +59,9 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
         data.source, data.path, data.val_path = "files", files, files  # whatever data is trained on by default
         return named, f"all of {files if isinstance(files, str) else ', '.join(files)}"
     if data.source == "python_stdlib":
-        return named, f"held-out {data.rows if data.rows != 'text' else 'modules'} of the standard library"
+        return named, "held-out modules of the standard library"
     if data.source != "hub":  # data.val_split is the split of a dataset of the hub
-        return named, f"{data.path if data.source == 'bins' else data.source}, validation part"
+        return named, f"{data.path if data.source == 'bins' else data.source.rpartition('.')[2]}, validation part"
     if not _has_own_split(data):
         return named, f"{data.name}, held out of split {data.train_split}"
     return named, f"{data.name}, split {data.val_split}"

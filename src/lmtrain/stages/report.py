@@ -11,6 +11,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 from rich.text import Text
+from safetensors import safe_open
 
 from lmtrain import terminal
 from lmtrain.errors import UserError
@@ -25,8 +26,9 @@ from lmtrain.stages.state import State
 
 Row = list[str]
 Score = tuple[float, float | None]  # a value and its standard error
+Answers = dict[str, dict[str, list[dict[str, Any]]]]  # rows by evaluation, whose prompts its stages share, and stage
 _STAGES = ["stage", "status", "steps", "tokens", "val/loss", "time"]
-_ANSWERS = 6  # prompts whose answers are shown side by side
+_ANSWERS = 6  # prompts whose answers are shown side by side; one where a single stage answers
 _NORMAL = 1.96  # standard errors from a mean to the end of its 95 % interval
 
 
@@ -55,7 +57,7 @@ def _what(one: PlannedStage, status: str) -> Row:
         if c.model.init == "pretrained" and begins
         else str(getattr(c.model, "name_or_path", None) or c.model.name)
     )
-    data = Path(str(c.data.path)).name if c.data.path else str(c.data.name or c.data.source)
+    data = Path(str(c.data.path)).name if c.data.path else str(c.data.name or c.data.source.rpartition(".")[2])
     what = f"{c.objective.name}, {c.peft.method}" if c.peft.method != "none" else c.objective.name
     return [one.name, status, what, *map(shown, (model, data))]
 
@@ -152,18 +154,16 @@ def _with_error(score: Score | None) -> str:
 
 def _page(plan: PipelinePlan, state: State, stages: list[Row], scores: list[Row]) -> str:
     title, names = f"pipeline {plan.pipeline.name}", [one.name for one in plan.stages]
-    charts = _curves(plan)
-    tokens = sum(int(row[3].replace(",", "")) for row in stages if row[3])
-    facts = [(time_in_words(_seconds(state)), "total time"), (f"{tokens:,}", "tokens trained in all stages"),
-             (stages[-1][4] or stages[-1][1], f"val/loss of {names[-1]}" if stages[-1][4] else names[-1])]  # fmt: skip
+    charts, answers = _curves(plan), _written(plan)
     links = [
         f'<li><a href="{escape(name)}/report.html">{escape(name)}</a>: curves, samples, settings</li>' for name in names
     ]
     body = [
         f"<h1>{report_page.broken(title)}</h1>",
         f'<p class="soft">{report_page.broken(", then ".join(names))}</p>',
-        report_page.numbers(facts),
-        *_answers(plan),
+        report_page.numbers(_facts(plan, state, stages, answers)),
+        *_side_by_side(answers),
+        *_by_first_word(answers, names),
         "<h2>Scores of what each stage exported</h2>",
         '<p class="soft">± is a standard error, from the bootstrap over rows; scores without one are of all rows '
         "at once, or of one row.</p>",
@@ -177,6 +177,23 @@ def _page(plan: PipelinePlan, state: State, stages: list[Row], scores: list[Row]
     return report_page.document(title, report_page.asset("report.css"), body)
 
 
+def _facts(plan: PipelinePlan, state: State, stages: list[Row], answers: Answers) -> list[tuple[str, str]]:
+    """Returns the numbers at the top: right answers or the loss of the last stage, time, parameters."""
+    last = plan.stages[-1]
+    facts = [(stages[-1][4] or stages[-1][1], f"val/loss of {last.name}" if stages[-1][4] else last.name)]
+    for name, of in answers.items():
+        stage, rows = list(of.items())[-1]
+        if any(map(_right, rows)):
+            facts = [(f"{sum(map(_right, rows)) / len(rows):.1%}", f"of {len(rows)} {name} right after {stage}")]
+    facts += [(time_in_words(_seconds(state)), "total time")]
+    weights = last.export / "model.safetensors"
+    if weights.is_file():
+        with safe_open(str(weights), "np") as file:
+            count = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        facts += [(f"{count:,}", "parameters")]
+    return facts
+
+
 def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
     """Returns the loss curves of each stage and, if it logged them, DPO's reward accuracies."""
     found = {}
@@ -188,23 +205,68 @@ def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _answers(plan: PipelinePlan) -> list[str]:
-    """Builds the HTML that compares the stages' answers to the same prompts, from evaluations that write answers."""
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {}  # by evaluation, whose prompts its stages share, and stage
+def _written(plan: PipelinePlan) -> Answers:
+    """Returns the rows of evaluations that write answers."""
+    found: Answers = {}
     for one in plan.evaluations:
         file = one.file.with_name(f"{one.file.stem}.rows.jsonl")
         written = [row for row in read_jsonl(file) if isinstance(row.get("answer"), str)]
         if written:
-            found.setdefault(one.evaluation.name, {})[one.of] = written[:_ANSWERS]
-    if not found:
-        return []
-    parts = ["<h2>The same prompts, answered by each stage</h2>"]
-    for names, asked in ((rows, asked) for rows in found.values() for asked in zip(*rows.values(), strict=False)):
-        texts = [(name, row["answer"]) for name, row in zip(names, asked, strict=True)]
-        texts += [("reference", str(asked[0].get("reference")))] if asked[0].get("reference") else []
-        beside = "".join(f"<div><h4>{report_page.broken(name)}</h4>{_answer(text)}</div>" for name, text in texts)
-        parts.append(f'<h3>{report_page.as_text(str(asked[0].get("prompt")))}</h3><div class="beside">{beside}</div>')
+            found.setdefault(one.evaluation.name, {})[one.of] = written
+    return found
+
+
+def _right(row: dict[str, Any]) -> bool:
+    return bool(row["answer"].strip() == str(row.get("reference")).strip())
+
+
+def _side_by_side(answers: Answers) -> list[str]:
+    """Builds the HTML that compares the stages' answers to the same prompts; exact answers decide what is right."""
+    parts = ["<h2>The same prompts, answered by each stage</h2>"] if answers else []
+    for of in answers.values():
+        exact = any(_right(row) for rows in of.values() for row in rows)
+        for asked in list(zip(*of.values(), strict=False))[: _ANSWERS if len(of) > 1 else 1]:
+            shown = [
+                _beside(name, row["answer"], ("wrong", "right")[_right(row)] if exact else "")
+                for name, row in zip(of, asked, strict=True)
+            ]
+            shown += [_beside("reference", str(asked[0]["reference"]))] if asked[0].get("reference") else []
+            prompt = report_page.as_text(str(asked[0].get("prompt")))
+            parts.append(f'<h3>{prompt}</h3><div class="beside">{"".join(shown)}</div>')
     return parts
+
+
+def _by_first_word(answers: Answers, names: list[str]) -> list[str]:
+    """Builds a table of the share of exact answers for each kind of question: where, who, how many, and so on."""
+    parts = []
+    for name, of in answers.items():
+        kinds: dict[str, dict[str, list[bool]]] = {}
+        for stage, rows in of.items():
+            for row in rows:
+                words = str(row.get("prompt")).strip().rpartition("\n")[2].split()
+                if words and words[-1].endswith("?"):
+                    kinds.setdefault(words[0], {}).setdefault(stage, []).append(_right(row))
+        if len(kinds) > 1 and any(any(right) for of_stage in kinds.values() for right in of_stage.values()):
+            table = [
+                [f"{kind} ...?", str(max(map(len, of.values()))), *(_share(of.get(stage)) for stage in names)]
+                for kind, of in sorted(kinds.items())
+            ]
+            parts += [f"<h2>{report_page.broken(name)}: exact, by the question's first word</h2>"]
+            parts += [report_page.table(["question", "rows", *names], table)]
+    return parts
+
+
+def _share(right: list[bool] | None) -> str:
+    """Formats the share of right answers with its standard error, that of a binomial distribution."""
+    if not right:
+        return ""
+    share = sum(right) / len(right)
+    return f"{share:.1%} ± {math.sqrt(share * (1 - share) / len(right)):.1%}"
+
+
+def _beside(name: str, text: str, kind: str = "") -> str:
+    title = report_page.broken(f"{name}, {kind}" if kind else name)
+    return f'<div class="{kind}"><h4>{title}</h4>{_answer(text)}</div>'
 
 
 def _answer(text: str) -> str:
