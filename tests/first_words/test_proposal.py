@@ -44,6 +44,29 @@ def test_labelled_conversations_are_not_learned_as_good_ones(tmp_path: Path) -> 
     assert typed_keys(propose([str(file)], []).overrides)["data"] == "chat_jsonl"
 
 
+@pytest.mark.parametrize(("row", "recipe", "objective"), [
+    ({"prompt": "a", "response": "b"}, "sft_small", "sft"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "dpo_small", "dpo"),
+])  # fmt: skip
+def test_a_small_model_of_ones_own_gets_the_recipe_of_small_models(
+    row: dict[str, str], recipe: str, objective: str, tmp_path: Path
+) -> None:
+    file, weights = tmp_path / "rows.jsonl", tmp_path / "mine" / "export" / "model.safetensors"
+    file.write_text(json.dumps(row) + "\n")
+    weights.parent.mkdir(parents=True)
+    for size, typed, small in ((79, [], True), (79, ["optimizer=adamw"], False), (81, [], False)):
+        with weights.open("wb") as there:
+            there.truncate(size * 1_000_000)  # 20 M parameters in fp32 are 80 MB
+        for folder in (tmp_path / "mine", weights.parent):
+            keys = typed_keys(propose([str(file)], [f"model={folder}", *typed]).overrides)
+            assert keys.get("experiment") == (recipe if small else None)
+            assert keys.get("objective") == (None if small else objective)
+    words = [f"experiment={recipe}", "data.chat_template=alpaca", f"model.name_or_path={weights.parent}"]
+    config = check(compose([*words, f"data.path={file}"]))
+    assert (config.objective.name, config.optimizer.name) == (objective, "muon")
+    assert config.budget.minutes
+
+
 @pytest.mark.parametrize(("objective", "columns", "said"), [
     ("sft", {"label": False, "score": 0.5}, ["label is not read; data=unpaired_jsonl reads", "score is not read"]),
     ("sft", {"label": "fine", "rejected": "c"}, ["label is not read", "rejected is not read"]),

@@ -20,6 +20,7 @@ from lmtrain.errors import UserError
 from lmtrain.first_words.words import Proposal
 
 ROWS = 20  # first rows that are examined
+_SMALL = 20_000_000 * 4  # bytes of weights: models below learn from larger rates and smaller steps
 _BINS = ("train.bin", "meta.json")
 _RECIPE = {"experiment", "model", "optimizer", "schedule", "tokenizer", "objective", "peft"}  # set by experiment=dial
 _FORMATS = {"pairs": PAIR_FORMATS, "conversations": FORMATS}
@@ -85,15 +86,22 @@ def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], keys: dict[
     if {"objective", "experiment"} & keys.keys():
         return Proposal(own, f"{shown}, read as the objective wants")
     if "model" in keys or "model.name_or_path" in keys:
-        scratch = _from_scratch(keys.get("model", ""))
-        extra = [o for o in scratch if o.partition("=")[0] not in keys]
-        overrides = [*recipe["with_model"], f"data={kind}", *extra, *own]
+        model = keys.get("model", "")
+        extra = [o for o in _from_scratch(model) if o.partition("=")[0] not in keys]
+        small = "small" in recipe and is_small(model) and not (_RECIPE - {"model"}) & keys.keys()
+        overrides = [*recipe["small" if small else "with_model"], f"data={kind}", *extra, *own]
         return Proposal(overrides, f"{shown}: {' '.join(overrides[:-1])}")
     choices = [o for o in recipe["alone"] if o.partition("=")[0] not in keys]
     return Proposal(
         [*choices, f"data={kind}", *own],
         f"{shown}: {' '.join(choices)} (SmolLM2-135M-Instruct with LoRA); model=... names another model",
     )
+
+
+def is_small(model: str) -> bool:
+    """Returns whether a run or an exported folder has less than 20 M parameters, by the size of its weights in fp32."""
+    files = (Path(model).expanduser() / name for name in ("export/model.safetensors", "model.safetensors"))
+    return any(file.is_file() and file.stat().st_size < _SMALL for file in files)
 
 
 def _from_scratch(model: str) -> list[str]:
