@@ -24,9 +24,10 @@ RUNS = {
     "second": ["lmtrain.train", "run.name=second", "optimizer.lr=3e-4", *SHORT],
     "memory": ["lmtrain.train", "run.name=memory", "memory=bank", *SHORT],
     "laptop": ["lmtrain.pipeline", "pipeline=laptop", "pretrain.trainer.max_steps=150", "sft.trainer.max_steps=80",
-               "dpo.trainer.max_steps=30", "pretrain.trainer.val_check_interval=50",
+               "dpo.trainer.max_steps=30", "grpo.trainer.max_steps=20", "pretrain.trainer.val_check_interval=50",
                "sft.trainer.val_check_interval=20", "dpo.trainer.val_check_interval=10"],
 }  # fmt: skip
+STORY = "Mia was in the park. Mia had a red ball. Meanwhile, Tom was at the market. Who has the red ball?"
 # What looks wrong on a page: its lines of code that are cut, and what is wider than the window.
 CUT = """return [...document.querySelectorAll('pre, pre > code')].filter(e => e.scrollWidth > e.clientWidth + 1
   && getComputedStyle(e).display != 'inline').map(e => e.textContent.slice(0, 60))"""
@@ -67,7 +68,7 @@ def look_at_reports(browser: Browser, runs: Path, shots: Path) -> list[str]:
 
 def look_at_chat(browser: Browser, runs: Path, shots: Path) -> list[str]:
     """The chat page with two models and two questions."""
-    words = ["lmtrain.chat", str(runs / "laptop/sft"), str(runs / "laptop/dpo"), "--web", "generate.max_new_tokens=80"]
+    words = ["lmtrain.chat", str(runs / "laptop/sft"), str(runs / "laptop/grpo"), "--web", "generate.max_new_tokens=80"]
     server = subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -76,7 +77,7 @@ def look_at_chat(browser: Browser, runs: Path, shots: Path) -> list[str]:
             browser.resize(width, 700)
             browser.go(address)
             browser.wait("return document.querySelectorAll('section').length == 2")
-            for question in ("What is the module `json` for?", "Which module has `loads`?"):
+            for question in (STORY, "Where is Tom?"):
                 browser.run("question.value = arguments[0]; document.forms[0].requestSubmit()", question)
                 browser.wait(SENT, 120)
             browser.screenshot(shots / f"chat_{width}.png", whole=False)

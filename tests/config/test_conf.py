@@ -22,7 +22,7 @@ from hydra.utils import get_class
 from transformers import AutoModelForSequenceClassification
 
 from chats import ROWS, write_rows
-from inprocess import TWO_STEPS, Ended, few_modules, run, train_tiny
+from inprocess import TWO_STEPS, Ended, run, train_tiny
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config import compose as config
 from lmtrain.config.keys import keys_of as keys_of_class
@@ -207,9 +207,9 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
         data = {"sft": "chat_jsonl", "kto": "unpaired_jsonl"}.get(option, "preference_jsonl")
         return [*tiny, *CHAT[1:], f"data={data}", f"data.path={material[data]}"]
     if group == "data":
-        if option in ("stdlib_questions", "stdlib_pairs", "stories_questions", "stories_pairs"):
+        if option in ("stories_questions", "stories_pairs"):
             objective = "dpo" if option.endswith("pairs") else "sft"
-            longer = ["data.seq_len=2048", "model.max_position_embeddings=2048"] if "stories" in option else []
+            longer = ["data.seq_len=2048", "model.max_position_embeddings=2048"]
             return [*tiny, *CHAT[1:], f"objective={objective}", "data.num_samples=40", *longer]
         if option in ("python_stdlib", "stories"):
             return [*tiny, "data.num_samples=30"]
@@ -271,7 +271,6 @@ def test_every_option_runs(
     name: str, material: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    few_modules(monkeypatch)
     group, option = name.removesuffix(".yaml").split("/")
     overrides = overrides_of(name, material)
     choice = f"{group}={option}"

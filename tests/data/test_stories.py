@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lmtrain.data.sources.choose import open_source, pieces
-from lmtrain.data.sources.stories import ROWS, Stories, held_out, questions, story
+from lmtrain.data.sources.stories import ROWS, Stories, answerable, held_out, questions, story
 from lmtrain.data.sources.story_world import NAMES, PLACES, SHAPES, UNSEEN, consistent_share, read
 from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.rewards.stories import Consistent
@@ -19,7 +19,7 @@ def test_the_same_arguments_give_the_same_rows() -> None:
     one = [piece.text for piece in Stories(number=50).pieces("train")]
     assert one == [piece.text for piece in Stories(number=50).pieces("train")]
     assert len(set(one)) == 50
-    assert one[17] == story(0, "train", 17).text  # a pure function of the index
+    assert one[17].startswith(story(0, "train", 17).text)  # a pure function of the index
 
 
 def test_held_out_are_shapes_and_combinations_of_names_and_things() -> None:
@@ -105,17 +105,17 @@ class Simulated:
 
     def answer(self, asked: str) -> str:
         """Answers a question from what was followed; every answer is a whole sentence."""
-        who, thing = re.search(r"\b[A-Z]\w+(?<!Who)(?<!Why)(?<!How)(?<!Where)(?<!Which)(?<!What)\b", asked), None
+        who, thing = re.search(r"\b[A-Z]\w+(?<!Who)(?<!Why)(?<!How)(?<!Where)(?<!What)\b", asked), None
         name = who[0] if who else ""
         if named := re.search(THING, asked):
             thing = named[1]
         if asked.startswith("How many"):
             count = list(self.has.values()).count(name)
-            return f"{name} had {['no', 'one', 'two', 'three', 'four'][count]} thing{'s' * (count != 1)}."
-        if asked.startswith("Where was"):
-            return f"{name} was {self.at[name]}."
-        if asked.startswith("Who had"):
-            return f"{self.has[str(thing)]} had the {thing}."
+            return f"{name} has {['no', 'one', 'two', 'three', 'four'][count]} thing{'s' * (count != 1)}."
+        if asked.startswith("Where is"):
+            return f"{name} is {self.at[name]}."
+        if asked.startswith("Who has"):
+            return f"{self.has[str(thing)]} has the {thing}."
         if asked.startswith("Who gave"):
             return next(
                 f"{e[1]} gave {name} the {thing}." for e in self.events if e[0] == "gave" and e[2:] == (name, thing)
@@ -125,25 +125,24 @@ class Simulated:
         if event := re.match(r"Where did \w+ (find|lose|forget) the", asked):
             verb = {"find": "found", "lose": "lost", "forget": "forgot"}[event[1]]
             return next(f"{e[1]} {verb} the {thing} {e[3]}." for e in self.events if e[0] == verb and e[2] == thing)
-        if asked.startswith("What did"):
-            found = next(e[2] for e in self.events if e[:2] == ("wish", name))
-            return f"{name} wished for a{'n' * (found[0] in 'aeiou')} {found}."
-        if " go first" in asked:
-            first = next(e[2] for e in self.events if e[:2] == ("went", name) and f" {PLACES[e[2]]}" in asked)
+        if asked.endswith("go first?"):
+            first = next(e[2] for e in self.events if e[:2] == ("went", name))
             return f"{name} went {PLACES[first]} first."
-        first = next(e[2] for e in self.events if e[:2] == ("found", name) and e[2] in asked)
-        return f"{name} found the {first} first."
+        if asked.endswith("find first?"):
+            return next(f"{name} found the {e[2]} first." for e in self.events if e[:2] == ("found", name))
+        found = next(e[2] for e in self.events if e[:2] == ("wish", name))
+        return f"{name} wished for a{'n' * (found[0] in 'aeiou')} {found}."
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_answers_are_those_of_an_independent_simulation(split: str) -> None:
     kinds: dict[str, int] = {}
-    for index in range(200):
+    for index in range(400):
         s = story(0, split, index)
         followed = Simulated(s.text)
         assert followed.has == s.world.where, s.text
         assert followed.at == {a: p for a, p in s.world.at.items() if a in NAMES}, s.text
-        for question in questions(s, 20):
+        for question in answerable(s):
             kinds[question.kind] = kinds.get(question.kind, 0) + 1
             assert question.answer not in question.wrong
             if question.kind == "why":  # the reason is in the story's own words
@@ -169,11 +168,11 @@ PLANTED = {
     "Zoe found a blue key in the park.": "at Zoe",  # nobody knows that she is there
     "She found a blue key at the beach.": "at Mia",
     "He ran to the river.": "gender Mia, he",
-    "Mia was sitting at school.": "unmet Mia",
+    "Mia was sitting at the market.": "unmet Mia",
     "She found a red ball in the park.": "new red ball",
     "Tom gave Mia the ball.": "has Tom",
     "Mia gave Tom the key.": "unclear the key",
-    "Tom was at school. Mia gave Tom the ball.": "near Mia, Tom",
+    "Tom was at the market. Mia gave Tom the ball.": "near Mia, Tom",
     "She was sad because she had lost the ball.": "lost Mia",
     "She lost the ball in the barn.": "at Mia, in the barn",
     "She walked to the park.": "away Mia",
@@ -182,8 +181,8 @@ PLANTED = {
     "Now Mia had the ball that she had wished for.": "wished Mia",
     "Tom was on the hill. Mia and Tom laughed and played all day.": "near Mia, Tom",
     "She fell asleep at once.": "resting Mia",
-    "Suddenly the fox took the ball, ran to the pond and left it there.": "beside fox",
-    '"I saw the ball by the pond," said Mia.': "at red ball",
+    "Suddenly the fox took the ball, ran to the river and left it there.": "beside fox",
+    '"I saw the ball by the river," said Mia.': "at red ball",
     "Mia was happy because Tom had given her the ball.": "gave Tom",
     "Mia was happy to have it back.": "lost Mia",
 }
@@ -233,5 +232,10 @@ def test_pairs_reject_wrong_short_and_long_answers() -> None:
 def test_stories_are_validated_on_their_own_split(data_config) -> None:
     cfg = data_config("stories", source_options={"number": 30, "held_out": 10})
     source = open_source(cfg)
-    assert [len(list(pieces(source, cfg, name) or ())) for name in ("train", "val")] == [30, 10]
+    texts = [[piece.text for piece in pieces(source, cfg, name) or ()] for name in ("train", "val")]
+    assert [len(some) for some in texts] == [30, 10]
+    lines = [text.split("\n") for text in texts[0]]
+    assert [line[1:] for line in lines] == [
+        [f"{q.asked} {q.answer}" for q in questions(story(0, "train", i), 4)] for i in range(30)
+    ]
     assert source.settings["options"] == {"number": 30, "held_out": 10}

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
-import pytest
 
 from lmtrain.callbacks.stopping import Preemption
-from lmtrain.data.sources import stdlib
 from support import TINY
 
 TWO_STEPS = ["trainer.max_steps=2", "trainer.val_check_interval=1", "trainer.limit_val_batches=1"]
@@ -58,14 +56,6 @@ class StopsAt(pl.Callback):
 def stops_at(step: int) -> list[str]:
     """Returns settings with which a run is asked to stop after a step."""
     return [f"callbacks.extra=[{{_target_: {__name__}.StopsAt, step: {step}}}]", f"run.allow_target=[{__name__}]"]
-
-
-def few_modules(patch: pytest.MonkeyPatch) -> list[Path]:
-    """Restricts data=stdlib_questions and stdlib_pairs to a few modules, for speed; returns the modules' files."""
-    wanted = ("collections/__init__.py", "json/decoder.py", "shutil.py", "string.py", "textwrap.py", "threading.py")
-    files = [file for file in stdlib.stdlib_files() if file.as_posix().endswith(wanted)]
-    patch.setattr(stdlib, "question_files", lambda: files)
-    return files
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:

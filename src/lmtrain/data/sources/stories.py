@@ -19,7 +19,7 @@ from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.sources.story_world import Slots, World
 from lmtrain.errors import UserError
 
-VERSION = 1  # to be raised when the same arguments give other rows than before
+VERSION = 4  # to be raised when the same arguments give other rows than before
 
 HELD_OUT = 10  # one combination of a name and a thing in this many is held out
 _THINGS = [f"{adjective} {noun}" for adjective in facts.WORDS["adjectives"] for noun in facts.WORDS["nouns"]]
@@ -112,7 +112,7 @@ class Story:
             words |= facts.gendered(a)
             words["c"] = a
             clear = before.get("a") == a and not (other and facts.NAMES[other] == facts.NAMES[a])
-            words["a"] = words["s"] if clear and self.draw.random() < 0.7 else a
+            words["a"] = words["s"] if clear and self.draw.random() < 0.4 else a
         if "t" in slots:
             words |= self._words_for(kind, slots["t"], before)
         if "q" in slots:
@@ -138,20 +138,20 @@ def story(seed: int, split: str, index: int) -> Story:
 
 
 def _asked_of_state(s: Story) -> Iterator[Question]:
-    """Yields questions about the end of the story."""
+    """Yields questions about what is true at the end of the story."""
     at, where = s.world.at, s.world.where
     people = [a for a in at if a in facts.NAMES]
     for a in people:
-        others = [f"{a} was {p}." for p in _places(s) if p != at[a]]
-        yield Question("where", f"Where was {a} at the end?", f"{a} was {at[a]}.", others)
+        others = [f"{a} is {p}." for p in _places(s) if p != at[a]]
+        yield Question("where", f"Where is {a}?", f"{a} is {at[a]}.", others)
         count, most = s.world.held(a), len(where)
-        answers = [f"{a} had {'no' if n == 0 else facts.NUMBERS[n]} thing{'s' * (n != 1)}." for n in range(most + 2)]
+        answers = [f"{a} has {'no' if n == 0 else facts.NUMBERS[n]} thing{'s' * (n != 1)}." for n in range(most + 2)]
         wrong = answers[:count] + answers[count + 1 :]
-        yield Question("how many", f"How many things did {a} have at the end?", answers[count], wrong)
+        yield Question("how many", f"How many things does {a} have?", answers[count], wrong)
     for t, holder in where.items():
         if holder in facts.NAMES:
-            others = [f"{a} had the {t}." for a in people if a != holder]
-            yield Question("who", f"Who had the {t} at the end?", f"{holder} had the {t}.", others)
+            others = [f"{a} has the {t}." for a in people if a != holder]
+            yield Question("who", f"Who has the {t}?", f"{holder} has the {t}.", others)
 
 
 def _asked_of_events(s: Story) -> Iterator[Question]:
@@ -191,12 +191,10 @@ def _asked_of_reasons(s: Story) -> Iterator[Question]:
     for a in (a for a in s.world.at if a in facts.NAMES):
         goals = [facts.PLACES[slots["q"]] for kind, slots in s.told if kind in ("walk", "follow") and slots["a"] == a]
         found = [f"the {slots['t']}" for kind, slots in s.told if kind == "find" and slots["a"] == a]
-        for verb, past, word, order in (("go", "went", "Where", goals), ("find", "found", "Which", found)):
+        for asked, past, order in ((f"Where did {a} go", "went", goals), (f"What did {a} find", "found", found)):
             if len(set(order)) > 1:
-                one, other = order[0], next(o for o in order if o != order[0])
-                first, second = (one, other) if s.draw.random() < 0.5 else (other, one)
-                asked = f"{word} did {a} {verb} first, {first} or {second}?"
-                yield Question("first", asked, f"{a} {past} {one} first.", [f"{a} {past} {other} first."])
+                one, *others = (f"{a} {past} {what} first." for what in dict.fromkeys(order))
+                yield Question("first", f"{asked} first?", one, others)
 
 
 def _places(s: Story) -> list[str]:
@@ -204,12 +202,16 @@ def _places(s: Story) -> list[str]:
     return list(dict.fromkeys(slots[slot] for _, slots in s.told for slot in ("p", "q") if slot in slots))
 
 
+def answerable(s: Story) -> list[Question]:
+    """Returns all questions about a story that have a right answer and a wrong one."""
+    return [q for q in (*_asked_of_state(s), *_asked_of_events(s), *_asked_of_reasons(s)) if q.wrong]
+
+
 def questions(s: Story, count: int) -> list[Question]:
     """Returns `count` different questions about a story, or fewer; each kind is as likely as any other."""
     kinds: dict[str, list[Question]] = {}
-    for question in (*_asked_of_state(s), *_asked_of_events(s), *_asked_of_reasons(s)):
-        if question.wrong:
-            kinds.setdefault(question.kind, []).append(question)
+    for question in answerable(s):
+        kinds.setdefault(question.kind, []).append(question)
     chosen: list[Question] = []
     while kinds and len(chosen) < count:
         kind = s.draw.choice(sorted(kinds))
@@ -218,16 +220,16 @@ def questions(s: Story, count: int) -> list[Question]:
     return chosen
 
 
-def _conversation(s: Story, split: str) -> dict[str, Any]:
-    """Returns a row with `messages`: a story and up to four questions about it, one in validation."""
+def _conversation(s: Story, split: str, asked: int) -> dict[str, Any]:
+    """Returns a row with `messages`: a story and up to `asked` questions about it, one in validation."""
     messages: list[dict[str, str]] = []
-    for question in questions(s, 1 if split == "val" else 4):
-        asked = question.asked if messages else f"{s.text}\n\n{question.asked}"
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": question.answer}]
+    for question in questions(s, 1 if split == "val" else asked):
+        said = question.asked if messages else f"{s.text}\n{question.asked}"
+        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": question.answer}]
     return {"messages": messages}
 
 
-def _pair(s: Story, split: str) -> dict[str, Any]:
+def _pair(s: Story, split: str, asked: int) -> dict[str, Any]:
     """Returns a row whose rejected answer is wrong, is no whole sentence, or goes on with sentences of the story."""
     question, how = questions(s, 1)[0], s.draw.randrange(4)
     rejected = s.draw.choice(question.wrong)
@@ -235,16 +237,16 @@ def _pair(s: Story, split: str) -> dict[str, Any]:
         rejected = " ".join(question.answer[:-1].split(" ")[-2:])
     elif how == 1:
         rejected = f"{question.answer} {' '.join(s.draw.sample(s.lines, 2))}"
-    return {"prompt": f"{s.text}\n\n{question.asked}", "chosen": question.answer, "rejected": rejected}
+    return {"prompt": f"{s.text}\n{question.asked}", "chosen": question.answer, "rejected": rejected}
 
 
-def _prompt(s: Story, split: str) -> dict[str, Any]:
+def _prompt(s: Story, split: str, asked: int) -> dict[str, Any]:
     question = questions(s, 1)[0]
-    return {"prompt": f"{s.text}\n\n{question.asked}", "answer": question.answer, "kind": question.kind,
+    return {"prompt": f"{s.text}\n{question.asked}", "answer": question.answer, "kind": question.kind,
             "shape": s.shape}  # fmt: skip
 
 
-def _opening(s: Story, split: str) -> dict[str, Any]:
+def _opening(s: Story, split: str, asked: int) -> dict[str, Any]:
     """Returns a row with a story's first two sentences, and with the others as what follows them."""
     return {"prompt": " ".join(s.lines[:2]), "completion": f" {' '.join(s.lines[2:])}"}
 
@@ -259,7 +261,9 @@ class Stories:
     settings: dict[str, Any]
     notes: list[str] = []  # noqa: RUF012
 
-    def __init__(self, rows: str = "questions", number: int = 20_000, held_out: int = 400, seed: int = 0) -> None:
+    def __init__(
+        self, rows: str = "questions", number: int = 20_000, held_out: int = 400, seed: int = 0, asked: int = 4
+    ) -> None:
         """
         Args:
             rows: what `records` yields: questions, conversations about a story; pairs; prompts, with the right answer;
@@ -267,20 +271,34 @@ class Stories:
             number: number of stories to train on.
             held_out: number of stories to validate on.
             seed: other seeds give other stories; what is held out does not depend on it.
+            asked: number of questions in a training conversation, or fewer where a story has no more.
 
         Raises:
             UserError: there are no such rows.
         """
         if rows not in ROWS:
             raise UserError(f"data.source_options.rows={rows}: one of {', '.join(ROWS)}")
-        self.row, self.numbers, self.seed = ROWS[rows], {"train": number, "val": held_out}, seed
-        self.settings = {"kind": "stories", "rows": rows, "number": number, "held_out": held_out, "seed": seed}
+        self.row, self.numbers, self.seed = (
+            functools.partial(ROWS[rows], asked=asked),
+            {"train": number, "val": held_out},
+            seed,
+        )
+        self.settings = {
+            "kind": "stories",
+            "rows": rows,
+            "number": number,
+            "held_out": held_out,
+            "seed": seed,
+            "asked": asked,
+        }
 
     def _told(self, split: str) -> Iterator[Story]:
         return (story(self.seed, split, index) for index in range(self.numbers[split]))
 
     def pieces(self, name: str) -> Iterator[Piece]:
-        return (Piece(s.text, ends=True) for s in self._told(name))
+        for s in self._told(name):
+            asked = [f"\n{question.asked} {question.answer}" for question in questions(s, self.settings["asked"])]
+            yield Piece(s.text + "".join(asked), ends=True)
 
     def text_bytes(self, name: str) -> int:
         return 480 * self.numbers[name]

@@ -259,5 +259,6 @@ def consistent_share(text: str, given: str = "") -> float:
     Args:
         given: the beginning of the story, which `text` continues; its own sentences don't count.
     """
-    readings = read(f"{given} {text}")[len(sentences(given)) :]
+    told = text.partition("\n")[0]  # questions about the story follow it in lines of their own
+    readings = read(f"{given} {told}")[len(sentences(given)) :]
     return sum(r.kind is not None and not r.wrong for r in readings) / max(1, len(readings))
