@@ -4,7 +4,9 @@ import configparser
 import difflib
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
+from lmtrain.config.override_text import bare_or_quoted, written
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 
@@ -14,13 +16,13 @@ _TABLES.read_string(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8
 NEIGHBOURS, _SWITCHES, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING, VERBS = (
     dict(_TABLES[name]) for name in ("keys", "switches", "options", "without", "hydra_flags", "lightning", "verbs")
 )
-_SECTIONS, _AMBIGUOUS, _ALIKE = (tuple(_TABLES[name]) for name in ("sections", "ambiguous", "alike"))
+SECTIONS, _AMBIGUOUS, _ALIKE = (tuple(_TABLES[name]) for name in ("sections", "ambiguous", "alike"))
 
 
 def _last_part(key: str) -> str:
-    """Returns a key's last part, in lower case and without dashes; '' if its sections are not among _SECTIONS."""
+    """Returns a key's last part, in lower case and without dashes; '' if its sections are not among SECTIONS."""
     *sections, last = key.lower().replace("-", "_").split(".")
-    return last if all(part in _SECTIONS for part in sections) else ""
+    return last if all(part in SECTIONS for part in sections) else ""
 
 
 def used_here(key: str, valid: Collection[str]) -> str | None:
@@ -58,34 +60,48 @@ def absent(key: str) -> str | None:
 
 
 def with_value(name: str, here: str, value: object) -> str:
-    """Translates another project's `name: value`: key=value if the value means the same and fits, else the key alone.
+    """Translates another project's `name: value`: overrides if the value means the same and fits, else the key alone.
 
     Args:
         here: lmtrain's key, as returned by `used_here`.
+    """
+    overrides, rest = translated(name, here, value)
+    key = here.partition(" ")[0]
+    if not overrides and str(value).lower() == "false" and (_last_part(name) in _SWITCHES or "=" in key):
+        return f"{key.partition('=')[0]}, to be left as it is"
+    return f"{' '.join(overrides)} {rest}".strip() if overrides else here
+
+
+def translated(name: str, here: str, value: object) -> tuple[list[str], str]:
+    """Returns the overrides that say what another project's `name: value` says, if any, and what else `here` says.
+
+    Args:
+        here: lmtrain's key, as returned by `used_here`, which may be followed by the group it needs: (with peft=lora).
     """
     key, _, rest = here.partition(" ")
     name = name.rpartition(".")[2].lower().replace("-", "_")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if key == "model.name_or_path" and isinstance(value, str) and value:
-        return f"model={value}"
-    if str(value).lower() == "false" and (name in _SWITCHES or "=" in key):
-        return f"{key.partition('=')[0]}, to be left as it is"
-    if name in _SWITCHES and value in (True, None, "true", "True"):
-        return _SWITCHES[name]
-    if f"{name}={value}".lower() in _SWITCHES:
-        return _SWITCHES[f"{name}={value}".lower()]
-    fits = [k for k in (key, *rest.split(" ")[1:2]) if k in _ALIKE and _takes(k, value)]
-    if not fits:
-        return here
-    return f"{fits[0]}={value}" if rest.startswith("or ") else f"{fits[0]}={value} {rest}".strip()
+        return [f"model={value}"], ""
+    is_on = value in (True, None, "true", "True")
+    said = _SWITCHES.get(f"{name}={value}".lower()) or (_SWITCHES.get(name) if is_on else None)
+    if said is not None:
+        return said.split(), rest
+    alike = [f"{k}=*" for k in (key, *rest.split(" ")[1:2]) if k in _ALIKE]
+    known = [entry for entry in (*alike, _SWITCHES.get(f"{name}=*")) if entry is not None]
+    fits = next((entry for entry in known if _takes(entry.split()[-1].partition("=")[0], value)), "")
+    text = written(value, bare_or_quoted) if isinstance(value, list) else bare_or_quoted(str(value))
+    return [word.replace("*", text) for word in fits.split()], "" if rest.startswith("or ") else rest
 
 
 def _takes(key: str, value: object) -> bool:
     """Returns whether a value, a number or the text of one, fits the type and constraints of a key."""
+    found = next(k for k in all_keys() if k.name == key)
+    if isinstance(value, list) or "list" in str(found.type):
+        return (found.type is Any or "list[str]" in str(found.type)) and isinstance(value, list)
     if isinstance(value, bool) or not isinstance(value, int | float | str) or value == "":
         return False
-    found = next(k for k in all_keys() if k.name == key)
     try:
         given: object = str(value) if found.is_text else float(value)
         for check in found.constraints:

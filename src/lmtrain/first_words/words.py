@@ -5,6 +5,7 @@ other word raises a UserError with the command that was probably meant. Imports 
 """
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from lmtrain.config.explain import unreadable
 from lmtrain.config.override_text import as_typed, shell_word, typed_keys
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
+from lmtrain.first_words import config_file
 
 OF_MODELS = ("chat", "evaluate", "generate", "export")  # their first word is a run, a folder or a hub name
 _SECOND = {"generate": "generate.prompt", "chat": "chat.against"}  # the key that their second word sets
@@ -76,7 +78,7 @@ def read(
     bare, typed = [w for w in words if is_bare(w)], [w for w in words if not is_bare(w)]
     if bare and verb in OF_MODELS:
         return Read(overrides := [*typed, *_of_model(verb, bare, typed)], overrides)
-    configs = [Path(w).expanduser() for w in bare if w.endswith(CONFIGS) and Path(w).expanduser().is_file()]
+    configs = [path for path in (Path(w).expanduser() for w in bare) if path.is_file() and _is_config(path)]
     data = [w for w in bare if Path(w).expanduser() not in configs[:1]]
     for word in data:
         if not _is_data(word):
@@ -88,6 +90,16 @@ def read(
     found = propose(data, [*of_file, *typed]) if data else Proposal([], "")
     typed = [*found.overrides, *typed]
     return Read([*of_file, *typed], typed, of_file, found.says, next(iter(configs), None))
+
+
+def _is_config(path: Path) -> bool:
+    """Returns whether a file has keys of a config: a yaml, or a small JSON file with keys of another program."""
+    if path.suffix in CONFIGS or path.suffix != ".json" or path.stat().st_size > 1 << 20:
+        return path.suffix in CONFIGS
+    try:
+        return config_file.program_of(json.loads(path.read_bytes())) is not None
+    except ValueError:
+        return False
 
 
 def _is_data(word: str) -> bool:
