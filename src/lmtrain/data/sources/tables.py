@@ -41,7 +41,7 @@ def read_table(path: File, format: str, columns: list[str] | None = None) -> Ite
 def _json_lines(path: File, columns: list[str] | None) -> Iterator[Record]:
     decoder = _Decoder(checked=columns is None)
     for number, line in enumerate(data_lines(path), start=1):
-        if not line.isspace():
+        if line and not line.isspace():
             yield f"{path}, line {number}", _row_of(line, decoder)
 
 
@@ -52,7 +52,7 @@ def json_lines_from(path: File, start: int) -> Iterator[tuple[int, dict[str, Any
         UserError: the file can't be read.
     """
     decoder = _Decoder(checked=False)
-    return ((at, _row_of(line, decoder)) for at, line in located_data_lines(path, start) if not line.isspace())
+    return ((at, _row_of(line, decoder)) for at, line in located_data_lines(path, start) if line and not line.isspace())
 
 
 def _row_of(line: str, decoder: "_Decoder") -> dict[str, Any] | str:
