@@ -212,7 +212,7 @@ def test_a_torch_that_can_not_shard_bytes_is_named(monkeypatch: pytest.MonkeyPat
 
 def test_early_stopping_without_validation(corpus: Path, here: Path) -> None:
     argv = ["callbacks.early_stopping.enabled=true", "data.val_fraction=0"]
-    refuse(corpus, here, argv, "no validation split", "data.val_fraction=0.01")
+    refuse(corpus, here, argv, "needs a validation split", "data.val_fraction=0.01")
     argv = ["callbacks.early_stopping.enabled=true", "callbacks.early_stopping.monitor=train/loss"]
     refuse(corpus, here, argv, "callbacks.early_stopping.monitor=train/loss", "val/loss")
 

@@ -89,7 +89,7 @@ def test_an_error_of_one_rank_is_raised_on_all(broken: int, monkeypatch: pytest.
 
 def test_fewer_documents_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "size", lambda: 3)
-    with pytest.raises(UserError, match=r"set trainer\.devices to at most 2"):
+    with pytest.raises(UserError, match=r"for 3 devices: set trainer\.devices=2"):
         harness.check_limit(2)
     harness.check_limit(3)
     harness.check_limit(None)

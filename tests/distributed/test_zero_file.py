@@ -32,7 +32,7 @@ ZERO2 = {"zero_optimization": {"stage": 2}}
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs trainer.deepspeed.stage=3"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/no/such/disk"}}},
-            "nvme_path=/no/such/disk is not a folder",
+            "nvme_path=/no/such/disk is not writable: name a folder",
         ),
         ({"zero_optimization": {"stage": 2, "reduce_bucket": 1}}, "reduce_bucket: Extra inputs are not permitted"),
     ],

@@ -19,6 +19,7 @@ from typing import Any
 
 import browser
 import pytest
+import torch
 import uvicorn
 
 from inprocess import message, run
@@ -38,6 +39,15 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 LEARNED = "<b id=owned>hi</b>"
+
+
+@pytest.fixture(autouse=True)
+def stance() -> Iterator[None]:
+    """Restores torch.compile's stance: two models that take turns leave theirs in another order than they set it."""
+    with torch.compiler.set_stance("default"):
+        yield
+
+
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 

@@ -1,29 +1,20 @@
-"""The table of models (benchmarks/model_table.py): twelve of them go through the columns that take no second run."""
+"""The table of models (benchmarks/model_table.py): ten of them go through the columns that take no second run."""
 
 from pathlib import Path
 
 import pytest
-from model_table import COLUMNS, GOOD, Trial, page, tried, verdict
+from model_table import COLUMNS, GOOD, Trial, page
 
-# One for each way in which families differ, and three multimodal wrappers.
-TWELVE = ("gpt2", "qwen3", "gpt_oss", "bloom", "mamba", "lfm2", "nemotron_h", "falcon_h1", "granitemoehybrid", "gemma3",
-          "qwen3_5", "mistral3")  # fmt: skip
+# Ways in which families differ, and two multimodal wrappers.
+TEN = ("gpt2", "qwen3", "gpt_oss", "bloom", "mamba", "lfm2", "nemotron_h", "falcon_h1", "gemma3", "mistral3")
 QUICK = ("trains", "packs", "exports", "reloads")
 
 
-@pytest.mark.parametrize("name", TWELVE)
+@pytest.mark.parametrize("name", TEN)
 def test_a_family_trains_and_comes_back(name: str, tmp_path: Path) -> None:
     trial = Trial(name, tmp_path)
     found = {column: getattr(trial, column)() for column in QUICK}
     assert set(found.values()) <= set(GOOD), found
-    assert (found["packs"] == "as rows") == (name in ("bloom", "mamba"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TWELVE)
-def test_a_family_passes_every_column(name: str, tmp_path: Path) -> None:
-    found = tried(name, tmp_path)
-    assert verdict(found) == "passes", found
 
 
 def test_the_page_names_every_model_once_with_its_reason() -> None:

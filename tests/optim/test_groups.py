@@ -182,7 +182,7 @@ def test_patterns_split_by_algorithm_under_muon() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([{"pattern": "lora_"}], r"'lora_' matches no trainable parameter.*model\.embed_tokens\.weight"),
+        ([{"pattern": "lora_"}], r"'lora_' matches no trained parameter.*model\.embed_tokens\.weight"),
         ([{"pattern": "mlp"}, {"pattern": "up_proj"}], "taken by an earlier group"),
         ([{"pattern": "("}], r"groups\[0\]\.pattern.*not a regular expression"),
         ([{"lr": 1e-3}], r"groups\[0\] has no pattern"),

@@ -65,8 +65,8 @@ class GRPO(ReferenceObjective):
     Options = GRPOOptions
     reported = (
         "loss", "reward", "reward/<name>", "reward_failures", "reward_spread", "advantage_spread",
-        "groups_without_signal", "resampled", "overlong_penalty", "response_length", "cut_off", "entropy",
-        "clip_fraction", "kl", "logps/sampler", "logps/trainer", "sampler_difference", *PLAYED,
+        "groups_without_signal", "resampled", "overlong_penalty", "response_length", "cut_off", *PLAYED, "entropy",
+        "clip_fraction", "kl", "logps/sampler", "logps/trainer", "sampler_difference",
     )  # fmt: skip
     answers = 1
 

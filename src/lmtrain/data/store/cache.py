@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -25,9 +24,9 @@ PART = 128  # rows whose numbers are saved in one file
 
 
 def build_once(
-    target: Path, is_complete: Callable[[Path], bool], build: Callable[[Path], Any], say: Callable[[str], None]
-) -> Any:
-    """Creates the folder `target` by build(temporary folder), unless it is complete already; returns what `build` does.
+    target: Path, is_complete: Callable[[Path], bool], build: Callable[[Path], object], say: Callable[[str], None]
+) -> None:
+    """Creates the folder `target` by build(temporary folder), unless it is already complete.
 
     The temporary folder lies beside the target and is renamed once everything in it is on disk, so a writer killed at
     any moment leaves nothing that looks complete. Writers exclude one another by a lock that is released when its
@@ -48,16 +47,15 @@ def build_once(
         raise UserError(f"data.cache_dir={target.parent} can't be written: {error.strerror}; set another") from None
     try:
         if is_complete(target):
-            return None
+            return
         temporary = temporary_beside(target)
         remove_leftovers(target.parent)
         shutil.rmtree(target, ignore_errors=True)
         with _ends_after_sigterm():
             try:
                 temporary.mkdir()
-                made = build(temporary)
+                build(temporary)
                 _publish_unless_complete(temporary, target, is_complete)
-                return made
             except BaseException:  # Ctrl-C too
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise

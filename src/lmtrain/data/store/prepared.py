@@ -70,11 +70,9 @@ def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
 
 
 def prepare_folder(
-    target: Path, fill: Callable[[Path], Any], notes: list[str], cfg: DataConfig, show: PrepareProgress
+    target: Path, fill: Callable[[Path], object], notes: list[str], cfg: DataConfig, show: PrepareProgress
 ) -> PreparedData:
     """Opens the folder `target`, first filling it by fill(empty folder), which writes meta.json last, if incomplete.
-
-    `fill` may return the tokenizer that it has loaded from the folder, so that it is not loaded once more.
 
     It is safe to call from several processes at once (one fills, the others wait) and to kill at any moment (nothing
     that looks complete is left, and the next call starts over).
@@ -84,21 +82,19 @@ def prepare_folder(
         RunError: the disk is full.
     """
 
-    def fill_or_explain(folder: Path) -> Any:
+    def fill_or_explain(folder: Path) -> None:
         try:
-            return fill(folder)
+            fill(folder)
         except Exception as error:
             if disk_full(error):
                 raise RunError(_explain_full(folder, show)) from None
             raise
 
-    tokenizer = None
     if not bins.is_complete(target):
-        tokenizer = build_once(target, bins.is_complete, fill_or_explain, show.say)
+        build_once(target, bins.is_complete, fill_or_explain, show.say)
         written = bins.recorded_hashes(bins.load_meta(target))
         contents.remember(target, {name: digest for name, digest in written.items() if digest}, cfg.cache_dir)
-    if tokenizer is None:
-        tokenizer = tokenizers.load_folder(target / "tokenizer")
+    tokenizer = tokenizers.load_folder(target / "tokenizer")  # also if it was just saved there: it knows its files
     return open_folder(target, bins.load_meta(target), tokenizer, notes, cfg, show)
 
 

@@ -95,7 +95,7 @@ class _Filling:
     named: Identity
     show: PrepareProgress
 
-    def fill(self, folder: Path, key: dict[str, Any]) -> PreTrainedTokenizerFast:
+    def fill(self, folder: Path, key: dict[str, Any]) -> None:
         tokenizer = self.tokenizer(folder)
         encoder, meta = make_encoder(tokenizer, self.cfg), new_meta(tokenizer, key)
         repeats = RepeatCounter()
@@ -117,7 +117,6 @@ class _Filling:
             shards = bins.open_shards(folder, meta["dtype"], train)
             meta["notes"] = [*meta["notes"], *repeats.notes(shards, length)]
         bins.save_meta(meta, folder)
-        return tokenizer
 
     def tokenizer(self, folder: Path) -> PreTrainedTokenizerFast:
         if self.cfg.num_proc:
