@@ -142,14 +142,14 @@ def fill_in(parameter: Tensor, place: int, dtype: torch.dtype) -> None:
     updates add up to half of the distance to the next number; see `first_rest`. Zeros stay zeros.
     """
     near = held(parameter)
-    if lies_on(near, dtype):
-        rest = held(like(first_rest(parameter, place, dtype), parameter)).int() * (near != 0)
-        near.copy_(join(near.flatten().clone(), rest.flatten()).view(near.shape))
+    filled = lies_on(near, dtype) & (near != 0)  # nothing is read back from the device
+    rest = held(like(first_rest(parameter, place, dtype), parameter)).int() * filled
+    near.copy_(join(near.flatten().clone(), rest.flatten()).view(near.shape))
 
 
-def lies_on(weights: Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether all weights, of any float dtype, are numbers of `dtype`."""
-    return torch.equal(weights.to(dtype).to(weights.dtype), weights)
+def lies_on(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns whether all weights, of any float dtype, are numbers of `dtype`, bool 0-dim."""
+    return (weights.to(dtype).to(weights.dtype) == weights).all()
 
 
 def first_rest(parameter: Tensor, place: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -69,7 +69,7 @@ class Rounding(Feature):
         mixed = _MIXED.get(outside_fp8(config.trainer.precision))
         if mixed is not None:
             some = [p[:8] for p in _multiplied(model) if config.trainer.strategy != "deepspeed" and not p.is_meta]
-            found = any(bool(rows.any()) and half.lies_on(rows, mixed) for rows in some)
+            found = any(bool(rows.any() & half.lies_on(rows, mixed)) for rows in some)
             text = (
                 f"the weights begin as numbers of {str(mixed).removeprefix('torch.')}: before the first update random "
                 "bits below its precision are added, so that small updates are not rounded away in products"
