@@ -170,8 +170,9 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
         if group == "reward" and option == "none":
             return [*tiny_run(), *text]
         if group == "experiment":
-            return [*ROWS_A_STEP, *quick, *own[2:], f"model.name_or_path={material['pretrained']}", "logger=none",
-                    "data.val_fraction=0.1", "schedule.warmup_steps=1"]  # fmt: skip
+            asked = ["reward=exact_number"] if option == "grpo_small" else []  # it is made for rewards of one's own
+            return [*ROWS_A_STEP, *quick, *own[2:], *asked, f"model.name_or_path={material['pretrained']}",
+                    "logger=none", "data.val_fraction=0.1", "schedule.warmup_steps=1"]  # fmt: skip
         judge = {"model": [f"reward.name_or_path={material['judge']}"]}
         chosen = {**REWARDS, **judge}.get(option, []) if group == "reward" else ["reward=exact_number"]
         return [*tiny_run(), *own, *chosen]
