@@ -25,6 +25,7 @@ NEEDS_A_GPU = {"verify", "qlora_8b", "sft_fp8", "loss_nanogpt"}  # or nanoGPT
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "benchmarks" / "gpu_queue.py"), "--toy", f"--out={tmp_path}", "--minutes=30"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
