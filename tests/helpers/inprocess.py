@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
+import pytest
 
+from lmtrain.callbacks.metrics import without_times
 from lmtrain.callbacks.stopping import Preemption
-from support import TINY
+from support import TINY, rows
 
 TWO_STEPS = ["trainer.max_steps=2", "trainer.val_check_interval=1", "trainer.limit_val_batches=1"]
 
@@ -37,6 +39,17 @@ def run(verb: str, *argv: str) -> Ended:
 def train_tiny(corpus: Path, *argv: str) -> Ended:
     """Trains a tiny model for two steps on the corpus, with the settings `argv` on top."""
     return run("train", *TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", *argv)
+
+
+def compare_runs(one: Path, other: Path) -> None:
+    """Asserts that two runs had the same samples and rewards, and all other numbers up to rounding."""
+    pairs = zip(
+        *([without_times(row) for row in rows(folder / "metrics.jsonl")] for folder in (one, other)), strict=True
+    )
+    for ours, theirs in pairs:
+        assert ours.keys() == theirs.keys()
+        for key in (k for k in ours if k.startswith(("train/", "val/", "grad"))):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=2e-6), (ours["step"], key)
 
 
 class StopsAt(pl.Callback):

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import odd_rewards
-from inprocess import Ended, run
-from lmtrain.callbacks.metrics import without_times
+from inprocess import Ended, compare_runs, run
 from lmtrain.callbacks.rollouts import shown_prompt
 from lmtrain.data.examples.prompt_rows import PromptRow
 from lmtrain.data.order import step_rows
@@ -152,17 +151,6 @@ def test_two_ranks_sample_what_one_does(prompts: Path, llama: Path, tmp_path: Pa
         assert done.returncode == 0, done.stderr
     compare_runs(tmp_path / "one", tmp_path / "ddp")
     compare_runs(tmp_path / "one", tmp_path / "fsdp")
-
-
-def compare_runs(one: Path, other: Path) -> None:
-    """Asserts that two runs had the same samples and rewards, and all other numbers up to rounding."""
-    pairs = zip(
-        *([without_times(row) for row in rows(folder / "metrics.jsonl")] for folder in (one, other)), strict=True
-    )
-    for ours, theirs in pairs:
-        assert ours.keys() == theirs.keys()
-        for key in (k for k in ours if k.startswith(("train/", "val/", "grad"))):
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=2e-6), (ours["step"], key)
 
 
 @pytest.mark.parametrize(

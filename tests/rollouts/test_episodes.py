@@ -10,7 +10,7 @@ from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import odd_environments
-from inprocess import Ended, run
+from inprocess import Ended, compare_runs, run
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.rewards.environment import LONGEST, execute, requested
 from support import REPO, Run, rows
@@ -103,19 +103,9 @@ def test_any_split_is_one_run(prompts: Path, llama: Path, tmp_path: Path) -> Non
                        "c": ["data.packing=off"]}.items():  # fmt: skip
         ended = play(prompts, llama, tmp_path / name, ECHO, *argv)
         assert ended.code == 0, ended.err
-    same(tmp_path / "a", tmp_path / "c")
+    compare_runs(tmp_path / "a", tmp_path / "c")
     first = [next(row for row in rows(tmp_path / n / "metrics.jsonl") if "train/loss" in row) for n in "ab"]
     assert first[0]["train/reward"] == pytest.approx(first[1]["train/reward"])
-
-
-def same(one: Path, other: Path) -> None:
-    pairs = zip(
-        *([without_times(row) for row in rows(folder / "metrics.jsonl")] for folder in (one, other)), strict=True
-    )
-    for ours, theirs in pairs:
-        assert ours.keys() == theirs.keys()
-        for key in (k for k in ours if k.startswith(("train/", "val/", "grad"))):
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=2e-6), (ours["step"], key)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +164,7 @@ def test_two_ranks_play_what_one_does(prompts: Path, llama: Path, tmp_path: Path
         done = lmtrain("train", *PLAYS, ECHO, f"data.path={prompts}", f"model.name_or_path={llama}",
                        f"run.dir={tmp_path / name}", "trainer.accelerator=cpu", *argv, env=env)  # fmt: skip
         assert done.returncode == 0, done.stderr
-    same(tmp_path / "one", tmp_path / "ddp")
+    compare_runs(tmp_path / "one", tmp_path / "ddp")
 
 
 @pytest.mark.parametrize(

@@ -41,18 +41,9 @@ from lmtrain.rewards.base import label
 from lmtrain.rewards.environment import build_environment
 from lmtrain.rewards.scoring import SOLE, Scorer, build_rewards
 from lmtrain.rollouts.engine import Engine, Sampling
-from lmtrain.rollouts.episodes import Limits, Player
+from lmtrain.rollouts.episodes import PLAYED, Limits, Player
 from lmtrain.rollouts.in_process import InProcess
-from lmtrain.rollouts.rollout import (
-    PLAYED,
-    Group,
-    Maker,
-    keep_old,
-    pack_groups,
-    report_of,
-    tensors_of,
-    unpack_groups,
-)
+from lmtrain.rollouts.rollout import Group, Maker, keep_old, pack_groups, report_of, tensors_of, unpack_groups
 from lmtrain.rollouts.vllm_engine import VLLM
 from lmtrain.strategies import sharding
 

@@ -23,6 +23,7 @@ from lmtrain.errors import UserError
 from lmtrain.rewards.environment import Environment, execute, schemas
 from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
 
+PLAYED = ("turns", "tool_calls", "failed_tool_calls")  # what is recorded of an episode
 _EPISODE = 0x65706973  # separates the seeds of episodes from all others
 
 
@@ -190,8 +191,7 @@ def columns_of(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
 
 def report_of_episode(episode: Episode) -> dict[str, Any]:
     """Returns what is recorded of an episode, in plain containers, which a checkpoint may hold."""
-    names = ("turns", "tool_calls", "failed_tool_calls")
-    return {name: getattr(episode, name) for name in names}
+    return {name: getattr(episode, name) for name in PLAYED}
 
 
 def written(turns: Sequence[dict[str, Any]]) -> str:

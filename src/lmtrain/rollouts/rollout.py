@@ -19,7 +19,7 @@ from lmtrain.data.order import mix64
 from lmtrain.losses.policy import Variant, advantages, deviation, overlong_penalty
 from lmtrain.rewards.scoring import Scorer
 from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
-from lmtrain.rollouts.episodes import Episode, Player, answers, columns_of, report_of_episode
+from lmtrain.rollouts.episodes import PLAYED, Episode, Player, answers, columns_of, report_of_episode
 
 _ROLLOUT = 0x726F6C6C  # separates the seeds of completions from all others
 
@@ -208,7 +208,6 @@ def report_of(groups: Sequence[Group], names: Sequence[str], played: bool = Fals
 
 REPORTED = ("reward", "scored", "reward_failures", "reward_spread", "advantage_spread", "groups_without_signal",
             "resampled", "overlong_penalty", "response_length", "cut_off")  # fmt: skip
-PLAYED = ("turns", "tool_calls", "failed_tool_calls")
 
 
 _PLAIN = [field.name for field in fields(Group)][2:]  # all but the prompt and its completions
