@@ -123,6 +123,8 @@ def test_any_split_is_one_run(prompts: Path, llama: Path, tmp_path: Path) -> Non
         (["objective.environment._target_=odd_environments.Adds", "data.chat_template=llama3",
           "tokenizer.add_tokens=[<|start_header_id|>,<|end_header_id|>,<|eot_id|>]"], 2,
          "the row has tools, which the chat template (llama3) never shows the model"),
+        (["objective.environment._target_=odd_environments.Echo", "objective.max_total_tokens=40"], 2,
+         "exceeds the 40 tokens that the model or objective.max_total_tokens allows"),
         (["reward=length", "objective.max_turns=2"], 2, "name an environment too, with objective.environment._target_"),
     ],
 )  # fmt: skip

@@ -83,12 +83,22 @@ class Player:
 
         Args:
             slots: of each prompt, the one whose epoch and row seed the environment.
+
+        Raises:
+            UserError: a prompt leaves no room for an answer, or the environment is at fault.
         """
         groups = [
             self._begun(prompt, mix64(_EPISODE, seed, slot.epoch, slot.row) >> 1, own)
             for prompt, slot, own in zip(prompts, slots, keys, strict=True)
         ]
         active = [episode for group in groups for episode in group]
+        longest = max((len(episode.prompt) for episode in active), default=0)
+        if longest + sampling.max_new_tokens > self.limits.tokens:
+            raise UserError(
+                f"objective.environment: a prompt has {longest:,} tokens as the chat template writes it, and with "
+                f"objective.max_new_tokens={sampling.max_new_tokens} it exceeds the {self.limits.tokens:,} tokens that "
+                f"the model or objective.max_total_tokens allows: shorten it, or change one of these"
+            )
         for turn in range(self.limits.turns):
             requests = [Request([*e.prompt, *e.ids], mix64(e.key, turn)) for e in active]
             answers = engine.generate(requests, sampling) if active else []
