@@ -38,7 +38,12 @@ class ShownSample:
 
     @property
     def right(self) -> bool | None:
-        return None if self.reference is None or not self.is_answer else self.text.strip() == self.reference.strip()
+        return None if self.reference is None or not self.is_answer else is_exact(self.text, self.reference)
+
+
+def is_exact(answer: str, reference: str) -> bool:
+    """Returns whether an answer counts as right on pages: by the rule of the metric exact_match."""
+    return answer.strip() == reference.strip()
 
 
 @dataclass

@@ -217,7 +217,7 @@ def _written(plan: PipelinePlan) -> Answers:
 
 
 def _right(row: dict[str, Any]) -> bool:
-    return bool(row["answer"].strip() == str(row.get("reference")).strip())
+    return report_page.is_exact(row["answer"], str(row.get("reference")))
 
 
 def _side_by_side(answers: Answers) -> list[str]:
