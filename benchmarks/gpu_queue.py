@@ -44,6 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--caches", type=Path, default=KEPT, help="where earlier compile caches are (%(default)s)")
     parser.add_argument("--only", help="names of parts, separated by commas, made in this order even if not missing")
     parser.add_argument("--nanogpt", type=lambda p: Path(p).resolve(), help="a folder with nanoGPT's model.py")
+    parser.add_argument("--bins", type=lambda p: Path(p).resolve(), help="made by package_bins.py, for gpt_small")
     parser.add_argument("--trl-python", type=Path, help="a python that has TRL; default: this one, if it has")
     parser.add_argument("--commit", help="of the working tree; default: asks git")
     parser.add_argument("--toy", action="store_true")
@@ -224,7 +225,7 @@ def run_parts(options: argparse.Namespace, folder: Path, results: Path, here: st
         if lacks or seconds > left:
             print(f"{name}: " + (f"needs {lacks}" if lacks else f"{seconds:.0f} s, of which {left:.0f} are left"))
             continue
-        place = Place(options.toy, folder / name, folder / "scratch", options.nanogpt, trl, found)
+        place = Place(options.toy, folder / name, folder / "scratch", options.nanogpt, options.bins, trl, found)
         place.folder.mkdir()
         place.scratch.mkdir(exist_ok=True)
         print(f"\n=== {name}: {part.question} ({seconds:.0f} s expected, {left:.0f} s left)", flush=True)

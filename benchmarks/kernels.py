@@ -1,21 +1,14 @@
-"""Where the GPU's time goes in a training step: milliseconds by kind of kernel, and the kernels that take longest.
+"""Where the GPU's time goes in a training step: milliseconds by kind of kernel, and the kernels that take longest."""
 
-A callback for lmtrain's run, and a profile that leg_nanogpt.py uses too. Both write a JSON file after STEPS steps.
-"""
-
-import json
-import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
-FIRST, STEPS = 20, 5  # steps before the profile, because of compilation, and in it
-LAST = FIRST + STEPS
+STEPS = 3  # in a profile
+ACTIVITIES = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
 # The first kind of which a part is in the kernel's name, in lower case. Kernels that torch runs without inductor come
 # last: each of them is a loss, and their names say of what.
 KINDS = {
@@ -33,45 +26,6 @@ KINDS = {
     "uncompiled reductions": ("reduce_kernel", "reduce_"),
     "uncompiled elementwise": ("elementwise", "fill"),
 }
-
-
-class Profile:
-    """Profiles steps FIRST + 1 to LAST; call `before` and `after` around every step, with the steps done so far."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path, self.began = Path(path), 0.0
-        self.profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
-
-    def before(self, done: int) -> None:
-        if done == FIRST:
-            _wait()
-            self.profile.start()
-            self.began = time.perf_counter()
-
-    def after(self, done: int) -> None:
-        if done == LAST:
-            _wait()
-            step_ms = 1000 * (time.perf_counter() - self.began) / STEPS
-            self.profile.stop()
-            self.path.write_text(json.dumps(table(self.profile.key_averages(), step_ms)))
-
-
-class Kernels(pl.Callback):
-    """Profiles a run of lmtrain."""
-
-    def __init__(self, path: str) -> None:
-        self.steps = Profile(path)
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.steps.before(trainer.global_step)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.steps.after(trainer.global_step)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def table(events: Any, step_ms: float) -> dict[str, Any]:

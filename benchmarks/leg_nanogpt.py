@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernels import Profile
 from leg_score_nanogpt import val_loss
 from torch import Tensor
 
@@ -50,12 +49,9 @@ def train(model: Any, spec: dict[str, Any]) -> float:
     decay, betas = spec["weight_decay"], (spec["beta1"], spec["beta2"])
     optimizer = model.configure_optimizers(decay, spec["learning_rate"], betas, spec["device"])
     forward = torch.compile(model) if spec["compile"] else model
-    profile = Profile(spec["profile"]) if "profile" in spec else None
     tokens = np.memmap(Path(spec["dataset"]) / "train.bin", dtype=np.uint16, mode="r")
     inputs, labels = batch(tokens, spec)
     for done in range(1, spec["max_iters"] + 1):
-        if profile:
-            profile.before(done - 1)
         for group in optimizer.param_groups:
             group["lr"] = rate(done - 1, spec)
         for _ in range(spec["gradient_accumulation_steps"]):
@@ -66,8 +62,6 @@ def train(model: Any, spec: dict[str, Any]) -> float:
         torch.nn.utils.clip_grad_norm_(model.parameters(), spec["grad_clip"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if profile:
-            profile.after(done)
         if done % spec["log_interval"] == 0:
             last = float(loss) * spec["gradient_accumulation_steps"]  # waits for the device
             print(json.dumps({"step": done, "time": time.time()}), flush=True)

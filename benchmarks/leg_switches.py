@@ -1,20 +1,25 @@
-"""One step in several variants, in one process, in turns of a few steps (A B A B): milliseconds of each turn.
+"""One step in several variants, in turns of a few steps (A B A B): milliseconds of each turn, and where they go.
 
-Every variant has its own model and optimizer and sees the same batches, so the losses after the last step tell whether
-it learns the same. Run by gpu_queue.py: python leg_switches.py spec.json
-SPEC: {"overrides": [...], "variants": {name: {...}}, "turns": N, "steps": steps of a turn}; a variant may have
-"overrides", "inductor" (options of torch.compile), "one_region" (the decoder, instead of each block) and "attention"
-(the names of the kernels that F.scaled_dot_product_attention may choose).
+Each variant is a process with its own model and optimizer; all compile at the same time, then one at a time trains.
+All see the same batches, so the losses tell whether a variant learns the same. Run by gpu_queue.py:
+    python leg_switches.py spec.json
+SPEC: {"overrides": [...], "variants": {name: {...}}, "turns": N, "steps": steps of a turn, "profiled": [names],
+"embedding_rows": of nanoGPT's model}. A variant may have "overrides", "inductor" (options of torch.compile),
+"one_region" (the decoder, instead of each block), "bf16_stream" (the residual stream in bf16), "attention" (names of
+the kernels that F.scaled_dot_product_attention may choose), or "nanogpt" (the folder of its model.py, which trains
+instead).
 """
 
 import contextlib
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import kernels
 import torch
 from leg_bare import read_steps
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,25 +27,38 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lmtrain.config import compose as config
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.distributed import devices
-from lmtrain.models.blocks import compile_model
+from lmtrain.models.blocks import compile_model, decoder_blocks
 from lmtrain.run import build
+
+ANSWER = "@answer "  # begins the lines of a variant that its coordinator reads
 
 
 class Variant:
     """A model and an optimizer, and how they are compiled."""
 
-    def __init__(self, spec: dict[str, Any], own: dict[str, Any], steps: int) -> None:
+    def __init__(self, spec: dict[str, Any], own: dict[str, Any]) -> None:
         cfg = config.check(config.compose([*spec["overrides"], *own.get("overrides", [])]))
         devices.resolve_auto(cfg)
-        compiled = bool(cfg.trainer.compile)
+        self.compiled = bool(cfg.trainer.compile)
         cfg.trainer.compile = False  # compiled below
         self.config, corpus = cfg, build.build_corpus(cfg)
-        objective = build.build_objective(cfg, corpus, steps).to(cfg.trainer.accelerator)
-        self.model, self.optimizer = objective.model, objective.configure_optimizers()
+        steps = spec["steps"] * (spec["turns"] + 1) + kernels.STEPS
         self.batches = read_steps(cfg, corpus, steps)
         self.kernels = [getattr(SDPBackend, name) for name in own.get("attention", [])]
-        self.done, self.loss = 0, torch.zeros(())
-        if not compiled:
+        self.done, self.losses, self.loss = 0, [], torch.zeros(())
+        if "nanogpt" in own:
+            self._nanogpt(own["nanogpt"], spec["embedding_rows"])
+        else:
+            objective = build.build_objective(cfg, corpus, steps).to(cfg.trainer.accelerator)
+            self.model, self.optimizer = objective.model, objective.configure_optimizers()
+            self.loss_sum = lambda batch: self.model(**batch).loss_sum
+            self._compile(own)
+
+    def _compile(self, own: dict[str, Any]) -> None:
+        model = self.model.model
+        if own.get("bf16_stream"):
+            decoder_blocks(model)[0].register_forward_pre_hook(_to_bf16, with_kwargs=True)
+        if not self.compiled:
             return
 
         # A function of its own keeps torch from using the code that it generated for another variant.
@@ -48,34 +66,64 @@ class Variant:
             return _inductor(own.get("inductor", {}), graph, inputs)
 
         if own.get("one_region"):
-            self.model.model.base_model.compile(backend=backend)
+            model.base_model.compile(backend=backend)
             self.model._compiled = lambda: True  # the loss too
         else:
-            compile_model(self.model.model, backend=backend)  # type: ignore[arg-type]
+            compile_model(model, backend=backend)  # type: ignore[arg-type]
+
+    def _nanogpt(self, folder: str, vocab_size: int) -> None:
+        sys.path.insert(0, folder)
+        from model import GPT, GPTConfig  # nanoGPT's
+
+        model, adamw = self.config.model, self.config.optimizer
+        shape = {"n_layer": model.num_hidden_layers, "n_head": model.num_attention_heads, "n_embd": model.hidden_size}
+        length = self.config.data.seq_len
+        made = GPT(GPTConfig(vocab_size=vocab_size, block_size=length, bias=True, dropout=0.0, **shape))
+        device = self.config.trainer.accelerator
+        self.model = made.to(device)
+        torch.set_float32_matmul_precision("high")  # as its train.py does
+        self.optimizer = made.configure_optimizers(adamw.weight_decay, adamw.lr, (0.9, 0.95), device)
+        forward = torch.compile(made) if self.compiled else made
+        self.loss_sum = lambda b: forward(b["input_ids"], b["labels"])[1] * b["labels"].numel()
 
     def turn(self, steps: int) -> float:
         """Trains on the next batches; returns milliseconds a step."""
-        device = self.config.trainer.accelerator
-        _wait(device)
+        _wait()
         began = time.perf_counter()
         with sdpa_kernel(self.kernels) if self.kernels else contextlib.nullcontext():
             for micro_batches in self.batches[self.done : self.done + steps]:
-                self._step(micro_batches, device)
-        _wait(device)
+                self._step(micro_batches, self.config.trainer.accelerator)
+        _wait()
+        took = 1000 * (time.perf_counter() - began) / steps
         self.done += steps
-        return 1000 * (time.perf_counter() - began) / steps
+        self.losses.append(round(float(self.loss), 5))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the next variant's
+        return took
 
     def _step(self, micro_batches: list[dict[str, torch.Tensor]], device: str) -> None:
         n_tokens = sum(int((batch["labels"] != IGNORE).sum()) for batch in micro_batches)
         mixed = self.config.trainer.precision == "bf16-mixed"
         with torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():
             for batch in micro_batches:
-                out = self.model(**{k: v.to(device, non_blocking=True) for k, v in batch.items()})
-                (out.loss_sum / n_tokens).backward()
+                loss_sum = self.loss_sum({k: v.to(device, non_blocking=True) for k, v in batch.items()})
+                (loss_sum / n_tokens).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.gradient_clip_val)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss = out.nll_sum.detach() / n_tokens
+        self.loss = loss_sum.detach() / n_tokens
+
+    def profile(self) -> dict[str, Any]:
+        """Trains a few steps in the profiler; returns the table of kernels."""
+        with torch.profiler.profile(activities=kernels.ACTIVITIES) as profile:
+            step_ms = self.turn(kernels.STEPS)
+        return kernels.table(profile.key_averages(), step_ms)
+
+
+def _to_bf16(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward pre-hook of the first block."""
+    dtype = torch.bfloat16 if torch.is_autocast_enabled(args[0].device.type) else args[0].dtype
+    return (args[0].to(dtype), *args[1:]), options
 
 
 def _inductor(options: dict[str, Any], graph: Any, inputs: Any) -> Any:
@@ -86,31 +134,86 @@ def _inductor(options: dict[str, Any], graph: Any, inputs: Any) -> Any:
     return compile_fx(graph, inputs, config_patches=options)
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
+def _wait() -> None:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def serve(spec: dict[str, Any], name: str) -> None:
+    """Trains as the lines of stdin say, and answers each: "turn" with milliseconds, "profile" with a table."""
+    variant = Variant(spec, spec["variants"][name])
+    first = None
+    with contextlib.suppress(torch.OutOfMemoryError):  # too many at the same time: again when it is this one's turn
+        first = variant.turn(spec["steps"])  # compiles
+    if first is None:
+        variant.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+    print(ANSWER + json.dumps(first), flush=True)
+    for line in sys.stdin:
+        answer = variant.turn(spec["steps"]) if line.strip() == "turn" else variant.profile()
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        found = {"answer": answer, "losses": variant.losses, "peak_gib": round(peak, 1)}
+        print(ANSWER + json.dumps(found), flush=True)
+
+
+class Process:
+    """A variant in a process of its own."""
+
+    def __init__(self, spec: str, name: str, log: Path) -> None:
+        self.log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen([sys.executable, __file__, spec, name], stdin=subprocess.PIPE,
+                                            stdout=subprocess.PIPE, stderr=errors, text=True)  # fmt: skip
+
+    def answer(self) -> Any:
+        """Returns the next answer; raises RuntimeError with the end of its errors if there is none."""
+        for line in self.process.stdout or ():
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise RuntimeError(self.log.read_text()[-500:])
+
+    def ask(self, word: str) -> Any:
+        print(word, file=self.process.stdin, flush=True)
+        return self.answer()
 
 
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
-    steps = spec["steps"] * (spec["turns"] + 1)  # the first turn compiles
-    variants, failed = {}, {}
-    for name, own in spec["variants"].items():
-        try:
-            made = Variant(spec, own, steps)
-            made.turn(spec["steps"])
-            variants[name] = made
-        except Exception as error:  # one that can't run here must not stop the others
-            failed[name] = f"{type(error).__name__}: {error}"[:500]
-    times: dict[str, list[float]] = {name: [] for name in variants}
+    if len(sys.argv) > 2:
+        serve(spec, sys.argv[2])
+        return
+    folder = Path(sys.argv[1]).parent
+    running = {name: Process(sys.argv[1], name, folder / f"{name}.txt") for name in spec["variants"]}
+    found, failed = {name: {"rounds": []} for name in running}, {}
+
+    def each(names: list[str], do: Any) -> None:
+        for name in [n for n in names if n not in failed]:
+            try:
+                do(name, running[name])
+            except (RuntimeError, OSError) as error:  # one that can't run here must not stop the others
+                failed[name] = str(error)[-500:]
+
+    def turn(name: str, process: Process) -> None:
+        said = process.ask("turn")
+        found[name] |= {key: said[key] for key in ("losses", "peak_gib")}
+        found[name]["rounds"].append(round(said["answer"], 3))
+
+    def profile(name: str, process: Process) -> None:
+        found[name]["kernels"] = process.ask("profile")["answer"]
+
+    def first(name: str, process: Process) -> None:
+        if process.answer() is None:
+            process.ask("turn")
+            found[name]["ran_out_of_memory_at_first"] = True
+
+    each([*running], first)
     for _ in range(spec["turns"]):
-        for name, variant in variants.items():
-            times[name].append(round(variant.turn(spec["steps"]), 3))
-    found = {
-        name: {"step_ms": median(of), "rounds": of, "last_loss": float(variants[name].loss)}
-        for name, of in times.items()
-    }
-    print(json.dumps({"variants": found, "failed": failed}), flush=True)
+        each([*running], turn)
+    each(spec["profiled"], profile)
+    for process in running.values():
+        process.process.kill()
+    numbers = {name: {"step_ms": median(of["rounds"]), **of} for name, of in found.items() if name not in failed}
+    print(json.dumps({"variants": numbers, "failed": failed}), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,20 +21,18 @@ def told(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields the (name, number) pairs of a part that get a row each."""
     for name, ms in (found.get("step_ms") or {}).items():  # pretrain.py
         yield f"{name}, ms a step", f"{ms:.2f}"
-    for name, of in found.items():  # kernels
-        if isinstance(of, dict) and "kinds" in of:
-            yield f"{name}, ms a step", f"{of['step_ms']:.1f}, of kernels {of['kernels_ms']:.1f}"
-            yield from ((f"{name}, {kind}", f"{ms:.2f}") for kind, ms in of["kinds"].items())
-    for name, of in found.get("variants", {}).items():
-        yield name, f"{of['step_ms']:.2f} ms a step, last loss {of['last_loss']:.4f}"
+    for name, of in found.get("variants", {}).items():  # leg_switches.py
+        yield name, f"{of['step_ms']:.2f} ms a step, {of['peak_gib']:.1f} GiB, last loss {of['losses'][-1]:.4f}"
+        for kind, ms in of.get("kernels", {}).get("kinds", {}).items():
+            yield f"{name}, {kind}", f"{ms:.2f} ms"
     if "unit" in found:  # sft.py, dpo.py
         for name, rounds in found["rounds"].items():
             per_s, gib = (median(r[key] for r in rounds) for key in ("per_s", "peak_gib"))
             yield f"{name}, {found['unit']}/s", f"{per_s:,.1f}, {gib:.1f} GiB"
-    for who in ("lmtrain", "nanogpt"):  # learning.py
-        if "val_loss" in (found.get(who) or {}):
-            of = found[who]
-            yield f"{who}, val/loss", f"{of['val_loss']:.4f}; the process took {of['process_s']:.0f} s"
+    for who, of in found.items():  # learning.py
+        if isinstance(of, dict) and "val_loss" in of:
+            there = f"; at nanoGPT's at step {of['reached_at_step']}" if of.get("reached_at_step") else ""
+            yield f"{who}, val/loss", f"{of['val_loss']:.4f}{there}; the process took {of['process_s']:.0f} s"
     if "depth" in found:
         made = (found["forecast"] or {}).get("val/bits_per_byte")
         off = f", forecast {made:.3f}" if made else ""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import dpo
-import kernels
 import learning
 import legs
 import pretrain
@@ -40,6 +39,7 @@ class Place:
     folder: Path  # of this part, removed afterwards
     scratch: Path  # of all parts: prepared data and weights
     nanogpt: Path | None
+    bins: Path | None  # of package_bins.py; without them, tokens are random, or bytes
     trl_python: Path | None
     found: dict[str, dict[str, Any]]  # numbers of other parts on this card
 
@@ -98,7 +98,7 @@ def verify(place: Place) -> dict[str, Any]:
 
 def gpt_bins(place: Place) -> tuple[list[str], Path]:
     """Returns the overrides of gpt_small's step, 64 rows of 1,024, and the folder of its bins."""
-    shape, bins = SHAPES["char" if place.toy else "small"], place.scratch / "bins"
+    shape, bins = SHAPES["char" if place.toy else "small"], place.bins or place.scratch / "bins"
     rows, precision = (4, "fp32") if place.toy else (64, "bf16")
     if not bins.exists():
         write_bins(bins, shape.vocab_size, -(-shape.vocab_size // 128) * 128)
@@ -106,33 +106,34 @@ def gpt_bins(place: Place) -> tuple[list[str], Path]:
     return [*words, f"data.global_batch_size={rows}"], bins
 
 
-def kernel_table(place: Place) -> dict[str, Any]:
-    words, bins = gpt_bins(place)
-    path = place.folder / "lmtrain.json"
-    own = ["run.allow_target=[ends,kernels]", f"run.dir={place.folder}/run", f"trainer.max_steps={kernels.LAST + 1}"]
-    callbacks = f"[{{_target_: kernels.Kernels, path: '{path}'}}, {{_target_: ends.Ends, steps: {kernels.LAST}}}]"
-    python(["-m", "lmtrain.train", *words, *own, f"callbacks.extra={callbacks}"])
-    found = {"lmtrain": json.loads(path.read_text())}
+VARIANTS = {
+    "as_is": {},
+    "bf16_stream": {"bf16_stream": True},
+    "one_region": {"one_region": True},
+    "one_region_bf16": {"one_region": True, "bf16_stream": True},
+    "mix_order": {
+        "one_region": True,
+        "bf16_stream": True,
+        "inductor": {"triton.mix_order_reduction_max_reads": 0},
+    },
+    "cudnn": {"attention": ["CUDNN_ATTENTION"]},
+}
+
+
+def switches(place: Place) -> dict[str, Any]:
+    variants = dict(VARIANTS)
     if place.nanogpt:
-        options = pretrain.parse(["--shape=small", "--rows=64", *beside_nanogpt(place), f"--steps={kernels.LAST}"])
-        job = pretrain.job_of(options, words, bins)
-        leg = pretrain.CONTENDERS["nanogpt_model"](job, place.folder, options)
-        spec, path = place.folder / "spec.json", place.folder / "nanogpt.json"
-        spec.write_text(json.dumps(json.loads(spec.read_text()) | {"profile": str(path)}))
-        legs.run(leg, None)
-        found["nanogpt"] = json.loads(path.read_text())
+        variants["nanogpt"] = {"nanogpt": str(place.nanogpt)}
+    spec = {"overrides": gpt_bins(place)[0], "embedding_rows": 128 if place.toy else 50304}
+    if place.toy:
+        few = {name: variants[name] for name in variants if name in ("as_is", "one_region_bf16", "nanogpt")}
+        spec |= {"variants": few, "turns": 1, "steps": 1, "profiled": ["as_is"]}
+    else:
+        spec |= {"variants": variants, "turns": 4, "steps": 12}
+        spec["profiled"] = ["as_is", "one_region_bf16", "nanogpt"]
+    (place.folder / "spec.json").write_text(json.dumps(spec))
+    found: dict[str, Any] = json.loads(python([str(HERE / "leg_switches.py"), f"{place.folder}/spec.json"])[-1])
     return found
-
-
-def switches(**variants: dict[str, Any]) -> Callable[[Place], dict[str, Any]]:
-    def make(place: Place) -> dict[str, Any]:
-        spec: dict[str, Any] = {"overrides": gpt_bins(place)[0], "variants": {"as_is": {}, **variants}}
-        spec |= {"turns": 1, "steps": 1} if place.toy else {"turns": 4, "steps": 20}
-        (place.folder / "spec.json").write_text(json.dumps(spec))
-        found: dict[str, Any] = json.loads(python([str(HERE / "leg_switches.py"), f"{place.folder}/spec.json"])[-1])
-        return found
-
-    return make
 
 
 def beside_nanogpts_step(place: Place) -> dict[str, Any]:
@@ -142,13 +143,13 @@ def beside_nanogpts_step(place: Place) -> dict[str, Any]:
     return benchmark(pretrain.main, place, [*size, who, *beside_nanogpt(place)])
 
 
-def to_a_loss(who: str) -> Callable[[Place], dict[str, Any]]:
-    """nanoGPT trains for 600 steps, lmtrain for as many as take 0.4 of its time if they are as fast."""
-
+def to_a_loss(steps: int, ours: int, *own: str) -> Callable[[Place], dict[str, Any]]:
     def make(place: Place) -> dict[str, Any]:
         size = place.pick("--shape=char --rows=12 --steps=6 --train-tokens=50000 --val-tokens=2000 --threads=1",
-                          "--shape=small --rows=64 --steps=600 --our-steps=220 --train-tokens=60000000")  # fmt: skip
-        return benchmark(learning.main, place, [*size, f"--contenders={who}", *beside_nanogpt(place)])
+                          "--shape=small --rows=64 --train-tokens=60000000")  # fmt: skip
+        if not place.toy:
+            size += [f"--steps={steps}", f"--our-steps={ours}", *([f"--bins={place.bins}"] if place.bins else [])]
+        return benchmark(learning.main, place, [*size, *own, *beside_nanogpt(place)])
 
     return make
 
@@ -253,21 +254,13 @@ PARTS = {
                   ("pytest",)),
     "verify": Part("Does a killed and resumed run on packed rows equal one that was not?", 60, TUNED, verify,
                    ("cuda",)),
-    "kernels": Part("Where does the time of gpt_small's step go, here and in nanoGPT?", 75,
-                    (*STEP, "benchmarks/kernels.py"), kernel_table),
-    "switches": Part("What do larger regions and inductor's options gain?", 110,
-                     (*MODEL, "benchmarks/leg_switches.py"),
-                     switches(one_region={"one_region": True},
-                              mix_order={"inductor": {"triton.mix_order_reduction_max_reads": 0}},
-                              autotune={"inductor": {"max_autotune": True, "triton.cudagraphs": False}})),
-    "attention": Part("Which attention kernel is fastest for causal rows?", 75,
-                      (*MODEL, "benchmarks/leg_switches.py"),
-                      switches(flash={"attention": ["FLASH_ATTENTION"]}, cudnn={"attention": ["CUDNN_ATTENTION"]})),
+    "switches": Part("What do larger regions, bf16 and other kernels gain, and where does the time go?", 170,
+                     (*MODEL, "benchmarks/leg_switches.py", "benchmarks/kernels.py"), switches),
     "gpt_small": Part("How many tokens a second, next to nanoGPT?", 110, STEP, beside_nanogpts_step),
-    "loss_nanogpt": Part("What loss does nanoGPT reach, and when?", 115, ("benchmarks/leg_nanogpt.py",),
-                         to_a_loss("nanogpt"), ("nanogpt",)),
-    "loss_lmtrain": Part("Does lmtrain reach it in 0.4 of that time?", 70, (*STEP, "conf/schedule"),
-                         to_a_loss("lmtrain")),
+    "recipes": Part("Which recipe reaches nanoGPT's loss in the fewest steps?", 190, (*STEP, "conf/schedule"),
+                    to_a_loss(600, 240, "--together", "--contenders=nanogpt,muon_2x,muon_4x,modern"), ("nanogpt",)),
+    "time_to_loss": Part("In what part of nanoGPT's time does lmtrain reach its loss?", 200, (*STEP, "conf/schedule"),
+                         to_a_loss(600, 240, "--contenders=nanogpt,muon_4x"), ("nanogpt",)),
     "budget": Part("Does budget.minutes keep its promise?", 75, (*STEP, SRC + "planning"), budget(0)),
     "budget_shallower": Part("Would two layers fewer have been better?", 75, (*STEP, SRC + "planning"), budget(-2),
                              ("budget",)),

@@ -21,7 +21,7 @@ from queue_parts import PARTS, Part, Place
 from lmtrain.config.compose import compose
 from support import REPO
 
-NEEDS_A_GPU = {"verify", "qlora_8b", "sft_fp8", "loss_nanogpt"}  # or nanoGPT
+NEEDS_A_GPU = {"verify", "qlora_8b", "sft_fp8", "recipes", "time_to_loss"}  # or nanoGPT
 
 
 @pytest.mark.slow
@@ -32,9 +32,10 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["part"]: row for row in gpu_queue.read(tmp_path / "results.jsonl")}
     assert set(rows) == set(PARTS) - NEEDS_A_GPU
-    kinds = rows["kernels"]["numbers"]["lmtrain"]
+    variants = rows["switches"]["numbers"]["variants"]
+    kinds = variants["as_is"]["kernels"]
     assert 0 < kinds["kernels_ms"] <= kinds["step_ms"]
-    losses = {of["last_loss"] for of in rows["switches"]["numbers"]["variants"].values()}
+    losses = {of["losses"][-1] for of in variants.values()}
     assert len(losses) == 1  # compiled in one region or in many, a step learns the same
     assert all(not row["numbers"]["failed"] for name, row in rows.items() if name.startswith("cases_"))
     assert sum(row["cpu_s"] for row in rows.values()) < 90
@@ -45,7 +46,7 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
 
 
 def place(folder: Path) -> Place:
-    return Place(True, folder, folder, None, None, {})
+    return Place(True, folder, folder, None, None, None, {})
 
 
 def test_a_part_that_fails_or_hangs_leaves_why_and_ends(tmp_path: Path) -> None:
