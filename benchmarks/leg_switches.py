@@ -12,9 +12,11 @@ instead).
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +32,7 @@ from lmtrain.distributed import devices
 from lmtrain.models.blocks import compile_model, decoder_blocks
 from lmtrain.run import build
 
+AT_ONCE = 4  # variants that compile at the same time: each holds up to 40 GB of the device then, and several CPU cores
 ANSWER = "@answer "  # begins the lines of a variant that its coordinator reads
 
 
@@ -163,7 +166,8 @@ class Process:
         self.log = log
         with log.open("w") as errors:
             self.process = subprocess.Popen([sys.executable, __file__, spec, name], stdin=subprocess.PIPE,
-                                            stdout=subprocess.PIPE, stderr=errors, text=True)  # fmt: skip
+                                            stdout=subprocess.PIPE, stderr=errors, text=True,
+                                            env={"TORCHINDUCTOR_COMPILE_THREADS": "3", **os.environ})  # fmt: skip
 
     def answer(self) -> Any:
         """Returns the next answer; raises RuntimeError with the end of its errors if there is none."""
@@ -182,38 +186,62 @@ def main() -> None:
     if len(sys.argv) > 2:
         serve(spec, sys.argv[2])
         return
-    folder = Path(sys.argv[1]).parent
-    running = {name: Process(sys.argv[1], name, folder / f"{name}.txt") for name in spec["variants"]}
-    found, failed = {name: {"rounds": []} for name in running}, {}
+    Turns(spec, Path(sys.argv[1])).run()
 
-    def each(names: list[str], do: Any) -> None:
-        for name in [n for n in names if n not in failed]:
+
+class Turns:
+    """The variants' processes, and what they have answered."""
+
+    def __init__(self, spec: dict[str, Any], path: Path) -> None:
+        self.spec, self.path = spec, path
+        self.running: dict[str, Process] = {}
+        self.found: dict[str, dict[str, Any]] = {}
+        self.failed: dict[str, str] = {}
+
+    def run(self) -> None:
+        waiting = list(self.spec["variants"])
+        for name in waiting[:AT_ONCE]:
+            self._start(name)
+        for number, name in enumerate(waiting):
+            self._each([name], self._first)
+            for following in waiting[number + AT_ONCE : number + AT_ONCE + 1]:
+                self._start(following)
+        for number in range(self.spec["turns"]):
+            self._each(waiting, self._turn)
+            if number == 0:
+                self._each(self.spec["profiled"], self._profile)
+        for process in self.running.values():
+            process.process.kill()
+
+    def _start(self, name: str) -> None:
+        self.running[name] = Process(str(self.path), name, self.path.with_name(f"{name}.txt"))
+        self.found[name] = {"rounds": []}
+
+    def _each(self, names: list[str], do: Callable[[str, Process], None]) -> None:
+        for name in [n for n in names if n not in self.failed]:
             try:
-                do(name, running[name])
+                do(name, self.running[name])
             except (RuntimeError, OSError) as error:  # one that can't run here must not stop the others
-                failed[name] = str(error)[-500:]
+                self.failed[name] = str(error)[-500:]
+            print(json.dumps(self.numbers()), flush=True)  # the last such line counts, however soon this is ended
 
-    def turn(name: str, process: Process) -> None:
-        said = process.ask("turn")
-        found[name] |= {key: said[key] for key in ("losses", "peak_gib")}
-        found[name]["rounds"].append(round(said["answer"], 3))
-
-    def profile(name: str, process: Process) -> None:
-        found[name]["kernels"] = process.ask("profile")["answer"]
-
-    def first(name: str, process: Process) -> None:
+    def _first(self, name: str, process: Process) -> None:
         if process.answer() is None:
             process.ask("turn")
-            found[name]["ran_out_of_memory_at_first"] = True
+            self.found[name]["ran_out_of_memory_at_first"] = True
 
-    each([*running], first)
-    for _ in range(spec["turns"]):
-        each([*running], turn)
-    each(spec["profiled"], profile)
-    for process in running.values():
-        process.process.kill()
-    numbers = {name: {"step_ms": median(of["rounds"]), **of} for name, of in found.items() if name not in failed}
-    print(json.dumps({"variants": numbers, "failed": failed}), flush=True)
+    def _turn(self, name: str, process: Process) -> None:
+        said = process.ask("turn")
+        self.found[name] |= {key: said[key] for key in ("losses", "peak_gib")}
+        self.found[name]["rounds"].append(round(said["answer"], 3))
+
+    def _profile(self, name: str, process: Process) -> None:
+        self.found[name]["kernels"] = process.ask("profile")["answer"]
+
+    def numbers(self) -> dict[str, Any]:
+        done = {name: of for name, of in self.found.items() if of["rounds"] and name not in self.failed}
+        variants = {name: {"step_ms": median(of["rounds"]), **of} for name, of in done.items()}
+        return {"variants": variants, "failed": self.failed}
 
 
 if __name__ == "__main__":
