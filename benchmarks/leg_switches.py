@@ -3,11 +3,11 @@
 Each variant is a process with its own model and optimizer; all compile at the same time, then one at a time trains.
 All see the same batches, so the losses tell whether a variant learns the same. Run by gpu_queue.py:
     python leg_switches.py spec.json
-SPEC: {"overrides": [...], "variants": {name: {...}}, "turns": N, "steps": steps of a turn, "profiled": [names],
-"embedding_rows": of nanoGPT's model}. A variant may have "overrides", "inductor" (options of torch.compile),
-"one_region" (the decoder, instead of each block), "bf16_stream" (the residual stream in bf16), "attention" (names of
-the kernels that F.scaled_dot_product_attention may choose), or "nanogpt" (the folder of its model.py, which trains
-instead).
+SPEC: {"overrides": [...], "variants": {name: {...}}, "turns": N, "steps": timed in a turn, "embedding_rows": of
+nanoGPT's model}. A variant may have "overrides", "inductor" (options of torch.compile),
+"one_region" (the decoder, instead of each block), "bf16_stream" (the residual stream in bf16), "loss_kernel" (block
+size and warps of loss_kernel.py), "attention" (names of the kernels that F.scaled_dot_product_attention may choose), or
+"nanogpt" (the folder of its model.py, which trains instead).
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,9 +30,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lmtrain.config import compose as config
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.distributed import devices
+from lmtrain.losses import cross_entropy
 from lmtrain.models.blocks import compile_model, decoder_blocks
 from lmtrain.run import build
 
+UNTIMED = 2  # steps at the beginning of a turn
 AT_ONCE = 4  # variants that compile at the same time: each holds up to 40 GB of the device then, and several CPU cores
 ANSWER = "@answer "  # begins the lines of a variant that its coordinator reads
 
@@ -45,7 +48,7 @@ class Variant:
         self.compiled = bool(cfg.trainer.compile)
         cfg.trainer.compile = False  # compiled below
         self.config, corpus = cfg, build.build_corpus(cfg)
-        steps = spec["steps"] * (spec["turns"] + 1) + kernels.STEPS
+        steps = (spec["steps"] + UNTIMED) * (spec["turns"] + 1) + kernels.STEPS + UNTIMED
         self.batches = read_steps(cfg, corpus, steps)
         self.kernels = [getattr(SDPBackend, name) for name in own.get("attention", [])]
         self.done, self.losses, self.loss = 0, [], torch.zeros(())
@@ -61,6 +64,11 @@ class Variant:
         model = self.model.model
         if own.get("bf16_stream"):
             decoder_blocks(model)[0].register_forward_pre_hook(_to_bf16, with_kwargs=True)
+        if "loss_kernel" in own:
+            import loss_kernel
+
+            size, warps = own["loss_kernel"]
+            cross_entropy._compiled_block = partial(loss_kernel.block, size=size, warps=warps)
         if not self.compiled:
             return
 
@@ -90,19 +98,23 @@ class Variant:
         self.loss_sum = lambda b: forward(b["input_ids"], b["labels"])[1] * b["labels"].numel()
 
     def turn(self, steps: int) -> float:
-        """Trains on the next batches; returns milliseconds a step."""
-        _wait()
-        began = time.perf_counter()
+        """Trains on the next batches; returns milliseconds a step, without the first, which allocate memory."""
         with sdpa_kernel(self.kernels) if self.kernels else contextlib.nullcontext():
-            for micro_batches in self.batches[self.done : self.done + steps]:
-                self._step(micro_batches, self.config.trainer.accelerator)
-        _wait()
+            self._steps(UNTIMED)
+            began = time.perf_counter()
+            self._steps(steps)
         took = 1000 * (time.perf_counter() - began) / steps
-        self.done += steps
         self.losses.append(round(float(self.loss), 5))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the next variant's
         return took
+
+    def _steps(self, steps: int) -> None:
+        for micro_batches in self.batches[self.done : self.done + steps]:
+            self._step(micro_batches, self.config.trainer.accelerator)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.done += steps
 
     def _step(self, micro_batches: list[dict[str, torch.Tensor]], device: str) -> None:
         n_tokens = sum(int((batch["labels"] != IGNORE).sum()) for batch in micro_batches)
@@ -118,8 +130,11 @@ class Variant:
 
     def profile(self) -> dict[str, Any]:
         """Trains a few steps in the profiler; returns the table of kernels."""
+        self._steps(UNTIMED)
         with torch.profiler.profile(activities=kernels.ACTIVITIES) as profile:
-            step_ms = self.turn(kernels.STEPS)
+            began = time.perf_counter()
+            self._steps(kernels.STEPS)
+            step_ms = 1000 * (time.perf_counter() - began) / kernels.STEPS
         return kernels.table(profile.key_averages(), step_ms)
 
 
@@ -135,11 +150,6 @@ def _inductor(options: dict[str, Any], graph: Any, inputs: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(graph, inputs, config_patches=options)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def serve(spec: dict[str, Any], name: str) -> None:
@@ -209,7 +219,7 @@ class Turns:
         for number in range(self.spec["turns"]):
             self._each(waiting, self._turn)
             if number == 0:
-                self._each(self.spec["profiled"], self._profile)
+                self._each(waiting, self._profile)
         for process in self.running.values():
             process.process.kill()
 

@@ -23,8 +23,9 @@ def told(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"{name}, ms a step", f"{ms:.2f}"
     for name, of in found.get("variants", {}).items():  # leg_switches.py
         yield name, f"{of['step_ms']:.2f} ms a step, {of['peak_gib']:.1f} GiB, last loss {of['losses'][-1]:.4f}"
-        for kind, ms in of.get("kernels", {}).get("kinds", {}).items():
-            yield f"{name}, {kind}", f"{ms:.2f} ms"
+        kinds = of.get("kernels", {}).get("kinds", {})
+        if kinds:
+            yield f"{name}, kernels", "; ".join(f"{kind} {ms:.1f}" for kind, ms in kinds.items() if ms >= 0.1)
     if "unit" in found:  # sft.py, dpo.py
         for name, rounds in found["rounds"].items():
             per_s, gib = (median(r[key] for r in rounds) for key in ("per_s", "peak_gib"))
@@ -43,7 +44,7 @@ def told(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"{name}, tokens/s", f"{of['rollouts']:,.0f}, generate {of['generate']:,.0f}"
     for key in ("said", "failed", "compared"):
         if found.get(key):
-            yield key, str(found[key])
+            yield key, str(found[key])[:200].replace("\n", " ")
 
 
 def write(rows: list[dict[str, Any]], page: Path) -> int:

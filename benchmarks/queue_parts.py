@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import attention_errors
 import dpo
 import learning
 import legs
@@ -96,6 +97,12 @@ def verify(place: Place) -> dict[str, Any]:
     return {"said": python(["-m", "lmtrain.verify", *words], env=env)[-1]}
 
 
+def attention_kernels(place: Place) -> dict[str, Any]:
+    found = attention_errors.measure("cpu" if place.toy else "cuda")
+    wrong = {name: of for name, of in found.items() if isinstance(of, list) and not max(of) < 0.02}
+    return {"said": f"{len(wrong)} of {len(found)} are off by more than 2 %: {', '.join(wrong)}", "errors": found}
+
+
 def gpt_bins(place: Place) -> tuple[list[str], Path]:
     """Returns the overrides of gpt_small's step, 64 rows of 1,024, and the folder of its bins."""
     shape, bins = SHAPES["char" if place.toy else "small"], place.bins or place.scratch / "bins"
@@ -106,17 +113,14 @@ def gpt_bins(place: Place) -> tuple[list[str], Path]:
     return [*words, f"data.global_batch_size={rows}"], bins
 
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "as_is": {},
     "bf16_stream": {"bf16_stream": True},
-    "one_region": {"one_region": True},
+    "loss_kernel": {"loss_kernel": [4096, 8]},
+    "loss_kernel_16_warps": {"loss_kernel": [8192, 16]},
     "one_region_bf16": {"one_region": True, "bf16_stream": True},
-    "mix_order": {
-        "one_region": True,
-        "bf16_stream": True,
-        "inductor": {"triton.mix_order_reduction_max_reads": 0},
-    },
-    "cudnn": {"attention": ["CUDNN_ATTENTION"]},
+    "all": {"one_region": True, "bf16_stream": True, "loss_kernel": [4096, 8]},
+    "muon": {"overrides": ["optimizer=muon"]},
 }
 
 
@@ -127,10 +131,9 @@ def switches(place: Place) -> dict[str, Any]:
     spec = {"overrides": gpt_bins(place)[0], "embedding_rows": 128 if place.toy else 50304}
     if place.toy:
         few = {name: variants[name] for name in variants if name in ("as_is", "one_region_bf16", "nanogpt")}
-        spec |= {"variants": few, "turns": 1, "steps": 1, "profiled": ["as_is"]}
+        spec |= {"variants": few, "turns": 1, "steps": 1}
     else:
         spec |= {"variants": variants, "turns": 4, "steps": 12}
-        spec["profiled"] = ["as_is", "one_region_bf16", "nanogpt"]
     (place.folder / "spec.json").write_text(json.dumps(spec))
     found: dict[str, Any] = json.loads(python([str(HERE / "leg_switches.py"), f"{place.folder}/spec.json"])[-1])
     return found
@@ -252,10 +255,13 @@ FINETUNE = ("benchmarks/finetune.py", "benchmarks/workload.py", "benchmarks/leg_
 PARTS = {
     "tests": Part("Do the tests marked gpu pass?", 45, (SRC + "models", SRC + "losses", "tests/models"), gpu_tests,
                   ("pytest",)),
+    "attention": Part("Which attention kernels are right, by row length and heads?", 20,
+                      ("benchmarks/attention_errors.py",), attention_kernels),
     "verify": Part("Does a killed and resumed run on packed rows equal one that was not?", 60, TUNED, verify,
                    ("cuda",)),
     "switches": Part("What do larger regions, bf16 and other kernels gain, and where does the time go?", 170,
-                     (*MODEL, "benchmarks/leg_switches.py", "benchmarks/kernels.py"), switches),
+                     (*MODEL, *(f"benchmarks/{name}.py" for name in ("leg_switches", "loss_kernel", "kernels"))),
+                     switches),
     "gpt_small": Part("How many tokens a second, next to nanoGPT?", 110, STEP, beside_nanogpts_step),
     "recipes": Part("Which recipe reaches nanoGPT's loss in the fewest steps?", 190, (*STEP, "conf/schedule"),
                     to_a_loss(600, 240, "--together", "--contenders=nanogpt,muon_2x,muon_4x,modern"), ("nanogpt",)),

@@ -345,11 +345,16 @@ def test_no_kernel_with_wrong_gradients_computes_attention_with_a_mask(monkeypat
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
     plain = attention.AttentionScores(None, None, None, 0.0)
     with FakeTensorMode():
-        keys, few = (torch.empty(1, 2, length, 16, device="cuda", dtype=torch.bfloat16) for length in (8, 3))
-        for queries, masked in ((keys, False), (keys, True), (few, True)):
-            mask = torch.ones(queries.shape[2], 8, dtype=torch.bool, device="cuda") if masked else None
+        whole, keys, few = (torch.empty(1, 2, n, 16, device="cuda", dtype=torch.bfloat16) for n in (128, 8, 3))
+        fewer_heads = torch.empty(1, 1, 128, 16, device="cuda", dtype=torch.bfloat16)
+        attention._sdpa(whole, whole, whole, plain, None)
+        attention._sdpa(whole, fewer_heads, fewer_heads, plain, None)
+        attention._sdpa(keys, keys, keys, plain, None)
+        for queries in (keys, few):
+            mask = torch.ones(queries.shape[2], 8, dtype=torch.bool, device="cuda")
             attention._sdpa(queries, keys, keys, plain, mask)
-    assert allowed == [(True, True, True), (False, True, True), (False, False, True)]
+    without_cudnn, products_alone = (False, True, True), (False, False, True)
+    assert allowed == [(True, True, True), without_cudnn, without_cudnn, without_cudnn, products_alone]
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -363,6 +368,24 @@ def test_methods_on_cuda_equal_plain_softmax_attention(method, window):
     out = call(q, k, v, documents=layout, sliding_window=window)
     exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
     expected = softmax_attention(*exact, 0.3, visible(LENGTHS, window).cuda())
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+    weights = torch.randn_like(expected)
+    ours = torch.autograd.grad((out.float() * weights).sum(), (q, k, v))
+    theirs = torch.autograd.grad((expected * weights).sum(), exact)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.float() - b).norm() / b.norm() < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("length", [1000, 100, 7, 6, 256])
+def test_whole_rows_on_cuda_equal_plain_softmax_attention(length, kv_heads):
+    shape = {"rows": 2, "length": length, "width": 64, "kv_heads": kv_heads}
+    q, k, v = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in projections(**shape))
+    exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    out = call(q, k, v)
+    expected = softmax_attention(*exact, 0.3, torch.ones(2, length, length).tril().bool().cuda())
     torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
     weights = torch.randn_like(expected)
     ours = torch.autograd.grad((out.float() * weights).sum(), (q, k, v))

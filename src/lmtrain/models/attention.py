@@ -25,11 +25,14 @@ NAME = "lmtrain"  # the attn_implementation of models built here; transformers n
 # The product of row length and head width from which a CPU trains attention faster in half precision than in fp32.
 # On one thread fp32 takes 0.2 of the time at 64 x 32, 0.35 to 0.5 at 128, 0.75 at 256 x 32, but 1.2 at 256 x 64.
 CPU_HALF_PRECISION_FROM = 256 * 64
-# Kernels for attention with a mask on a GPU. cuDNN's, which torch 2.11 prefers on Hopper, has gradients of NaN for some
-# row lengths (PyTorch's issue 196678). With fewer queries than keys, the kernel that torch chose on an H200 had wrong
-# gradients (by 60 %; tests/models/test_prefixes.py), so those are computed by plain products.
+# Kernels for attention on a GPU. cuDNN's, which torch 2.11 prefers on Hopper, has gradients of NaN for some masks and
+# row lengths (PyTorch's issue 196678), and releases before 9.15.1 mishandle lengths that 128 doesn't divide. On an
+# H200, gradients of short unmasked documents with fewer key heads were wrong by 50 % (tests/models/test_prefixes.py):
+# which of the two was why is not known. With fewer queries than keys, the kernel that torch chose was wrong by 60 %.
 MASKED_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FEWER_QUERIES_KERNELS = [SDPBackend.MATH]
+UNMASKED_KERNELS = [SDPBackend.FLASH_ATTENTION, *MASKED_KERNELS]
+CUDNN_LENGTHS = 128  # row lengths are multiples of it where cuDNN's kernel may run
 FEWER_KEY_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 may lack it
 SLIDES = "lmtrain_slides"
 SLIDING = "sliding_attention"  # transformers' name in config.layer_types
@@ -174,8 +177,11 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, ma
 
 def _kernels(query: Tensor, key: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
     """Returns a context in which scaled_dot_product_attention takes no kernel that is wrong for these tensors."""
-    if mask is None or not query.is_cuda:
+    if not query.is_cuda:
         return nullcontext()
+    if mask is None:
+        is_right = query.shape[1] == key.shape[1] and query.shape[2] % CUDNN_LENGTHS == 0
+        return nullcontext() if is_right else sdpa_kernel(UNMASKED_KERNELS)
     return sdpa_kernel(MASKED_KERNELS if query.shape[2] == key.shape[2] else FEWER_QUERIES_KERNELS)
 
 
