@@ -175,9 +175,9 @@ def test_weights_quantised_elsewhere_come_back(base: Path, monkeypatch: pytest.M
     ("settings", "said"),
     [
         (["peft=qlora_8bit", "trainer.strategy=fsdp"], r"those of 4 bits.* Set peft=qlora, or trainer\.strategy=ddp"),
-        (["peft=qlora", "trainer.strategy=fsdp_tp"], r"set trainer\.strategy=fsdp, which shares a base of 4 bits"),
-        (["peft=qlora", "trainer.strategy=deepspeed"], r"set trainer\.strategy=fsdp, which shares a base of 4 bits"),
-        (["peft=qlora_8bit", "trainer.strategy=deepspeed"], r"set trainer\.strategy=fsdp with peft=qlora"),
+        (["peft=qlora", "trainer.strategy=fsdp_tp"], r"Set trainer\.strategy=fsdp, which shares a base of 4 bits"),
+        (["peft=qlora", "trainer.strategy=deepspeed"], r"Set trainer\.strategy=fsdp, which shares a base of 4 bits"),
+        (["peft=qlora_8bit", "trainer.strategy=deepspeed"], r"Set trainer\.strategy=fsdp with peft=qlora"),
     ],
 )
 def test_other_ways_to_share_a_base_out_are_refused(settings: list[str], said: str) -> None:
@@ -193,7 +193,7 @@ def test_stored_in_8_bits_can_not_be_shared_out(base: Path) -> None:
         quantized.check_shared_out(model, "fsdp")
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     quantized.check_shared_out(model, "fsdp")
-    with pytest.raises(UserError, match=r"strategy=deepspeed: set trainer\.strategy=fsdp or ddp"):
+    with pytest.raises(UserError, match=r"strategy=deepspeed: Set trainer\.strategy=fsdp or ddp"):
         quantized.check_shared_out(model, "deepspeed")
 
 

@@ -87,11 +87,11 @@ def test_heads_and_tokens_change_places() -> None:
     ("settings", "said"),
     [
         (["trainer.devices=3"], "context_parallel_size=2 does not divide trainer.devices=3"),
-        (["objective=dpo", "data=preference_jsonl"], "does not go with objective=dpo"),
+        (["objective=dpo", "data=preference_jsonl"], "objective=dpo does not go with"),
         (["objective=sft", "data=chat_jsonl", "objective.neftune_alpha=5"], "objective.neftune_alpha"),
         (["model=moe_small"], "balance of"),
         (["trainer.devices=3", "trainer.fsdp.context_parallel_size=3"], "does not divide model.num_attention_heads=2"),
-        (["model.attention=sdpa"], "set model.attention=auto"),
+        (["model.attention=sdpa"], "Set model.attention=auto"),
         (["data.seq_len=31"], "Set data.seq_len=32"),
     ],
 )

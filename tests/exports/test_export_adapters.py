@@ -166,7 +166,7 @@ def test_what_a_resumed_run_must_share(corpus: Path, tied: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (["peft=lora", "model=llama_nano", "tokenizer=bytes"], "adapts a pretrained model: set model=pretrained"),
+        (["peft=lora", "model=llama_nano", "tokenizer=bytes"], "adapts a pretrained model. Set model=pretrained"),
         (["peft=lora", "peft.r=0"], "peft.r=0"),
         (["peft=lora", "peft.dropout=1.0"], "peft.dropout=1.0"),
         (["peft=lora", "peft.init_weights=pisa"], "did you mean pissa"),

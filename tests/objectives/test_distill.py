@@ -163,4 +163,4 @@ def test_a_teacher_with_another_tokenizer_is_refused(folder: Path, tmp_path: Pat
     assert "has another tokenizer" in ended.err
     ended = distill(folder, tmp_path / "run", "objective.on_policy=1", "data.packing=greedy")
     assert ended.code == 2
-    assert "set data.packing=off" in ended.err
+    assert "Set data.packing=off" in ended.err

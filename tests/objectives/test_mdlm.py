@@ -213,7 +213,7 @@ def test_a_resumed_run_hides_the_same_tokens(corpus: Path, tmp_path: Path) -> No
 def test_what_it_needs_is_said(corpus: Path, tmp_path: Path) -> None:
     apart = train_tiny(corpus, *MDLM_ARGS, "data.isolate_documents=true", f"run.dir={tmp_path}/run")
     assert apart.code == 2
-    assert "set data.isolate_documents=false" in apart.err
+    assert "Set data.isolate_documents=false" in apart.err
     full = train_tiny(corpus, *MDLM_ARGS, "model.vocab_multiple_of=1", f"run.dir={tmp_path}/run")
     assert full.code == 2
     assert "rows of the embeddings belong to tokens; add one with tokenizer.add_tokens=[HIDDEN] objective." in full.err

@@ -199,10 +199,10 @@ def test_where_padding_ends_a_row_the_token_before_it_is_read(pairs: Path, tmp_p
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["trainer.strategy=deepspeed"], "set trainer.strategy=ddp or fsdp"),
+        (["trainer.strategy=deepspeed"], "Set trainer.strategy=ddp or fsdp"),
         (["objective.center_rewards_coefficient=-1"], "objective.center_rewards_coefficient=-1"),
         (["peft=memory"], "memory=none"),
-        (["+export.generation.temperature=0.5"], "export.generation: a reward model writes nothing"),
+        (["+export.generation.temperature=0.5"], "does not go with objective=reward: a reward model writes nothing"),
         (["peft=lora", "peft.adapter={adapter}"], "is of a model that predicts tokens"),
         (["model.name_or_path={classes}"], "tells 3 classes apart, and a reward is one number"),
         (["data=chat_jsonl"], "objective=reward needs pairs"),

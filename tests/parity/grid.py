@@ -82,14 +82,12 @@ def refusal(cell: Cell) -> str | None:
     """Returns words of the message that refuses the cell, in the order of lmtrain's checks, or None if it trains."""
     c = cell
     quantized = c.adapter.startswith("qlora")
-    if c.objective == "mdlm" and c.path != "plain":
-        return "objective=mdlm attends in both directions over whole rows"
     if c.objective == "kto" and c.reference in ("precomputed", "none"):
         return "objective.reference"
-    if c.precision == "fp8" and quantized:
-        return "trainer.precision=fp8 does not go with peft.quantization"
-    if c.precision == "fp8" and c.objective in HAS_REFERENCE:
-        return "trainer.precision=fp8 does not go with objective="
+    if c.precision == "fp8" and (quantized or c.objective in HAS_REFERENCE):
+        return "does not go with trainer.precision=fp8"
+    if c.objective == "mdlm" and c.path != "plain":
+        return "does not go with objective=mdlm: it attends in both directions over whole rows"
     if c.precision == "fp8":
         return "trainer.precision=fp8"
     if c.reference == "adapter_off" and c.adapter in ("none", "pissa", "continued"):

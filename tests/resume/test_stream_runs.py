@@ -92,18 +92,18 @@ def test_stopped_before_the_first_rows_it_ends_as_a_stopped_run(
 WRONG = {
     f"data.ring_bytes={RING // 4}": "holds less than two windows",
     "data.ring_bytes=100": "Set data.ring_bytes=",
-    "data.streaming=false": "goes with data.streaming=true",
-    "trainer.max_epochs=1": "the run ends by steps",
-    "data.packing=first_fit": "set data.packing=null",
-    "data.num_samples=9": "set data.num_samples=null",
+    "data.streaming=false": "Set data.streaming=true, or data.ring_bytes=null",
+    "trainer.max_epochs=1": "Set trainer.max_steps=... and trainer.max_epochs=null",
+    "data.packing=first_fit": "Set data.packing=null",
+    "data.num_samples=9": "Set data.num_samples=null",
     "data.ring_shard_tokens=20": "set data.ring_shard_tokens=33 or more",
     "data.global_batch_size=120": "may need 240 at once",
     "data.num_workers=8": "and data.num_workers=8 may need 136",
     "data.ring_val_tokens=1000000": "are held out for validation",
     "tokenizer=char": "is made from all of the text",
-    "data=python_stdlib": "streams text of files or of the hub",
-    "data=text_mixture": "streams text of files or of the hub",
-    "data=bins": "streams text of files or of the hub",
+    "data=python_stdlib": "or choose data=text data.path=folder",
+    "data=text_mixture": "or choose data=text data.path=folder",
+    "data=bins": "or choose data=text data.path=folder",
 }
 
 

@@ -159,12 +159,6 @@ def check_growth(c: Config) -> None:
 
 def _check_lengths(d: DataConfig) -> None:
     c = d.curriculum
-    if d.rows != "text" or d.packing not in (None, "concat"):
-        found = f"data.packing={d.packing}" if d.rows == "text" else f"this data holds {d.rows}"
-        raise UserError(
-            f"data.curriculum.by=length cuts rows of concatenated text into shorter ones, and {found}: set "
-            f"data.{'packing' if d.rows == 'text' else 'curriculum.by'}=null"
-        )
     missing = [name for name in ("start_length", "steps") if getattr(c, name) is None]
     if missing:
         raise UserError(

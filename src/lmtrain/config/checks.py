@@ -1,13 +1,18 @@
 """Rules between keys of the config; constraints on single keys are in schema.py. Imports no torch."""
 
 import dataclasses
+import inspect
 import re
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lmtrain.config.batch import check_growth, nearest_divisor
 from lmtrain.config.constraints import choice
 from lmtrain.config.keys import check_constraints
-from lmtrain.config.options import CausalLMConfig, WarmupStableDecayConfig
+from lmtrain.config.options import WarmupStableDecayConfig
+from lmtrain.config.override_text import written
 from lmtrain.config.schema import BUDGETS, Config, MemoryConfig, ScheduleConfig
 from lmtrain.config.schema_data import ANSWERS
 from lmtrain.config.strategies import check_strategy, spell_out
@@ -24,20 +29,60 @@ def check_values(c: Config) -> None:
     _check_trainer(c)
     check_constraints(c)
     _check_budget(c)
+    check_clashes(c)
     _check_run(c)
     _check_positions(c)
     check_growth(c)
-    _check_fim(c)
     _check_names(c)
     _check_peft(c)
     _check_memory(c)
-    _check_router(c)
     _check_base(c)
     c.objective.check(c)
     _check_pairs(c)
     _check_targets(c)
     check_strategy(c)
-    _check_stream(c)
+
+
+_CLASHES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("clashes.yaml").read_text(encoding="utf-8"))
+
+
+def check_clashes(c: Config) -> None:
+    """Raises UserError for the first settings of clashes.yaml that do not go together."""
+    for group in _CLASHES:
+        has = _found(c, group["with"])
+        for clash in group["not"] if has else ():
+            found = _found(c, clash["when"])
+            if found:
+                why, instead = ({**group, **clash}[name] for name in ("because", "set"))
+                raise UserError(f"{' with '.join(found)} does not go with {' and '.join(has)}: {why}. Set {instead}")
+
+
+def _found(c: Config, settings: dict[str, Any]) -> list[str]:
+    """Returns the settings as the user would type them if the config has all of them, else nothing."""
+    found = {key: _value(c, key) for key in settings}
+    if not all(_is_one_of(value, settings[key]) for key, value in found.items()):
+        return []
+    typed = {key.removesuffix(".name"): getattr(value, "name", value) for key, value in found.items()}
+    return [f"{key}={written(value, str)}" for key, value in typed.items()]
+
+
+def _value(c: Config, key: str) -> Any:
+    """Returns the value of a dotted key; None if this config has no such key."""
+    value: Any = c
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _is_one_of(value: Any, wanted: Any) -> bool:
+    """Returns whether a value is one of those that clashes.yaml describes by `wanted`."""
+    if wanted == "given":
+        return bool(value)
+    if isinstance(wanted, dict):
+        return not _is_one_of(value, wanted["except"])
+    is_section = dataclasses.is_dataclass(value)
+    names = [cls.__name__ for cls in inspect.getmro(type(value))] if is_section else [value]
+    return any(name in (wanted if isinstance(wanted, list) else [wanted]) for name in names)
 
 
 def _check_budget(c: Config) -> None:
@@ -79,8 +124,7 @@ def _settle_cooldown(c: Config, checkpoint: str) -> None:
     """Applies run.cooldown_from: the learning rate decays from the checkpoint's step to the end of this run.
 
     Raises:
-        UserError: the schedule has no decay phase, the checkpoint's name has no step, run.resume is set as well, or
-            the run ends before that step.
+        UserError: the checkpoint's name has no step, or the run ends before that step.
     """
     key, name = f"run.cooldown_from={checkpoint}", re.split(r"[/\\]", checkpoint.rstrip("/\\"))[-1]
     named = CHECKPOINT.fullmatch(name)
@@ -89,23 +133,18 @@ def _settle_cooldown(c: Config, checkpoint: str) -> None:
             f"{key}: name a checkpoint by its step, such as outputs/long/checkpoints/step_00004000, "
             "because links to checkpoints change"
         )
-    if not isinstance(c.schedule, WarmupStableDecayConfig):
-        raise UserError(f"{key} needs a schedule whose decay can begin at that step: set schedule=wsd")
-    if c.run.resume not in (None, "auto"):
-        raise UserError(f"{key} and run.resume={c.run.resume} both say where to begin: leave one of them out")
     step, last = int(named[1]), c.trainer.max_steps
     if last is not None and last <= step:
         raise UserError(f"{key}: trainer.max_steps={last} is not beyond that step; set the step at which to end")
+    assert isinstance(c.schedule, WarmupStableDecayConfig)  # see clashes.yaml
     c.schedule.decay_from, c.run.schedule_on_resume = step, "rescale"
 
 
 def _check_schedule(schedule: ScheduleConfig) -> None:
-    """Raises UserError if the warmup is set twice, or set for range_test, which has none."""
+    """Raises UserError if the warmup is set twice."""
     steps, ratio = schedule.warmup_steps, schedule.warmup_ratio
     if steps is not None and ratio is not None:
         raise UserError(f"schedule.warmup_steps={steps} and schedule.warmup_ratio={ratio} set it: make one null")
-    if schedule.name == "range_test" and (steps or ratio):
-        raise UserError("schedule.name=range_test has no warmup: schedule.warmup_steps=0 and no warmup_ratio")
 
 
 def _check_positions(c: Config) -> None:
@@ -122,14 +161,7 @@ def _check_positions(c: Config) -> None:
 
 def _check_peft(c: Config) -> None:
     p = c.peft
-    if p.method == "none":
-        return
-    if c.model.init != "pretrained":
-        raise UserError(
-            f"peft.method={p.method} adapts a pretrained model: set model=pretrained model.name_or_path=<name or "
-            f"folder>, or train all of this one with peft=none"
-        )
-    if p.method == "memory":
+    if p.method in ("none", "memory"):
         return
     _check_given("peft", p, "r", "alpha", "dropout", "bias")
     if not re.fullmatch(r"pissa_niter_[1-9]\d*", str(p.init_weights)):
@@ -163,19 +195,6 @@ def _check_given(section: str, options: Any, *names: str) -> None:
             raise UserError(f"{section}.{name} has no value: set {section}.{name}=...")
 
 
-def _check_fim(c: Config) -> None:
-    d = c.data
-    if not d.fim.rate:
-        return
-    others = {"data.packing": d.packing not in (None, "concat"), "data.curriculum.by": d.curriculum.by == "length"}
-    for key, is_set in others.items():
-        if is_set:
-            raise UserError(
-                f"data.fim.rate={d.fim.rate} rearranges documents inside rows of data.seq_len tokens, which {key} "
-                f"cuts otherwise: set {key}=null or data.fim.rate=0"
-            )
-
-
 def _check_pairs(c: Config) -> None:
     d = c.data
     if d.rows == "pairs":
@@ -186,11 +205,6 @@ def _check_pairs(c: Config) -> None:
 
 def _check_targets(c: Config) -> None:
     samples = c.callbacks.samples
-    if samples.metrics and not samples.every_n_validations:
-        raise UserError(
-            "callbacks.samples.metrics compares what the model writes with the data, and with "
-            "callbacks.samples.every_n_validations=0 it writes nothing: set that to 1 or more"
-        )
     for key, entries in {
         "callbacks.extra": c.callbacks.extra,
         "callbacks.samples.metrics": samples.metrics,
@@ -238,44 +252,6 @@ def time_limit_seconds(text: str | None) -> float | None:
     return float(86400 * int(days or 0) + seconds)
 
 
-def _check_stream(c: Config) -> None:
-    """Raises UserError for the first setting that is incompatible with data.ring_bytes."""
-    d, t = c.data, c.trainer
-    if d.ring_bytes is None:
-        return
-    here = f"data.ring_bytes={d.ring_bytes}"
-    if d.rows != "text" or d.source not in ("hub", "files"):
-        held = d.rows if d.rows != "text" else f"data.source={d.source}"
-        raise UserError(
-            f"{here} streams text of files or of the hub, and this data is {held}: set data.ring_bytes=null, or choose "
-            f"data=text data.path=folder, data=jsonl, data=c4, ..."
-        )
-    if not d.streaming:
-        raise UserError(f"{here} goes with data.streaming=true: set that too, or data.ring_bytes=null")
-    _check_given("data", d, "ring_shard_tokens", "ring_window", "ring_val_tokens", "ring_patience")
-    if t.max_steps is None or t.max_epochs is not None:
-        raise UserError(
-            f"{here}: how many rows a stream has isn't known, so the run ends by steps: set trainer.max_steps=... and "
-            f"trainer.max_epochs=null"
-        )
-    if c.tokenizer.kind == "char":
-        raise UserError(f"{here}: tokenizer=char is made from all of the text: choose tokenizer=bytes, bpe or gpt2")
-    wrong = {
-        "data.num_samples": (d.num_samples, "null"),
-        "data.val_path": (d.val_path, "null, and data.val_sets to validate on more than the stream's head"),
-        "data.val_train_rows": (d.val_train_rows, "0"),
-        "data.document_start": (d.document_start, "null"),
-        "data.packing": (d.packing, "null"),
-        "data.curriculum.by": (d.curriculum.by, "null"),
-        "data.fim.rate": (d.fim.rate, "0"),
-        "data.batch_warmup.start_size": (d.batch_warmup.start_size, "null"),
-        "trainer.overfit_batches": (t.overfit_batches, "0"),
-    }
-    for key, (value, instead) in wrong.items():
-        if value:
-            raise UserError(f"{key}={value} doesn't go with a stream ({here}): set {key}={instead}")
-
-
 def _check_memory(c: Config) -> None:
     """Raises UserError if keys of the memory are incompatible with each other or with other settings."""
     m, method = c.memory, c.peft.method
@@ -299,15 +275,6 @@ def _check_memory(c: Config) -> None:
             f"memory.num_heads={fits} or memory.memory_dim={m.num_heads * max(1, round(m.memory_dim / m.num_heads))}"
         )
     _check_memory_layers(m.layers)
-    if method == "memory" and c.tokenizer.add_tokens:
-        raise UserError(
-            "tokenizer.add_tokens with peft=memory: the embedding rows of new tokens are part of the frozen base "
-            "and would keep their random initial values; choose peft=memory_lora, which trains them"
-        )
-    if c.export.merge:
-        raise UserError("export.merge=true: a memory can't be merged into its base; leave it out (docs/memory.md)")
-    if c.trainer.strategy == "fsdp_tp":
-        raise UserError("trainer.strategy=fsdp_tp can't split a memory: set trainer.strategy=fsdp")
 
 
 def trains_base(c: Config) -> bool:
@@ -329,20 +296,6 @@ def _check_base(c: Config) -> None:
         raise UserError(
             f"optimizer.groups: {{name: base}} with peft.quantization={c.peft.quantization}: quantised weights can't "
             f"be trained; leave the entry out, or set peft.quantization=null"
-        )
-
-
-def _check_router(c: Config) -> None:
-    """Raises UserError if router losses can't be computed over whole steps (router.scope=step)."""
-    if c.router.scope == "step" and not isinstance(c.objective, CausalLMConfig):
-        raise UserError(
-            f"router.scope=step with objective={c.objective.name}: only causal_lm and sft read each micro-batch "
-            f"once, with the routers' losses; set router.scope=micro_batch"
-        )
-    if c.router.scope == "step" and c.data.packing == "off":
-        raise UserError(
-            "router.scope=step with data.packing=off: rows are filled up to the longest of their micro-batch, so the "
-            "losses would depend on the split of a step; set router.scope=micro_batch, or another data.packing"
         )
 
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar
 
 from lmtrain.config.constraints import *  # the vocabulary of declarations
 from lmtrain.config.schema import Config, ModelConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig
-from lmtrain.errors import UserError
 
 # The names in losses.preferences.LOSSES, a module that imports torch.
 PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "hinge", "dpop", "kto_pair", "apo_zero", "apo_down", "simpo", "orpo")
@@ -55,13 +54,6 @@ class DPOConfig(ObjectiveConfig):
     sft_weight: Annotated[float, TRAJECTORY, not_negative]
     length_normalize: Annotated[bool | str, TRAJECTORY, choice("auto"), _CHOOSES]
     reference: Annotated[str, MACHINE, choice(*REFERENCES)]
-
-    def check(self, config: Config) -> None:
-        if config.trainer.spike_factor is not None and self.loss == "robust" and self.label_smoothing:
-            raise UserError(
-                f"trainer.spike_factor={config.trainer.spike_factor:g}: with label_smoothing objective.loss=robust "
-                f"falls below 0, where no multiple of it is a spike: set trainer.spike_factor=null"
-            )
 
     def why_on_every_rank(self) -> str | None:
         if self.reference == "precomputed":

@@ -16,7 +16,6 @@ from lmtrain.config.schema import FP8, Config, DeepSpeedConfig, TrainerConfig
 from lmtrain.errors import UserError
 
 SHARING = ("fsdp", "fsdp_tp", "deepspeed")  # shard parameters, gradients or optimizer state over the devices
-_NEITHER = ("fsdp_tp", "deepspeed")  # split layers in ways that fp8 and some objectives don't support
 
 
 def torch_is_at_least(major: int, minor: int) -> bool:
@@ -26,28 +25,6 @@ def torch_is_at_least(major: int, minor: int) -> bool:
 def outside_fp8(precision: str) -> str:
     """Returns the precision of everything outside the fp8 layers: bf16-mixed for fp8, else `precision` itself."""
     return "bf16-mixed" if precision == FP8 else precision
-
-
-def check_fp8(c: Config) -> None:
-    """Raises UserError for a setting that trainer.precision=fp8 doesn't support or has not been tested with."""
-    if c.trainer.precision != FP8:
-        return
-    strategy, stored, compares = c.trainer.strategy, c.peft.quantization, hasattr(c.objective, "reference")
-    instead = "set trainer.precision=bf16-mixed"
-    clashes = {
-        f"trainer.strategy={strategy}: set trainer.strategy=fsdp or ddp, or {instead}": strategy in _NEITHER,
-        f"peft.quantization={stored}, whose layers multiply in their own way: {instead}, or peft=lora": stored,
-        f"objective={c.objective.name}, whose differences of log-probabilities get lost in it: {instead}": compares,
-    }
-    for what, clash in clashes.items():
-        if clash:
-            raise UserError(f"trainer.precision=fp8 does not go with {what}")
-
-
-def refuse_split_layers(strategy: str, why: str) -> None:
-    """Raises UserError with the reason `why` if the strategy splits layers (fsdp_tp, deepspeed)."""
-    if strategy in _NEITHER:
-        raise UserError(f"trainer.strategy={strategy}: {why}: set trainer.strategy=ddp or fsdp")
 
 
 def spell_out(t: TrainerConfig) -> None:
@@ -81,64 +58,22 @@ def context_parallel(t: TrainerConfig) -> int:
 
 
 def check_strategy(c: Config) -> None:
-    """Raises UserError, with an alternative, for the first setting incompatible with trainer.precision or strategy."""
-    check_fp8(c)
-    strategy = c.trainer.strategy
-    if strategy not in SHARING:
-        return
-    key = f"trainer.strategy={strategy}"
-    if strategy == "deepspeed":
-        _check_deepspeed(c)
-    if strategy == "fsdp_tp":
-        _check_tensor_parallel(c)
-    if context_parallel(c.trainer) > 1:
-        _check_context_parallel(c)
-    precisions = ("auto", "32-true", "bf16-mixed", "bf16-true")
-    if outside_fp8(c.trainer.precision) not in precisions:
-        raise UserError(f"trainer.precision={c.trainer.precision} does not go with {key}: set one of {precisions}")
-    if c.callbacks.ema.enabled:
-        raise UserError(
-            f"callbacks.ema does not go with {key}: each device has only a part of the weights while it trains, and "
-            f"the average is kept whole. Set trainer.strategy=ddp, or callbacks.ema.enabled=false"
-        )
-    if c.optimizer.name == "adamw_8bit":
-        raise UserError(
-            f"optimizer=adamw_8bit does not go with {key}: it quantises blocks of 256 values, which do not end "
-            "where the devices' parts of a tensor end. Set optimizer=adamw, whose state is sharded too"
-        )
-    if c.peft.quantization is not None:
-        _check_quantised(c)
-    if c.trainer.precision == "bf16-true" and c.peft.method != "none" and c.peft.modules_to_save:
-        raise UserError(
-            f"peft.modules_to_save with trainer.precision=bf16-true does not go with {key}, which wants all trained "
-            f"parameters of a block in one dtype: set trainer.precision=bf16-mixed"
-        )
+    """Raises UserError, with an alternative, for the first setting incompatible with trainer.strategy.
 
-
-def _check_quantised(c: Config) -> None:
-    """Raises UserError unless a quantized base can be sharded: only fsdp with a 4-bit base.
-
-    An int8 base keeps state of a layer's last matrix product beside the weights.
+    Pairs of settings that don't go together are listed in clashes.yaml.
     """
-    strategy, stored = c.trainer.strategy, c.peft.quantization
-    if strategy == "fsdp" and stored != "int8":
-        if not torch_is_at_least(2, 13):
-            raise UserError(
-                f"peft.quantization={stored} with trainer.strategy=fsdp needs torch 2.13, which can shard parameters "
-                f"of bytes (here {version('torch')}): upgrade torch, or set trainer.strategy=ddp"
-            )
-        return
-    found = f"peft.quantization={stored} does not go with trainer.strategy={strategy}"
-    if strategy == "fsdp":
+    t, stored = c.trainer, c.peft.quantization
+    if t.strategy == "deepspeed":
+        _check_options(t.deepspeed)
+    if t.strategy == "fsdp_tp":
+        _check_tensor_parallel(c)
+    if context_parallel(t) > 1:
+        _check_context_parallel(c)
+    if t.strategy == "fsdp" and stored is not None and not torch_is_at_least(2, 13):
         raise UserError(
-            f"{found}: of quantised bases only those of 4 bits can be sharded over the devices. Set peft=qlora, "
-            "or trainer.strategy=ddp"
+            f"peft.quantization={stored} with trainer.strategy=fsdp needs torch 2.13, which can shard parameters "
+            f"of bytes (here {version('torch')}): upgrade torch, or set trainer.strategy=ddp"
         )
-    shares = "trainer.strategy=fsdp" + (" with peft=qlora" if stored == "int8" else "")
-    raise UserError(
-        f"{found}, which can't split packed weights and their scales: set {shares}, which shares a base of 4 bits "
-        "among the devices, or trainer.strategy=ddp"
-    )
 
 
 def check_devices(t: TrainerConfig) -> None:
@@ -160,10 +95,6 @@ def _check_tensor_parallel(c: Config) -> None:
     size, key = c.trainer.fsdp.tensor_parallel_size, "trainer.strategy=fsdp_tp"
     if size < 2:
         raise UserError(f"trainer.fsdp.tensor_parallel_size={size} with {key}: 2 or more, or set trainer.strategy=fsdp")
-    if getattr(c.model, "num_experts", None) is not None:
-        raise UserError(f"{key} does not split a mixture of experts (model.num_experts): set trainer.strategy=fsdp")
-    if c.peft.use_dora:
-        raise UserError(f"peft.use_dora=true does not go with {key}: set it to false, or trainer.strategy=fsdp")
     _check_heads(c, "trainer.fsdp.tensor_parallel_size", size, ("num_attention_heads", "num_key_value_heads"))
 
 
@@ -181,19 +112,7 @@ def _check_heads(c: Config, key: str, size: int, names: Sequence[str]) -> None:
 def _check_context_parallel(c: Config) -> None:
     """Raises UserError if the config alone rules out context parallelism; models/context.py checks the model."""
     size, key = c.trainer.fsdp.context_parallel_size, "trainer.fsdp.context_parallel_size"
-    name, routed = c.objective.name, "for which the load balance of routers is computed over whole rows"
-    of_whole_rows = {
-        f"objective={name}, which compares whole rows (causal_lm and sft do not)": name not in ("causal_lm", "sft"),
-        "objective.neftune_alpha, whose noise depends on row length": getattr(c.objective, "neftune_alpha", None),
-        f"memory.num_chapters, {routed}": c.memory.num_chapters is not None,
-        f"model.num_experts, {routed}": getattr(c.model, "num_experts", None) is not None,
-    }
-    for found, is_set in of_whole_rows.items():
-        if is_set:
-            raise UserError(f"{key}={size} does not go with {found}: each device has a slice of a row. Set {key}=1")
     _check_heads(c, key, size, ("num_attention_heads",))
-    if c.model.attention in ("sdpa", "transformers"):
-        raise UserError(f"{key}={size} does not go with model.attention={c.model.attention}: set model.attention=auto")
     lengths = {"data.seq_len": c.data.seq_len, "data.curriculum.start_length": c.data.curriculum.start_length}
     for name, length in lengths.items():
         if length is not None and length % size and c.data.packing != "off":
@@ -201,18 +120,6 @@ def _check_context_parallel(c: Config) -> None:
                 f"{key}={size} does not divide {name}={length}: each device of a group has equally many tokens of a "
                 f"row. Set {name}={-(-length // size) * size}"
             )
-
-
-def _check_deepspeed(c: Config) -> None:
-    key = "trainer.strategy=deepspeed"
-    _check_options(c.trainer.deepspeed)
-    if c.optimizer.name in ("muon", "adafactor"):
-        raise UserError(
-            f"optimizer={c.optimizer.name} does not go with {key}: ZeRO flattens and splits parameters, but this "
-            "optimizer needs whole matrices. Set optimizer=adamw or lion, or trainer.strategy=fsdp"
-        )
-    if c.trainer.spike_factor is not None:
-        raise UserError(f"trainer.spike_factor does not go with {key}, which can't skip a step: set it to null")
 
 
 # Fields of a user's DeepSpeed file that are ignored -> the config keys that take precedence.

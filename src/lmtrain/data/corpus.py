@@ -243,8 +243,6 @@ def text_rows(shards: list[Shard], config: Config, seed: int | None) -> tuple[An
 
 def _mixture(config: Config) -> Corpus:
     """Builds the corpus of a text mixture: windows of all sources, concatenated, and the order that mixes them."""
-    if config.data.packing is not None:
-        raise UserError(f"data.packing={config.data.packing}: documents of a mixture are concatenated; set it to null")
     parts = prepare_mixture(config.data, config.tokenizer)
     trained = [part.splits["train"] for _, part in parts]
     held_out = [part.splits["val"] for _, part in parts if "val" in part.splits]

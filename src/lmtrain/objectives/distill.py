@@ -15,7 +15,6 @@ from lmtrain.config.constraints import CONTENT, MACHINE, MODEL, TRAJECTORY, Read
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.config.schema_data import TokenizerConfig
-from lmtrain.config.strategies import refuse_split_layers
 from lmtrain.data import tokenizers
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.rows import PaddedRows, padded
@@ -59,14 +58,6 @@ class DistillOptions(ObjectiveConfig):
             raise UserError("objective=distill needs a teacher: set objective.teacher to a run, a folder or a hub name")
         if self.beta < 0:
             raise UserError(f"objective.beta={self.beta}: a number from 0 (forward KL) to 1 (reverse KL) is needed")
-        if self.on_policy and config.data.packing != "off":
-            raise UserError(
-                "objective.on_policy: the student goes on from the prompt of each row, so a row may hold one "
-                "conversation: set data.packing=off"
-            )
-        refuse_split_layers(
-            config.trainer.strategy, "distillation needs the student's whole output embedding on each device"
-        )
 
 
 class Distill(Objective):

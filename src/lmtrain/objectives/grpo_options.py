@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar
 from lmtrain.config.constraints import *  # the vocabulary of declarations
 from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.config.schema_data import PROMPT_ROWS
-from lmtrain.config.strategies import refuse_split_layers
 from lmtrain.errors import UserError
 from lmtrain.losses.policy import KL_ESTIMATORS, VARIANTS
 
@@ -77,22 +76,6 @@ class GRPOOptions(ObjectiveConfig):
                 f"objective.loss={self.loss} takes the KL off a completion's reward, for which objective.kl_estimator="
                 f"k1 is the unbiased one: set it"
             )
-        if self.engine == "vllm" and self.top_p < 1:  # its processed log-probabilities are those of the tokens left
-            raise UserError(
-                f"objective.top_p={self.top_p:g}: vLLM gives log-probabilities after top_p, and the loss compares them "
-                f"with the model's before it: set objective.top_p=1 or objective.engine=in_process"
-            )
-        if self.engine == "vllm" and config.peft.method != "none":
-            raise UserError(
-                f"objective.engine=vllm takes the weights of a whole model, and peft.method={config.peft.method} "
-                f"trains an adapter: set objective.engine=in_process"
-            )
-        if config.trainer.spike_factor is not None:
-            raise UserError(
-                f"trainer.spike_factor={config.trainer.spike_factor:g}: objective=grpo has losses around 0, of which "
-                f"no multiple is a spike: set trainer.spike_factor=null"
-            )
-        refuse_split_layers(config.trainer.strategy, "rollouts need all weights on each device while they are sampled")
         if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:
             raise UserError(
                 f"objective.overlong_buffer={self.overlong_buffer} is more than objective.max_new_tokens="

@@ -41,17 +41,6 @@ class MDLMOptions(ObjectiveConfig):
     mask_token: Annotated[str | None, TRAJECTORY] = None
     min_time: Annotated[float, TRAJECTORY, above_zero, share]
 
-    def check(self, config: Config) -> None:
-        has_adapter = config.peft.method != "none"  # its folder has no config, so its base would attend causally
-        unmet = {
-            "data.isolate_documents=false": config.data.isolate_documents,
-            "data.packing=null": config.data.packing is not None,  # rows without padding
-            "export.enabled=false": has_adapter and config.export.enabled,
-        }
-        wrong = [setting for setting, is_wrong in unmet.items() if is_wrong]
-        if wrong:
-            raise UserError(f"objective=mdlm attends in both directions over whole rows: set {' '.join(wrong)}")
-
 
 class Masked(NamedTuple):
     """A mask of hidden tokens, bool [B, T], and the times [B, 1] fp32 that were drawn for the rows."""

@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 
 from lmtrain.config.constraints import TRAJECTORY, not_negative
 from lmtrain.config.schema import Config, ObjectiveConfig
-from lmtrain.config.strategies import refuse_split_layers
 from lmtrain.data.corpus import Corpus
-from lmtrain.errors import UserError
 from lmtrain.losses.preferences import bradley_terry
 from lmtrain.models.language_model import LogProbs
 from lmtrain.models.scalar_head import last_real, padding_of, set_padding
@@ -31,13 +29,6 @@ class RewardOptions(ObjectiveConfig):
     scalar_head: ClassVar[bool] = True
 
     center_rewards_coefficient: Annotated[float, TRAJECTORY, not_negative]
-
-    def check(self, config: Config) -> None:
-        refuse_split_layers(config.trainer.strategy, "a scalar head is read outside of its module")
-        if config.memory.num_chapters is not None:
-            raise UserError("memory=bank: a model with a memory predicts tokens, and a reward is a number: memory=none")
-        if config.export.generation:
-            raise UserError("export.generation: a reward model writes nothing, so leave it out")
 
 
 class RewardModel(Objective):
