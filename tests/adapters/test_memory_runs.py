@@ -165,7 +165,7 @@ WRONG = {
     "router.z_loss=-1": "router.z_loss=-1.0: a number from 0 up is needed",
     "router.load_balance=-0.1": "router.load_balance=-0.1: a number from 0 up is needed",
     "memory.router=top": "memory.router=top is not known; did you mean top_k?",
-    "peft=none peft.method=memory": "peft.method=memory needs a memory",
+    "peft=none peft.method=memory": "it trains a memory",
     "export.merge=true": "a memory can't be merged",
     "tokenizer.add_tokens=[x]": "choose peft=memory_lora",
 }

@@ -173,9 +173,9 @@ def test_a_mixture_grows_too(text: Path, tmp_path: Path) -> None:
 
 
 WRONG = {
-    "data.curriculum.by=length": "data.curriculum.by=length needs data.curriculum.start_length",
+    "data.curriculum.by=length": "data.curriculum.start_length=null does not go with data.curriculum.by=length",
     "data.curriculum.by=size": "data.curriculum.by=size is not known",
-    "data.curriculum={by: length, start_length: 8}": "data.curriculum.by=length needs data.curriculum.steps",
+    "data.curriculum={by: length, start_length: 8}": "Set data.curriculum.steps=...",
     "data.curriculum={by: length, start_length: 7, steps: 4}":
         "data.curriculum.start_length=7 has to be smaller than data.seq_len=32 and to divide it: set "
         "data.curriculum.start_length=8",
@@ -188,7 +188,7 @@ WRONG = {
     "data.batch_warmup.start_size=4 data.batch_warmup.steps=4":
         "data.batch_warmup.start_size=4 has to be smaller than data.global_batch_size=6 and to divide it: set "
         "data.batch_warmup.start_size=3",
-    "data.batch_warmup.start_size=2": "data.batch_warmup.start_size=2 needs data.batch_warmup.steps",
+    "data.batch_warmup.start_size=2": "Set data.batch_warmup.steps=...",
 }  # fmt: skip
 
 

@@ -493,8 +493,8 @@ def test_the_check_says_what_differs(pairs: Path, llama: Path) -> None:
 def test_references_that_do_not_fit_are_refused(pairs: Path, llama: Path) -> None:
     cases = [
         (LLAMA, "objective.reference=adapter_off", "no adapter is trained"),
-        ([*LLAMA, "objective.loss=ipo"], "objective.reference=none", "without one there are sigmoid, simpo, orpo"),
-        ([*LLAMA, "objective.loss=simpo"], "objective.reference=frozen_copy", "has no reference"),
+        ([*LLAMA, "objective.loss=ipo"], "objective.reference=none", "there are the losses sigmoid, simpo and orpo"),
+        ([*LLAMA, "objective.loss=simpo"], "objective.reference=frozen_copy", "have no reference"),
         ([*LORA, "peft.init_weights=pissa"], "objective.reference=adapter_off", "taken out of the base"),
         ([*LORA, "peft.bias=all"], "objective.reference=adapter_off", "trains biases of the base"),
     ]

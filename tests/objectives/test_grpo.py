@@ -157,7 +157,7 @@ def test_two_ranks_sample_what_one_does(prompts: Path, llama: Path, tmp_path: Pa
     ("argv", "words"),
     [
         (["reward=none"], "learns from rewards, and there is none"),
-        ([*LETTERS, "objective.group_size=1"], "objective.group_size=1: objective.loss=grpo compares"),
+        ([*LETTERS, "objective.group_size=1"], "the loss compares the completions of a prompt"),
         ([*LETTERS, "objective.max_new_tokens=60"], r"a prompt has 14 tokens, and the model's 64 positions"),
         ([*LETTERS, "data=prompts_jsonl", "data.max_prompt_length=3", "data.on_too_long=raise"],
          "the prompt has 5 tokens"),

@@ -195,8 +195,8 @@ def test_endless_runs() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("schedule.warmup_steps=4 schedule.warmup_ratio=0.1", "make one null"),
-        ("schedule.warmup_steps=0 schedule.warmup_ratio=0.1", "make one null"),
+        ("schedule.warmup_steps=4 schedule.warmup_ratio=0.1", "Set one of them to null"),
+        ("schedule.warmup_steps=0 schedule.warmup_ratio=0.1", "Set one of them to null"),
         ("schedule.warmup_steps=-1", "schedule.warmup_steps=-1"),
         ("schedule.warmup_ratio=1.5", "schedule.warmup_ratio=1.5"),
         ("schedule.min_lr_ratio=null", "schedule.min_lr_ratio has no value"),

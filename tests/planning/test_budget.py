@@ -484,7 +484,7 @@ def test_a_cooldown_ends_at_a_step(word: str) -> None:
 
 
 def test_budgets_that_count_tokens_need_rows_of_a_length_and_stand_alone() -> None:
-    with pytest.raises(UserError, match=r"budget.minutes=1 and budget.flops=2: one of them says how long"):
+    with pytest.raises(UserError, match=r"budget.flops=2.0 does not go with budget.minutes=1.0"):
         config("budget.minutes=1", "budget.flops=2")
     chat = rules.compose([*TINY, "objective=sft", "data=chat_jsonl", "data.path=x.jsonl", "budget.tokens=1e6"])
     padded = rules.compose([*TINY, "data=text", "data.packing=greedy", "budget.tokens=1e6"])

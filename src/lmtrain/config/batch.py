@@ -146,25 +146,13 @@ def check_growth(c: Config) -> None:
     d = c.data
     if d.curriculum.by == "length":
         _check_lengths(d)
-    w = d.batch_warmup
-    if w.start_size is None:
-        return
-    if w.steps is None:
-        raise UserError(
-            f"data.batch_warmup.start_size={w.start_size} needs data.batch_warmup.steps: the step at which a step has "
-            f"data.global_batch_size={d.global_batch_size} rows"
-        )
-    _check_divides("data.batch_warmup.start_size", w.start_size, "data.global_batch_size", d.global_batch_size)
+    start = d.batch_warmup.start_size
+    if start is not None:
+        _check_divides("data.batch_warmup.start_size", start, "data.global_batch_size", d.global_batch_size)
 
 
 def _check_lengths(d: DataConfig) -> None:
     c = d.curriculum
-    missing = [name for name in ("start_length", "steps") if getattr(c, name) is None]
-    if missing:
-        raise UserError(
-            f"data.curriculum.by=length needs data.curriculum.{missing[0]}: start_length is how many tokens the first "
-            f"rows have, steps after how many steps they have data.seq_len={d.seq_len}"
-        )
     assert c.start_length is not None
     if c.end_length not in (None, d.seq_len):
         raise UserError(

@@ -13,7 +13,7 @@ from lmtrain.config.constraints import choice
 from lmtrain.config.keys import check_constraints
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.override_text import written
-from lmtrain.config.schema import BUDGETS, Config, MemoryConfig, ScheduleConfig
+from lmtrain.config.schema import Config, MemoryConfig
 from lmtrain.config.schema_data import ANSWERS
 from lmtrain.config.strategies import check_strategy, spell_out
 from lmtrain.config.targets import check_allowed, check_names
@@ -28,7 +28,6 @@ def check_values(c: Config) -> None:
     """Raises UserError for the first value that is out of range, not among its choices, unsafe, or inconsistent."""
     _check_trainer(c)
     check_constraints(c)
-    _check_budget(c)
     check_clashes(c)
     _check_run(c)
     _check_positions(c)
@@ -85,12 +84,6 @@ def _is_one_of(value: Any, wanted: Any) -> bool:
     return any(name in (wanted if isinstance(wanted, list) else [wanted]) for name in names)
 
 
-def _check_budget(c: Config) -> None:
-    found = [f"budget.{name}={getattr(c.budget, name):g}" for name in BUDGETS if getattr(c.budget, name) is not None]
-    if len(found) > 1:
-        raise UserError(f"{' and '.join(found)}: one of them says how long the run is; leave the other out")
-
-
 def _check_trainer(c: Config) -> None:
     short = {"bf16": "bf16-mixed", "fp16": "16-mixed", "16": "16-mixed", "fp32": "32-true", "32": "32-true"}
     t = c.trainer
@@ -112,10 +105,7 @@ def _check_trainer(c: Config) -> None:
 
 
 def _check_run(c: Config) -> None:
-    if c.trainer.max_steps is None and c.trainer.max_epochs is None:
-        raise UserError("the run would never end: set trainer.max_steps or trainer.max_epochs")
     time_limit_seconds(c.run.time_limit)
-    _check_schedule(c.schedule)
     if c.run.cooldown_from is not None:
         _settle_cooldown(c, c.run.cooldown_from)
 
@@ -138,13 +128,6 @@ def _settle_cooldown(c: Config, checkpoint: str) -> None:
         raise UserError(f"{key}: trainer.max_steps={last} is not beyond that step; set the step at which to end")
     assert isinstance(c.schedule, WarmupStableDecayConfig)  # see clashes.yaml
     c.schedule.decay_from, c.run.schedule_on_resume = step, "rescale"
-
-
-def _check_schedule(schedule: ScheduleConfig) -> None:
-    """Raises UserError if the warmup is set twice."""
-    steps, ratio = schedule.warmup_steps, schedule.warmup_ratio
-    if steps is not None and ratio is not None:
-        raise UserError(f"schedule.warmup_steps={steps} and schedule.warmup_ratio={ratio} set it: make one null")
 
 
 def _check_positions(c: Config) -> None:
@@ -254,10 +237,8 @@ def time_limit_seconds(text: str | None) -> float | None:
 
 def _check_memory(c: Config) -> None:
     """Raises UserError if keys of the memory are incompatible with each other or with other settings."""
-    m, method = c.memory, c.peft.method
+    m = c.memory
     if m.num_chapters is None:
-        if method == "memory":
-            raise UserError("peft.method=memory needs a memory: choose peft=memory, or set memory=bank too")
         return
     missing = [f.name for f in dataclasses.fields(MemoryConfig) if getattr(m, f.name) is None]
     if missing:

@@ -10,8 +10,7 @@ from torch import Tensor
 from lmtrain.config.options import DPOConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
-from lmtrain.errors import UserError
-from lmtrain.losses.preferences import LOSSES, REFERENCE_FREE, LossOptions, Pairs, preference_losses
+from lmtrain.losses.preferences import LOSSES, LossOptions, Pairs, preference_losses
 from lmtrain.objectives.parts import LossParts, of_rows, options_of, with_routers
 from lmtrain.objectives.start_check import check_start
 from lmtrain.objectives.with_reference import ReferenceObjective
@@ -28,16 +27,6 @@ def loss_options(cfg: DPOConfig) -> LossOptions:
     return LossOptions(**{**named_alike, "length_normalize": per_token})
 
 
-def check_reference(cfg: DPOConfig) -> None:
-    """Raises UserError if the loss and the reference are incompatible."""
-    free = [*REFERENCE_FREE, *(name for name, loss in LOSSES.items() if not loss.has_reference)]
-    if cfg.loss not in free and cfg.reference == "none":
-        losses = ", ".join(free)
-        raise UserError(f"objective.loss={cfg.loss} needs a reference; without one there are {losses}")
-    if not LOSSES[cfg.loss].has_reference and cfg.reference not in ("auto", "none"):
-        raise UserError(f"objective.loss={cfg.loss} has no reference: set objective.reference=auto")
-
-
 class DPO(ReferenceObjective):
     """The objective of all losses over pairs (objective.loss)."""
 
@@ -52,11 +41,10 @@ class DPO(ReferenceObjective):
         """Resolves the loss and the reference, which is the model before a checkpoint is read.
 
         Raises:
-            UserError: see `check_reference` and `reference.choose`.
+            UserError: see `reference.choose`.
         """
         options = options_of(config, DPOConfig)
         self.loss, self.options = options.loss, loss_options(options)
-        check_reference(options)
         self.settle_reference(options.reference if LOSSES[options.loss].has_reference else "none", config, corpus)
         self.fingerprint["keys"]["objective.length_normalize"] = self.options.length_normalize  # with auto resolved
 

@@ -65,17 +65,6 @@ class GRPOOptions(ObjectiveConfig):
         return self.max_new_tokens * (self.max_turns if self.plays else 1)
 
     def check(self, config: Config) -> None:
-        variant = VARIANTS[self.loss]
-        if self.group_size < 2 and variant.baseline != "none":
-            raise UserError(
-                f"objective.group_size=1: objective.loss={self.loss} compares the completions of a prompt with each "
-                f"other, so it needs 2 or more, better 8; objective.loss=reinforce takes one"
-            )
-        if self.kl_coef and variant.kl_in_reward and self.kl_estimator != "k1":
-            raise UserError(
-                f"objective.loss={self.loss} takes the KL off a completion's reward, for which objective.kl_estimator="
-                f"k1 is the unbiased one: set it"
-            )
         if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:
             raise UserError(
                 f"objective.overlong_buffer={self.overlong_buffer} is more than objective.max_new_tokens="

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lmtrain.config.batch import step_sizes
 from lmtrain.config.constraints import MACHINE, TRAJECTORY, above_zero, choice, not_negative
 from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.data.corpus import Corpus
@@ -30,16 +29,6 @@ class KTOOptions(ObjectiveConfig):
     desirable_weight: Annotated[float, TRAJECTORY, not_negative]
     undesirable_weight: Annotated[float, TRAJECTORY, not_negative]
     reference: Annotated[str, MACHINE, choice("auto", "frozen_copy", "adapter_off")]
-
-    def check(self, config: Config) -> None:
-        if step_sizes(config.data).values[0] > 1:
-            return
-        warmup = config.data.batch_warmup.start_size is not None
-        key = "data.batch_warmup.start_size" if warmup else "data.global_batch_size"
-        raise UserError(
-            f"{key}=1: the reference point is estimated on prompts with other answers of the step, so a step needs at "
-            f"least 2; data.micro_batch_size may be 1"
-        )
 
 
 def kto_losses(log_ratios: Tensor, desirable: Tensor, reference_point: Tensor, options: KTOOptions) -> Tensor:

@@ -15,7 +15,6 @@ from lmtrain.config.strategies import SHARING, check_frozen_copy
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.loaders import rows_used
 from lmtrain.distributed import process_group as world
-from lmtrain.errors import UserError
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.language_model import LogProbs
 from lmtrain.objectives.base import Objective
@@ -78,11 +77,6 @@ class ReferenceObjective(Objective):
         if self.reference == "frozen_copy":
             check_frozen_copy(config.trainer)
         if self.reference == "precomputed":
-            if config.data.val_sets:
-                raise UserError(
-                    "objective.reference=precomputed covers only the rows of data.path and data.val_path: set "
-                    "objective.reference=frozen_copy for data.val_sets"
-                )
             contents = {name: self.fingerprint["contents"][name] for name in ("data", "model")}
             self.precomputed = Precomputed(config.data.cache_dir, {**contents, **of_model(config)})
 
