@@ -167,7 +167,7 @@ WRONG = {
     "memory.router=top": "memory.router=top is not known; did you mean top_k?",
     "peft=none peft.method=memory": "it trains a memory",
     "export.merge=true": "a memory can't be merged",
-    "tokenizer.add_tokens=[x]": "choose peft=memory_lora",
+    "tokenizer.add_tokens=[x]": "Set peft=memory_lora",
 }
 
 

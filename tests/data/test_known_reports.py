@@ -9,7 +9,7 @@ import pytest
 
 from inprocess import train_tiny
 from lmtrain.data import tokenizers
-from lmtrain.data.chat.decoding import AnswerDecoder
+from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.sources.tables import read_table
 
 NOTHING = ["None", "NA", "null", "nan", "N/A", "-", "007", "1.0", "True", "two\nlines"]

@@ -19,7 +19,7 @@ from lmtrain.callbacks.metrics import without_times
 from lmtrain.config import compose as rules
 from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import tokenizers
-from lmtrain.data.chat.decoding import AnswerDecoder
+from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.generation.conversation import Talk
 from lmtrain.generation.sampling import sample_text

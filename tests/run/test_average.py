@@ -115,7 +115,7 @@ def test_only_what_is_trained_is_averaged(corpus: Path, tmp_path: Path) -> None:
 def test_sharded_weights_are_refused(corpus: Path) -> None:
     ended = train_tiny(corpus, "callbacks=ema", "trainer.strategy=fsdp")
     assert ended.code == 2
-    assert "callbacks.ema does not go with trainer.strategy=fsdp" in message(ended.err)
+    assert "callbacks.ema.enabled=true does not go with trainer.strategy=fsdp" in message(ended.err)
 
 
 def test_a_setting_of_it_turns_it_on() -> None:

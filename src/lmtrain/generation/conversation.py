@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, TextStreamer
 
 from lmtrain import errors
 from lmtrain.config.schema import Config, GenerateConfig
-from lmtrain.data.chat.decoding import AnswerDecoder
+from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, reason

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.schema import SamplesConfig
-from lmtrain.data.chat.decoding import AnswerDecoder
+from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import own_template, user_turn
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prepare import MAX_QUESTIONS

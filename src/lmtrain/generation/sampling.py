@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lmtrain.config.schema import GenerateConfig
-from lmtrain.data.chat.decoding import AnswerDecoder
+from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import evaluating

@@ -26,12 +26,11 @@ from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import RunError, UserError
 from lmtrain.models.denoising import set_mask_token
 from lmtrain.models.language_model import LanguageModel
-from lmtrain.objectives.guard import StepGuard
 from lmtrain.objectives.parts import LossParts, StepResult, add_sums, means_over
 from lmtrain.objectives.routing import routed
 from lmtrain.objectives.start_check import FirstSteps, WeightsMove, check_judged, name_unreached
 from lmtrain.optim.groups import set_lr
-from lmtrain.optim.skipping import can_skip
+from lmtrain.optim.skipping import StepGuard, can_skip
 from lmtrain.strategies.choose import fill_in
 from lmtrain.strategies.placement import placement_of
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lmtrain.config.schema import Config
 from lmtrain.data import tokenizers
-from lmtrain.data.chat.decoding import AnswerDecoder
+from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prompt_rows import PromptRow, PromptRows, prompts_of

@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lmtrain.config.options import AdafactorConfig, AdamW8bitConfig, AdamWConfig, LionConfig, MuonConfig
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.config.targets import build_target, find_class
+from lmtrain.distributed.dtensor import held
 from lmtrain.errors import UserError, needing
 from lmtrain.optim.adafactor import Adafactor
 from lmtrain.optim.groups import parameter_groups
 from lmtrain.optim.half import HALF, HalfOptimizer
-from lmtrain.optim.lion import Lion
 from lmtrain.optim.muon import MuonWithAdamW
+from lmtrain.optim.skipping import SkippingOptimizer, change, factor
 
 Groups = list[dict[str, Any]]
 
@@ -40,6 +41,32 @@ def build_optimizer(
         return _in_full(_BUILDERS[cfg.name](groups, cfg))
     except ValueError as error:  # each optimizer checks its own ranges
         raise UserError(f"optimizer.name={cfg.name}: {error}") from None
+
+
+class Lion(SkippingOptimizer):
+    """Lion with decoupled weight decay (Chen et al. 2023, arXiv:2302.06675, algorithm 2).
+
+    It moves by the sign of an interpolated momentum. State: one `momentum` tensor per parameter.
+
+    Every coordinate moves by exactly `lr`, so Lion needs a learning rate 3 to 10 times smaller than AdamW's and a
+    weight decay larger by the same factor.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas}: each must be at least 0 and below 1")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Updates all parameters at once: a handful of kernels instead of five per parameter. Shards stay local."""
+        beta1, beta2 = group["betas"]
+        momenta, gradients = self._momenta_and_gradients(parameters)
+        directions = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+        torch._foreach_sign_(directions)
+        change([held(p) for p in parameters], directions, group["lr"] * factor(self), group["weight_decay"])
+        torch._foreach_lerp_(momenta, gradients, 1 - beta2)
 
 
 class _InFull(HalfOptimizer):

@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from lmtrain.adapters.memory import memory_blocks
-from lmtrain.data.chat.decoding import following
+from lmtrain.data.chat.special_text import following
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
 from lmtrain.reports.report_page import asset, document, rendered, write_page

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lmtrain.data.chat.conversations import Conversation, column_of
-from lmtrain.data.chat.decoding import AnswerDecoder
 from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
 from lmtrain.data.chat.pairs import opening
 from lmtrain.data.chat.rendering import check_tools
+from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.turns import BadRow, turns_of
 from lmtrain.data.examples.prompt_rows import PROMPT, PromptRow

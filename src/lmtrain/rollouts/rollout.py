@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import column_of
-from lmtrain.data.chat.decoding import AnswerDecoder
+from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.prompt_rows import PROMPT, PromptRow
 from lmtrain.data.order import mix64

@@ -45,9 +45,9 @@ from lmtrain.errors import UserError
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.base import Objective
-from lmtrain.objectives.guard import StepGuard
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.optim.schedules import build_schedule
+from lmtrain.optim.skipping import StepGuard
 from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monitors
 from lmtrain.run.features import contents_of_features, features_on
 from lmtrain.run.loggers import build_loggers

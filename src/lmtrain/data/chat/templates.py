@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation
-from lmtrain.data.chat.decoding import AnswerDecoder
 from lmtrain.data.chat.jinja_rendering import ANSWER, QUESTION, answers_of, find_template
 from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
-from lmtrain.data.chat.special_text import PlainText, pattern_of, special_tokens
+from lmtrain.data.chat.special_text import AnswerDecoder, PlainText, pattern_of, special_tokens
 from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.data.fast_ids import TextIds
 from lmtrain.data.tokenizers import plain_backend
