@@ -17,6 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from lmtrain.rollouts import in_process
 from lmtrain.rollouts.engine import Request, Sampling, draw
 from lmtrain.rollouts.in_process import InProcess
 
@@ -75,6 +76,42 @@ def test_log_probs_are_the_trainers(family: str) -> None:
         expected = rows[torch.arange(len(completion.ids)), torch.tensor(completion.ids)]
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-5)
         assert completion.entropy == pytest.approx(-(rows.exp() * rows).sum().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("at_once", [64, 6])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_steps_sample_the_same(family: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded step, whose shapes are fixed, samples the same; here what it launches is called again instead."""
+    model, sampling = model_of(family), Sampling(40, 0.8, 1.0, ENDS[:3])
+    requests = [Request(p, 1000 * i + g) for i, p in enumerate(prompts()) for g in range(2)]
+    expected = InProcess(model, at_once).generate(requests, sampling)
+    recorded = []
+    monkeypatch.setattr(in_process, "HOST", "none")
+    monkeypatch.setattr(in_process, "BLOCK", 20)
+    monkeypatch.setattr(in_process, "record", lambda step: recorded.append(step) or step)
+    found = InProcess(model, at_once).generate(requests, sampling)
+    assert recorded
+    assert [c.ids for c in found] == [c.ids for c in expected]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("at_once", [64, 6])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_steps_on_cuda(family: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs sample what the trainer's own forward finds likely, and each family's steps can be recorded."""
+    model, sampling = model_of(family).cuda(), Sampling(40, 0.8, 1.0, ENDS[:3])
+    requests = [Request(p, 1000 * i + g) for i, p in enumerate(prompts()) for g in range(2)]
+    engine = InProcess(model, at_once)
+    for request, completion in zip(requests, engine.generate(requests, sampling), strict=True):
+        ids = torch.tensor([[*request.prompt, *completion.ids]], device="cuda")
+        with torch.no_grad():
+            rows = (model(ids).logits[0, len(request.prompt) - 1 : -1] / 0.8).log_softmax(-1).cpu()
+        expected = rows[torch.arange(len(completion.ids)), torch.tensor(completion.ids)]
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-3)
+    assert engine.records
 
 
 def test_a_completion_does_not_depend_on_those_beside_it() -> None:

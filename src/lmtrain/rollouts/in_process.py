@@ -2,24 +2,35 @@
 
 Rows are padded on the left, so all end in the same column. A prompt with several completions is processed once.
 Finished rows are removed from the batch and its cache; if the cache holds keys and values only, waiting prompts are
-processed and take their places, and columns in which no row has a token any more are cut off.
+processed and take their places, and columns in which no row has a token any more are cut off. Keys and values are
+written in place, and nothing is read from the device but, every few tokens, which rows are finished. On CUDA a step is
+recorded as a CUDA graph where it can be, because to launch its kernels one by one takes longer than they run.
 """
 
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import evaluating
 from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling, as_keys, draw
 
-LEAVE_FROM = 8  # finished rows are removed once they are at least 1 / LEAVE_FROM of the batch
+HOST = "cpu"  # the type of device that is never waited for
+LEAVE_FROM = {True: 8, False: 2}  # finished rows are removed once they are 1 / LEAVE_FROM of the batch; True: on HOST
+LOOK_EVERY = {True: 1, False: 8}  # tokens between looks at what is finished
+BLOCK = 128  # columns by which a cache grows
+IN_PLACE = {DynamicLayer, LinearAttentionLayer}  # layers of a cache that can be changed in place
+RECORD_FROM = 32  # shorter completions end before a recorded step has paid
+
+log = logging.getLogger(__name__)
 
 
 class InProcess(Engine):
@@ -28,6 +39,7 @@ class InProcess(Engine):
     def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
         """batch_size: maximum number of completions that are generated at once."""
         self.model, self.batch_size = model, batch_size
+        self.records = True  # until a step can't be recorded
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[SampledText]:
@@ -35,66 +47,140 @@ class InProcess(Engine):
         # Longest first: the last ones to wait are short, and prompts of similar lengths are processed together.
         waiting = deque(sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt)))
         with evaluating(self.model), generation_mode(self.model):
-            batch = _Batch(self.model, requests, sampling)
+            batch = _Batch(self, requests, sampling)
             while waiting or batch.rows:
                 room = self.batch_size - len(batch.rows)
                 if waiting and (not batch.rows or (batch.takes_more() and room >= max(1, self.batch_size // 4))):
                     batch.add([waiting.popleft() for _ in range(min(room, len(waiting)))])
-                for row, completion in batch.step():
+                for row, completion in batch.leave():
                     found[row] = completion
+                if batch.rows:
+                    batch.advance()
         return found  # type: ignore[return-value]
 
 
-class _Batch:
-    """The rows being generated: their tokens so far, their cache, and the logits of their next tokens."""
+class _Block(DynamicLayer):
+    """Keys and values of a layer, [B, H, columns, D], with room for later columns, which are written in place.
 
-    def __init__(self, model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling) -> None:
-        self.model, self.requests, self.sampling = model, requests, sampling
-        self.device = model.device
+    at: int64 [1], `length` on the device, for steps that are recorded: all columns are returned and have to be masked.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, at: Tensor | None) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.is_compileable = keys.device.type != HOST  # masks are built without asking the device if they are needed
+        self.length, self.at = keys.shape[2], at
+        self.keys, self.values = (F.pad(held, (0, 0, 0, BLOCK)) for held in (keys, values))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.at is not None:
+            self.keys.index_copy_(2, self.at, key_states)
+            self.values.index_copy_(2, self.at, value_states)
+            return self.keys, self.values
+        self.keys[:, :, self.length] = key_states[:, :, 0]
+        self.values[:, :, self.length] = value_states[:, :, 0]
+        self.length += 1
+        return self.held()
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of the columns in use."""
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def cut(self, columns: int) -> None:
+        """Removes the first columns."""
+        self.keys, self.values = self.keys[:, :, columns:], self.values[:, :, columns:]
+        self.length -= columns
+
+    def make_room(self, columns: int) -> bool:
+        """Makes room for further columns; returns whether keys and values have moved for it."""
+        moves = self.length + columns > self.keys.shape[2]
+        if moves:
+            self.keys, self.values = (F.pad(held, (0, 0, 0, BLOCK)) for held in (self.keys, self.values))
+        return moves
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (self.length + query_length if self.at is None else self.keys.shape[2]), 0
+
+    def get_seq_length(self) -> Any:
+        return self.length if self.at is None else self.at
+
+
+@dataclass
+class _Rows:
+    """The state of the B rows that are generated, besides their cache."""
+
+    logits: Tensor  # [B, V], of their next tokens
+    keys: Tensor  # int64 [B]
+    written: Tensor  # int64 [B], number of tokens of each completion so far
+    positions: Tensor  # int64 [B], of the token that was drawn last
+    live: Tensor  # bool [B], False once a completion has ended
+    tokens: Tensor  # int64 [B, max_new_tokens + 1]
+    log_probs: Tensor  # fp32 [B, max_new_tokens + 1]
+    entropy: Tensor  # fp32 [B]
+
+    def map(self, change: Callable[..., Tensor], *others: "_Rows") -> "_Rows":
+        """Returns rows each of whose tensors is `change` of those of these rows and of the others."""
+        return _Rows(*map(change, *(vars(rows).values() for rows in (self, *others))))
+
+    def draw(self, sampling: Sampling, ends: Tensor) -> None:
+        """Draws a token for each row."""
+        tokens, log_probs, entropy = draw(self.logits, self.keys, self.written, sampling)
+        most = sampling.max_new_tokens
+        at = torch.where(self.live, self.written, most)[:, None]  # finished rows write to the last column, never read
+        self.tokens.scatter_(1, at, tokens[:, None])
+        self.log_probs.scatter_(1, at, log_probs[:, None])
+        self.entropy += entropy * self.live
+        self.written += self.live
+        self.live &= ~(tokens[:, None] == ends).any(1) & (self.written < most)
+
+
+class _Batch:
+    """The rows being generated, with a token drawn for each, and the cache of all tokens before these."""
+
+    def __init__(self, engine: InProcess, requests: Sequence[Request], sampling: Sampling) -> None:
+        self.engine, self.model, self.requests, self.sampling = engine, engine.model, requests, sampling
+        self.device = self.model.device
         self.ends = torch.tensor(sampling.end_ids, dtype=torch.int64, device=self.device)
-        self.last_only = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        self.last_only = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        self.on_host = self.device.type == HOST
         self.rows: list[int] = []  # index of the request of each row
+        self.state: Any = None  # _Rows
         self.cache: Any = None
-        self.logits = torch.zeros(0)  # [B, V]
-        self.mask = torch.zeros(0, 0, dtype=torch.int64)  # [B, columns], 1 where a row has a token
-        self.written = torch.zeros(0, dtype=torch.int64)  # [B], number of tokens of each completion so far
-        self.keys = self.positions = self.written
-        self.live = torch.zeros(0, dtype=torch.bool)  # [B]
-        self.tokens = self.log_probs = torch.zeros(0, 0)  # [B, max_new_tokens + 1]
-        self.entropy = torch.zeros(0)  # [B]
+        self.columns = 0  # in use
+        self.at: Tensor | None = None  # int64 [1], `columns` on the device, if steps are recorded
+        self.replay: Callable[[], None] | None = None  # repeats a recorded step
+        self.mask = torch.zeros(0, 0, dtype=torch.int64)  # [B, at least columns], 1 where a row has a token, or will
 
     def takes_more(self) -> bool:
         """Returns whether rows can join those that are being generated."""
-        return all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        return all(type(layer) is _Block for layer in self.cache.layers)
 
     def add(self, rows: list[int]) -> None:
-        """Processes the prompts of some requests and adds them to the batch."""
+        """Processes the prompts of some requests, adds them to the batch and draws their first tokens."""
         prompts = [tuple(self.requests[row].prompt) for row in rows]
         unique = list(dict.fromkeys(prompts))
-        place = {prompt: i for i, prompt in enumerate(unique)}
-        which = torch.tensor([place[prompt] for prompt in prompts], device=self.device)
         cache, logits, mask = self._read(unique)
         if len(unique) < len(prompts):
+            place = {prompt: i for i, prompt in enumerate(unique)}
+            which = torch.tensor([place[prompt] for prompt in prompts], device=self.device)
             cache.reorder_cache(which)
             logits, mask = logits[which], mask[which]
+        written = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
         blank = torch.zeros(len(rows), self.sampling.max_new_tokens + 1, device=self.device)
-        mine: dict[str, Tensor] = {
-            "logits": logits,
-            "written": torch.zeros(len(rows), dtype=torch.int64, device=self.device),
-            "keys": as_keys([self.requests[row] for row in rows], self.device),
-            "positions": mask.sum(1),
-            "live": torch.ones(len(rows), dtype=torch.bool, device=self.device),
-            "tokens": blank.long(),
-            "log_probs": blank,
-            "entropy": blank[:, 0].clone(),
-        }
+        keys = as_keys([self.requests[row] for row in rows], self.device)
+        state = _Rows(logits, keys, written, mask.sum(1), written == 0, blank.long(), blank, blank[:, 0].clone())
+        state.draw(self.sampling, self.ends)
         if self.rows:
             self._join(cache, mask)
-            mine = {name: torch.cat([getattr(self, name), value]) for name, value in mine.items()}
+            state = self.state.map(lambda *both: torch.cat(both), state)
         else:
-            self.cache, self.mask = cache, mask
-        vars(self).update(mine)
-        self.rows = [*self.rows, *rows]
+            self.cache, self.mask, self.columns = cache, mask, mask.shape[1]
+            if not self.on_host and DynamicLayer in set(map(type, cache.layers)) <= IN_PLACE:
+                self.at = torch.full((1,), self.columns, device=self.device)
+            for i, layer in enumerate(cache.layers):
+                if type(layer) is DynamicLayer:
+                    cache.layers[i] = _Block(layer.keys, layer.values, self.at)
+        self.state, self.rows, self.replay = state, [*self.rows, *rows], None
 
     def _read(self, prompts: list[tuple[int, ...]]) -> tuple[Any, Tensor, Tensor]:
         """Runs the model on prompts; returns their cache, logits of the next token [P, V] and mask [P, T]."""
@@ -105,69 +191,99 @@ class _Batch:
         cache = DynamicCache(config=self.model.config.get_text_config())
         out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
                          use_cache=True, **self.last_only)  # fmt: skip
-        return out.past_key_values, out.logits[:, -1], mask
+        return out.past_key_values, out.logits[:, -1].contiguous(), mask
 
     def _join(self, cache: Any, mask: Tensor) -> None:
         """Appends the cache of more rows to that of the batch, both padded on the left to the same columns."""
-        columns = max(self.mask.shape[1], mask.shape[1])
-        missing = [columns - m.shape[1] for m in (self.mask, mask)]
-        for mine, theirs in zip(self.cache.layers, cache.layers, strict=True):
-            for name in ("keys", "values"):
-                both = zip((getattr(mine, name), getattr(theirs, name)), missing, strict=True)
-                setattr(mine, name, torch.cat([F.pad(held, (0, 0, left, 0)) for held, left in both]))
-        self.mask = torch.cat([F.pad(m, (left, 0)) for m, left in zip((self.mask, mask), missing, strict=True)])
+        own = self.columns
+        self._use(max(own, mask.shape[1]))
+        left = [self.columns - own, self.columns - mask.shape[1]]
+        for i, (mine, theirs) in enumerate(zip(self.cache.layers, cache.layers, strict=True)):
+            pairs = zip(mine.held(), (theirs.keys, theirs.values), strict=True)
+            both = [[F.pad(x, (0, 0, n, 0)) for x, n in zip(pair, left, strict=True)] for pair in pairs]
+            self.cache.layers[i] = _Block(torch.cat(both[0]), torch.cat(both[1]), self.at)
+        masks = zip((self.mask[:, :own], mask), left, strict=True)
+        self.mask = torch.cat([F.pad(m, (n, 0)) for m, n in masks])
 
-    def step(self) -> list[tuple[int, SampledText]]:
-        """Draws a token for each row; returns the completions that have left the batch, with their request indices."""
-        tokens, log_probs, entropy = draw(self.logits, self.keys, self.written, self.sampling)
-        live, most = self.live, self.sampling.max_new_tokens
-        at = torch.where(live, self.written, most)[:, None]  # finished rows write to the last column, never read
-        self.tokens.scatter_(1, at, tokens[:, None])
-        self.log_probs.scatter_(1, at, log_probs[:, None])
-        self.entropy += entropy * live
-        self.written += live
-        self.live = live & ~(tokens[:, None] == self.ends).any(1) & (self.written < most)
-        left = self._leave()
-        if self.rows:
-            self._advance()
-        return left
-
-    def _leave(self) -> list[tuple[int, SampledText]]:
-        """Removes the finished rows once there are enough of them; returns their completions."""
-        live = self.live.tolist()
+    def leave(self) -> list[tuple[int, SampledText]]:
+        """Removes the finished rows once there are enough of them; returns their completions with request indices."""
+        live = self.state.live.tolist()
         gone = [i for i, stays in enumerate(live) if not stays]
-        if not gone or (len(gone) < len(live) and len(gone) * LEAVE_FROM < len(live)):
+        if not gone or (len(gone) < len(live) and len(gone) * LEAVE_FROM[self.on_host] < len(live)):
             return []
-        found = [(self.rows[i], self._completion(i)) for i in gone]
+        found = [(self.rows[i], completion) for i, completion in zip(gone, self._completions(gone), strict=True)]
         stay = [i for i, stays in enumerate(live) if stays]
         self.rows = [self.rows[i] for i in stay]
         if stay:
-            index = torch.tensor(stay, device=self.device)
-            for name in ("logits", "mask", "written", "keys", "positions", "live", "tokens", "log_probs", "entropy"):
-                setattr(self, name, getattr(self, name)[index])
+            index, self.replay = torch.tensor(stay, device=self.device), None
+            self.state, self.mask = self.state.map(lambda x: x[index]), self.mask[index]
             self.cache.reorder_cache(index)
             self._cut_columns()
         return found
 
     def _cut_columns(self) -> None:
-        empty = int((self.mask.any(0).int().cumsum(0) == 0).sum())
-        if not empty or not self.takes_more():
-            return
-        self.mask = self.mask[:, empty:]
-        for layer in self.cache.layers:
-            layer.keys, layer.values = layer.keys[:, :, empty:], layer.values[:, :, empty:]
+        if self.takes_more() and (empty := int((~self.mask.any(0)).int().cumprod(0).sum())):
+            for layer in self.cache.layers:
+                layer.cut(empty)
+            self.mask = self.mask[:, empty:]
+            self._use(self.columns - empty)
 
-    def _completion(self, row: int) -> SampledText:
-        count = int(self.written[row])
-        ids = self.tokens[row, :count].tolist()
-        return SampledText(ids, self.log_probs[row, :count].tolist(), float(self.entropy[row]),
-                          ids[-1] in self.sampling.end_ids)  # fmt: skip
+    def _completions(self, rows: list[int]) -> list[SampledText]:
+        state, found = self.state.map(lambda x: x[torch.tensor(rows, device=self.device)]), []
+        parts = (state.tokens.tolist(), state.log_probs.tolist(), state.written.tolist(), state.entropy.tolist())
+        for ids, log_probs, count, entropy in zip(*parts, strict=True):
+            ended = ids[count - 1] in self.sampling.end_ids
+            found.append(SampledText(ids[:count], log_probs[:count], entropy, ended))
+        return found
 
-    def _advance(self) -> None:
-        """Runs the model on the tokens that were drawn."""
-        tokens = self.tokens.gather(1, (self.written - 1)[:, None])  # [B, 1]
-        self.mask = F.pad(self.mask, (0, 1), value=1)
-        out = self.model(input_ids=tokens, attention_mask=self.mask, position_ids=self.positions[:, None],
+    def _use(self, columns: int) -> None:
+        self.columns = columns
+        if self.at is not None:
+            self.at.fill_(columns)
+
+    def advance(self) -> None:
+        """Runs the model on the tokens that were drawn and draws the next ones, as often as nobody looks."""
+        blocks, steps = [x for x in self.cache.layers if isinstance(x, _Block)], LOOK_EVERY[self.on_host]
+        moved = [block.make_room(steps) for block in blocks]
+        self.replay = None if any(moved) else self.replay
+        room = max([self.columns + steps, *(block.keys.shape[2] for block in blocks)])
+        if room > self.mask.shape[1]:
+            self.mask = F.pad(self.mask, (0, room - self.mask.shape[1]), value=1)
+        for _ in range(steps):
+            (self.replay or self._step)()
+            self.columns += 1
+            for block in blocks:
+                block.length = self.columns
+            if self.replay is None and self.at is not None and self.sampling.max_new_tokens >= RECORD_FROM:
+                self._record()
+
+    def _step(self) -> None:
+        """Runs the model once and draws a token for each row; changes tensors in place only, if steps are recorded."""
+        state = self.state
+        tokens = state.tokens.gather(1, (state.written - 1)[:, None])  # [B, 1]
+        mask = self.mask[:, : self.columns + 1] if self.at is None else self.mask
+        out = self.model(input_ids=tokens, attention_mask=mask, position_ids=state.positions[:, None],
                          past_key_values=self.cache, use_cache=True)  # fmt: skip
-        self.logits = out.logits[:, -1]
-        self.positions = self.positions + self.live
+        state.logits.copy_(out.logits[:, -1])
+        state.positions += state.live
+        state.draw(self.sampling, self.ends)
+        if self.at is not None:
+            self.at += 1
+
+    def _record(self) -> None:
+        """Records a step, from which `replay` follows, unless one could not be recorded before."""
+        if self.engine.records:
+            try:
+                self.replay = record(self._step)
+            except RuntimeError as error:  # a layer waits for the device
+                self.engine.records = False
+                reason = str(error).partition("\n")[0][:120]
+                log.warning("rollouts: no CUDA graph of a step could be recorded (%s), so sampling is slower", reason)
+
+
+def record(step: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that repeats what `step` launches on the GPU, with the tensors of now."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
