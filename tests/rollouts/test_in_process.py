@@ -96,6 +96,28 @@ def test_recorded_steps_sample_the_same(family: str, at_once: int, monkeypatch: 
         torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("at_once", [64, 6])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_next_turn_reads_only_what_is_new(family: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completions that go on from others are those of whole prompts; keys and values are kept of `at_once` at most."""
+    model, sampling, rng = model_of(family), Sampling(NEW, 0.8, 1.0, ENDS), random.Random(1)
+    engine, kept = InProcess(model, at_once), {}
+    requests = [Request(p, 1000 * i + g) for i, p in enumerate(prompts()) for g in range(2)]
+    first = engine.generate(requests, sampling, kept)
+    assert len(kept) == (0 if family == "lfm2" else min(at_once, len(requests)))
+    before = [[*r.prompt, *c.ids] for r, c in zip(requests, first, strict=True)]
+    longer = [[*ids, *(rng.randrange(64) for _ in range(rng.randint(1, 6)))] for ids in before]
+    again = [Request(more, 7 + i, len(ids)) for i, (more, ids) in enumerate(zip(longer, before, strict=True))]
+    expected, read = engine.generate(again, sampling), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0].shape))
+    found = engine.generate(again, sampling, kept)
+    assert [c.ids for c in found] == [c.ids for c in expected]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), rtol=0, atol=1e-5)
+    if family != "lfm2" and at_once == 64:
+        assert max(columns for _, columns in read) <= 1 + 6, "the last sampled token and the new ones"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("at_once", [64, 6])

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ class Request(NamedTuple):
 
     prompt: Sequence[int]  # token ids, at least one
     key: int  # 64 bits: the seed of everything random in the completion
+    known: int = 0  # as many tokens of the prompt are a prompt and its completion of the call before
 
 
 class Sampling(NamedTuple):
@@ -25,6 +26,9 @@ class Sampling(NamedTuple):
     top_p: float  # draw from the fewest tokens that have this share of the probability; 1: from all
     end_ids: tuple[int, ...]  # a completion ends at the first of these
     vocabulary: int | None = None  # ids from here on belong to no token and are never drawn: rows that pad embeddings
+
+
+Kept = dict[tuple[int, ...], Any]  # by the tokens of a prompt with its completion; what it is is up to the engine
 
 
 class SampledText(NamedTuple):
@@ -41,8 +45,10 @@ class Engine(ABC):
     """Base class of engines, which sample completions with the weights of the model that is trained."""
 
     @abstractmethod
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[SampledText]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, kept: Kept | None = None) -> list[SampledText]:
         """Returns a completion for each request, in their order.
+
+        kept: what an engine keeps of completions that the next call continues; the weights must stay the same.
 
         The same requests under the same weights give the same completions. Other requests in the batch change how
         matrices are multiplied, hence the last bits of a probability, and a token if its draw falls within those bits.

@@ -21,7 +21,7 @@ from lmtrain.data.examples.prompt_rows import PROMPT, PromptRow
 from lmtrain.data.order import mix64
 from lmtrain.errors import UserError
 from lmtrain.rewards.environment import Environment, execute, schemas
-from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling
+from lmtrain.rollouts.engine import Engine, Kept, Request, SampledText, Sampling
 
 PLAYED = ("turns", "tool_calls", "failed_tool_calls")  # what is recorded of an episode
 _EPISODE = 0x65706973  # separates the seeds of episodes from all others
@@ -45,6 +45,7 @@ class Episode:
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # whether the model wrote each of `ids`
     log_probs: list[float] = field(default_factory=list)  # of the sampled ones
+    known: int = 0  # tokens of the prompt and `ids` up to the last answer's end
     entropy: float = 0.0
     ended: bool = False
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -99,10 +100,11 @@ class Player:
                 f"objective.max_new_tokens={sampling.max_new_tokens} it exceeds the {self.limits.tokens:,} tokens that "
                 f"the model or objective.max_total_tokens allows: shorten it, or change one of these"
             )
+        kept: Kept = {}
         for turn in range(self.limits.turns):
-            requests = [Request([*e.prompt, *e.ids], mix64(e.key, turn)) for e in active]
-            answers = engine.generate(requests, sampling) if active else []
+            requests = [Request([*e.prompt, *e.ids], mix64(e.key, turn), e.known) for e in active]
             last = turn + 1 == self.limits.turns
+            answers = engine.generate(requests, sampling, None if last else kept) if active else []
             found = zip(active, answers, strict=True)
             active = [episode for episode, answer in found if self._goes_on(episode, answer, sampling, last)]
         return groups
@@ -127,6 +129,7 @@ class Player:
     def _goes_on(self, episode: Episode, answer: SampledText, sampling: Sampling, last: bool) -> bool:
         """Appends an answer and what the environment says to it; returns whether another answer is sampled."""
         episode.ids += answer.ids
+        episode.known = len(episode.prompt) + len(episode.ids)
         episode.sampled += [True] * len(answer.ids)
         episode.log_probs += answer.log_probs
         episode.entropy += answer.entropy

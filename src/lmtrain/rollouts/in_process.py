@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import evaluating
-from lmtrain.rollouts.engine import Engine, Request, SampledText, Sampling, as_keys, draw
+from lmtrain.rollouts.engine import Engine, Kept, Request, SampledText, Sampling, as_keys, draw
 
 HOST = "cpu"  # the type of device that is never waited for
 LEAVE_FROM = {True: 8, False: 2}  # finished rows are removed once they are 1 / LEAVE_FROM of the batch; True: on HOST
@@ -42,12 +42,13 @@ class InProcess(Engine):
         self.records = True  # until a step can't be recorded
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[SampledText]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, kept: Kept | None = None) -> list[SampledText]:
+        """Returns completions as in the base class; `kept` holds the keys and values of up to `batch_size` of them."""
         found: list[SampledText | None] = [None] * len(requests)
-        # Longest first: the last ones to wait are short, and prompts of similar lengths are processed together.
-        waiting = deque(sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt)))
         with evaluating(self.model), generation_mode(self.model):
-            batch = _Batch(self, requests, sampling)
+            batch = _Batch(self, requests, sampling, kept)
+            # Longest first: the last ones to wait are short, and prompts of similar lengths are processed together.
+            waiting = deque(sorted(range(len(requests)), key=batch.place))
             while waiting or batch.rows:
                 room = self.batch_size - len(batch.rows)
                 if waiting and (not batch.rows or (batch.takes_more() and room >= max(1, self.batch_size // 4))):
@@ -137,12 +138,15 @@ class _Rows:
 class _Batch:
     """The rows being generated, with a token drawn for each, and the cache of all tokens before these."""
 
-    def __init__(self, engine: InProcess, requests: Sequence[Request], sampling: Sampling) -> None:
+    def __init__(self, engine: InProcess, requests: Sequence[Request], sampling: Sampling, kept: Kept | None) -> None:
         self.engine, self.model, self.requests, self.sampling = engine, engine.model, requests, sampling
         self.device = self.model.device
         self.ends = torch.tensor(sampling.end_ids, dtype=torch.int64, device=self.device)
         self.last_only = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         self.on_host = self.device.type == HOST
+        self.kept, self.earlier = kept, dict(kept or {})
+        if kept:
+            kept.clear()
         self.rows: list[int] = []  # index of the request of each row
         self.state: Any = None  # _Rows
         self.cache: Any = None
@@ -150,6 +154,11 @@ class _Batch:
         self.at: Tensor | None = None  # int64 [1], `columns` on the device, if steps are recorded
         self.replay: Callable[[], None] | None = None  # repeats a recorded step
         self.mask = torch.zeros(0, 0, dtype=torch.int64)  # [B, at least columns], 1 where a row has a token, or will
+
+    def place(self, row: int) -> tuple[bool, int]:
+        """Returns what requests are sorted by: those of which keys and values are kept, then the longest first."""
+        prompt = self.requests[row].prompt
+        return tuple(prompt[: self.requests[row].known]) not in self.earlier, -len(prompt)
 
     def takes_more(self) -> bool:
         """Returns whether rows can join those that are being generated."""
@@ -159,7 +168,8 @@ class _Batch:
         """Processes the prompts of some requests, adds them to the batch and draws their first tokens."""
         prompts = [tuple(self.requests[row].prompt) for row in rows]
         unique = list(dict.fromkeys(prompts))
-        cache, logits, mask = self._read(unique)
+        known = {prompt: self.requests[row].known for prompt, row in zip(prompts, rows, strict=True)}
+        cache, logits, mask = self._read(unique, [self.earlier.pop(p[: known[p]], None) for p in unique])
         if len(unique) < len(prompts):
             place = {prompt: i for i, prompt in enumerate(unique)}
             which = torch.tensor([place[prompt] for prompt in prompts], device=self.device)
@@ -182,15 +192,31 @@ class _Batch:
                     cache.layers[i] = _Block(layer.keys, layer.values, self.at)
         self.state, self.rows, self.replay = state, [*self.rows, *rows], None
 
-    def _read(self, prompts: list[tuple[int, ...]]) -> tuple[Any, Tensor, Tensor]:
-        """Runs the model on prompts; returns their cache, logits of the next token [P, V] and mask [P, T]."""
+    def _read(
+        self, prompts: list[tuple[int, ...]], earlier: list[list[tuple[Tensor, Tensor]] | None]
+    ) -> tuple[Any, Tensor, Tensor]:
+        """Runs the model on prompts; returns their cache, logits of the next token [P, V] and mask [P, T].
+
+        earlier: for each prompt keys and values [H, n, D] of its first n tokens in each layer, or None.
+        """
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=self.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         cache = DynamicCache(config=self.model.config.get_text_config())
-        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                         use_cache=True, **self.last_only)  # fmt: skip
+        # Of every prompt as many last tokens are read as of the one of which least is known.
+        new = max(len(p) - (held[0][0].shape[1] if held else 0) for p, held in zip(prompts, earlier, strict=True))
+        some = next((held for held in earlier if held), [])  # without tokens, in place of what isn't there
+        for i, layer in enumerate(cache.layers if new < longest else ()):
+            sides = [
+                [(held or some)[i][side][:, : max(len(p) - new, 0)] for p, held in zip(prompts, earlier, strict=True)]
+                for side in (0, 1)
+            ]
+            layer.update(
+                *(torch.stack([F.pad(x, (0, 0, longest - new - x.shape[1], 0)) for x in one]) for one in sides)
+            )
+        out = self.model(input_ids=ids[:, -new:], attention_mask=mask, position_ids=positions[:, -new:],
+                         past_key_values=cache, use_cache=True, **self.last_only)  # fmt: skip
         return out.past_key_values, out.logits[:, -1].contiguous(), mask
 
     def _join(self, cache: Any, mask: Tensor) -> None:
@@ -231,10 +257,21 @@ class _Batch:
     def _completions(self, rows: list[int]) -> list[SampledText]:
         state, found = self.state.map(lambda x: x[torch.tensor(rows, device=self.device)]), []
         parts = (state.tokens.tolist(), state.log_probs.tolist(), state.written.tolist(), state.entropy.tolist())
-        for ids, log_probs, count, entropy in zip(*parts, strict=True):
+        for row, ids, log_probs, count, entropy in zip(rows, *parts, strict=True):
             ended = ids[count - 1] in self.sampling.end_ids
             found.append(SampledText(ids[:count], log_probs[:count], entropy, ended))
+            if self.kept is not None and len(self.kept) < self.engine.batch_size and self.takes_more():
+                self._keep(row, (*self.requests[self.rows[row]].prompt, *ids[:count]))
         return found
+
+    def _keep(self, row: int, tokens: tuple[int, ...]) -> None:
+        """Keeps keys and values of the tokens of a row that the model has read, which are all but the last."""
+        assert self.kept is not None
+        start = int(self.mask[row].argmax())
+        which = slice(start, start + len(tokens) - 1)
+        self.kept[tokens] = [
+            (x.keys[row, :, which].clone(), x.values[row, :, which].clone()) for x in self.cache.layers
+        ]
 
     def _use(self, columns: int) -> None:
         self.columns = columns
