@@ -85,7 +85,7 @@ def test_documents_that_are_whole_rows_run_as_one_batch():
     q, k, v = projections()
     cu_seqlens = torch.arange(0, 80, 20, dtype=torch.int32)
     layout = Documents(cu_seqlens, 3, 20, "slices")
-    assert layout.pieces == [(20, 3, 0)]
+    assert layout.pieces == [((20,), 3, 0)]
     torch.testing.assert_close(call(q, k, v, documents=layout), call(q, k, v))
 
 

@@ -1,4 +1,4 @@
-"""Documents that continue a prefix of the preceding document, against the same documents each with its own prefix."""
+"""Documents that continue a prefix of an earlier document, against the same documents each with its own prefix."""
 
 import numpy as np
 import pytest
@@ -9,19 +9,20 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from example_files import ExampleWriter
 from helpers_models import FAMILIES, VOCAB, objective, tiny, wrapped
 from lmtrain.data.examples.documents import Examples
-from lmtrain.data.examples.pair_rows import PairRows, common_prompt
+from lmtrain.data.examples.pair_rows import PairRows, common_prompt, lay_answers
 from lmtrain.models import attention
 from lmtrain.models.documents import Documents, Inputs, Prefixes
 from lmtrain.models.language_model import LanguageModel
 
-LENGTHS, SEEN = [7, 5, 4, 1, 6, 6], [0, 3, 0, 4, 0, 6]  # of documents, and of the prefix each has in the previous
+LENGTHS, SEEN = [7, 5, 2, 1, 4, 1, 6, 6], [0, 3, 3, 2, 0, 4, 0, 6]  # of documents, and of their prefixes, which are ...
 STARTS = np.cumsum([0, *LENGTHS])
+HOLDS = STARTS[[0, 0, 0, 0, 4, 4, 6, 6]]  # ... in the last document before that has none
 
 
 def layout(method: str, device: str = "cpu") -> Documents:
     parts = []
     for i, (length, seen) in enumerate(zip(LENGTHS, SEEN, strict=True)):
-        parts += [*range(STARTS[i - 1], STARTS[i - 1] + seen), *range(STARTS[i], STARTS[i] + length)]
+        parts += [*range(HOLDS[i], HOLDS[i] + seen), *range(STARTS[i], STARTS[i] + length)]
     cu_kv = np.cumsum([0, *(a + b for a, b in zip(LENGTHS, SEEN, strict=True))])
     prefixes = Prefixes(*(torch.tensor(x, device=device) for x in (SEEN, parts, cu_kv)))
     prefixes = prefixes._replace(lengths=prefixes.lengths.int(), cu_kv=prefixes.cu_kv.int())
@@ -33,7 +34,7 @@ def visible(window: int | None) -> torch.Tensor:
     """Returns a mask [1, T, T], computed token by token from what each document sees."""
     seen = torch.zeros(1, STARTS[-1], STARTS[-1], dtype=torch.bool)
     for i, (length, prefix) in enumerate(zip(LENGTHS, SEEN, strict=True)):
-        tokens = [*range(STARTS[i - 1], STARTS[i - 1] + prefix), *range(STARTS[i], STARTS[i] + length)]
+        tokens = [*range(HOLDS[i], HOLDS[i] + prefix), *range(STARTS[i], STARTS[i] + length)]
         for q in range(prefix, len(tokens)):
             for k in range(q + 1):
                 seen[0, tokens[q], tokens[k]] = window is None or q - k < window
@@ -43,7 +44,11 @@ def visible(window: int | None) -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("method", CPU_METHODS)
-def test_equals_plain_softmax_attention(method: str, kv_heads: int, window: int | None) -> None:
+@pytest.mark.parametrize("merged", [0, 256])
+def test_equals_plain_softmax_attention(
+    method: str, kv_heads: int, window: int | None, merged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmtrain.models.documents.MERGED", merged)
     q, k, v = projections(kv_heads=kv_heads, rows=1, length=int(STARTS[-1]))
     out = call(q, k, v, documents=layout(method), sliding_window=window)
     expected = softmax_attention(q, k, v, 0.3, visible(window))
@@ -95,11 +100,18 @@ def mistral(window: int, method: str) -> LanguageModel:
 @pytest.mark.parametrize("method", CPU_METHODS)
 @pytest.mark.parametrize("family", [*FAMILIES, "sliding"])
 def test_shared_prompts_change_no_log_probability_and_no_gradient(family: str, method: str, pairs: Examples) -> None:
+    """Three answers share a prompt; one of a single token and one of several turns, whose first token isn't scored."""
     model = mistral(5, method) if family == "sliding" else wrapped(family, attention=method)
     model = model.eval()
+    laid, prompts = [], []
+    for i in range(9):
+        ids, trained = pairs.read(2 * i)
+        laid += [(ids, trained), *((np.r_[ids[: i + 1], more], np.r_[trained[: i + 1], which]) for more, which in
+                                       (([i], [True]), ([2, i, 1], [False, True, False])))]  # fmt: skip
+        prompts += [0, i + 1, i + 1]
     found = []
-    for share in (True, False):
-        batch = PairRows(pairs, share_prompts=share).read(ALL)
+    for prefixes in (prompts, None):
+        batch = lay_answers(laid, prefixes)
         log_probs = answers(model, batch)
         weights = torch.linspace(-1, 1, len(log_probs))
         found.append((log_probs, torch.autograd.grad((log_probs * weights).sum(), list(model.parameters()))))

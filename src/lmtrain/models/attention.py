@@ -214,16 +214,17 @@ def _slices(
     query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, window: int | None, documents: Documents
 ) -> Tensor:
     batch, heads, seq_len, _ = query.shape
-    sizes = [length * count for length, count, _ in documents.pieces]
+    sizes = [sum(lengths) * count for lengths, count, _ in documents.pieces]
     # [B * T, H, D], a view of a projection's output, whose memory order is [B, T, H, D]. split instead of slices: its
     # backward is one concatenation, while each slice's allocates zeros of the full size.
     qs, ks, vs = (x.transpose(1, 2).flatten(0, 1).split(sizes) for x in (query, key, value))
-    outputs = []
-    for i, (length, count, prefix) in enumerate(documents.pieces):
-        k, v = (torch.cat([x[i - 1][:prefix], x[i]]) if prefix else x[i] for x in (ks, vs))
-        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (qs[i], k, v))  # [count, H, length, D]
-        slides = window is not None and window < prefix + length
-        mask = documents.lower_right_mask(length, prefix, window if slides else None) if prefix or slides else None
+    outputs, first = [], 0  # the last piece without a prefix, where that of others is
+    for i, (lengths, count, prefix) in enumerate(documents.pieces):
+        first = first if prefix else i
+        k, v = (torch.cat([x[first][:prefix], x[i]]) if prefix else x[i] for x in (ks, vs))
+        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (qs[i], k, v))  # [count, H, T, D]
+        slides = window is not None and window < prefix + max(lengths)
+        mask = documents.prefixed_mask(lengths, prefix, window if slides else None) if prefix or slides else None
         outputs.append(_sdpa(q, k, v, scores, mask).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).view(batch, seq_len, heads, -1)
 

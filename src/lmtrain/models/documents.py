@@ -22,17 +22,23 @@ from lmtrain.errors import UserError
 CHOICES = ("auto", "sdpa", "slices", "varlen", "dense_mask", "transformers")
 
 FLASH_CAPABILITY = (8, 0)  # flash attention's kernels need Ampere or newer, so not T4 (7.5) or V100 (7.0)
+MERGED = 256  # tokens of short documents with one prefix that are one call of attention, though most don't see others
 
 
 class Prefixes(NamedTuple):
-    """Shared prefixes of consecutive documents, such as the prompt of two answers, which is stored only once.
+    """Shared prefixes of consecutive documents, such as the prompt of some answers, which is stored only once.
 
-    Document i attends to the first `lengths[i]` tokens of document i - 1 (0: to none of them) and, causally, to itself.
+    Document i attends, causally, to itself and to the first `lengths[i]` tokens of the last document before it that has
+    no prefix (0: it has none itself).
     """
 
     lengths: Tensor  # [n_docs] int32
     kv_index: Tensor  # [K] int64: flattened positions of the keys that each document attends to, concatenated
     cu_kv: Tensor  # [n_docs + 1] int32: where each document's part of kv_index starts
+
+
+# Documents whose attention is one call: the lengths of those of a row, how many such rows, and their prefix's length.
+Piece = tuple[tuple[int, ...], int, int]
 
 
 class Inputs(NamedTuple):
@@ -88,15 +94,14 @@ class Documents:
         self._masks: dict[Any, Any] = {}
         self._rows: tuple[list[Tensor], Tensor] | None = None
         self._earlier = self._earlier_tokens(reach) if reach else None  # built here, outside compiled blocks
+        self.pieces: list[Piece] = []  # for slices; consecutive documents of equal length, such as whole rows, are one
         if method == "slices":
             starts = cu_seqlens.tolist()
             lengths = [end - start for start, end in pairwise(starts) if end > start]
-            # (length, number of documents, length of the prefix they see in the previous document). Consecutive
-            # documents of equal length, such as whole rows, form one batch.
             if prefixes is None:
-                self.pieces = [(length, len(list(run)), 0) for length, run in groupby(lengths)]
+                self.pieces = [((length,), len(list(run)), 0) for length, run in groupby(lengths)]
             else:
-                self.pieces = [(n, 1, prefix) for n, prefix in zip(lengths, prefixes.lengths.tolist(), strict=True)]
+                self.pieces = _merged(lengths, prefixes.lengths.tolist())
         elif method == "dense_mask":
             self.mask(None)  # built here, outside compiled blocks
 
@@ -163,23 +168,31 @@ class Documents:
             self._masks[window] = self._dense_mask(window)
         return self._masks[window]
 
-    def lower_right_mask(self, length: int, prefix: int, window: int | None) -> Tensor:
-        """Returns a bool mask [length, prefix + length] of the prefix and own keys that a document's queries see."""
-        key = (length, prefix, window)
+    def prefixed_mask(self, lengths: tuple[int, ...], prefix: int, window: int | None) -> Tensor:
+        """Returns a bool mask [T, prefix + T] of the keys that documents with one prefix, of T tokens together, see."""
+        key = (lengths, prefix, window)
         if key not in self._masks:
-            ones = torch.ones(length, prefix + length, dtype=torch.bool, device=self.cu_seqlens.device)
-            seen = ones.tril(prefix)
-            self._masks[key] = seen if window is None else seen & ones.triu(prefix - window + 1)
+            # The prefix is document -1.
+            document = torch.repeat_interleave(torch.arange(-1, len(lengths)), torch.tensor((prefix, *lengths)))
+            position = torch.cat([torch.arange(prefix), *(prefix + torch.arange(length) for length in lengths)])
+            distance = position[prefix:, None] - position
+            seen = (distance >= 0) & ((document == document[prefix:, None]) | (document < 0))
+            seen = seen if window is None else seen & (distance < window)
+            self._masks[key] = seen.to(self.cu_seqlens.device)
         return self._masks[key]
 
     def _dense_mask(self, window: int | None) -> Tensor:
         document, token = self.token_document, self._token[: self.seq_len]
         # Positions within the token's own document, without its prefix; row boundaries are document boundaries.
         offset = self._token.view_as(document) - self.cu_seqlens[document]
-        prefix = torch.zeros_like(document) if self.prefixes is None else self.prefixes.lengths[document]
+        prefix, first = torch.zeros_like(document), document
+        if self.prefixes is not None:
+            number = torch.arange(len(self.cu_seqlens) - 1, device=document.device)
+            prefix = self.prefixes.lengths[document]
+            first = number.where(self.prefixes.lengths == 0, 0).cummax(0).values[document]  # where the prefix is
         # In the following [B, T, T] tensors, rows are queries and columns are keys.
         same = document.unsqueeze(2) == document.unsqueeze(1)
-        before = (document.unsqueeze(2) == document.unsqueeze(1) + 1) & (offset.unsqueeze(1) < prefix.unsqueeze(2))
+        before = (first.unsqueeze(2) == document.unsqueeze(1)) & (offset.unsqueeze(1) < prefix.unsqueeze(2))
         seen = (same & (token.unsqueeze(1) >= token)) | before
         if window is not None:
             # Prefix tokens keep the positions of their own document, which has no prefix itself.
@@ -189,6 +202,18 @@ class Documents:
         if self.bias_dtype is None:
             return seen
         return torch.zeros_like(seen, dtype=self.bias_dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _merged(lengths: list[int], prefixes: list[int]) -> list[Piece]:
+    """Returns pieces of one row each; documents with one prefix share a piece while it is short."""
+    found: list[Piece] = []
+    for length, prefix in zip(lengths, prefixes, strict=True):
+        held, _, seen = found[-1] if found else ((), 1, 0)
+        if prefix and seen == prefix and sum(held) + length <= max(prefix, MERGED):
+            found[-1] = ((*held, length), 1, prefix)
+        else:
+            found.append(((length,), 1, prefix))
+    return found
 
 
 def _size_class(length: int) -> int:

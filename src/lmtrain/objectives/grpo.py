@@ -185,9 +185,10 @@ class GRPO(ReferenceObjective):
             tensors = {**self._tensors(some), "report": report.view(torch.int64)}
             batch.clear()
             batch.update({name: value.to(self.device) for name, value in tensors.items()})
-        each = [(c, g) for g in self.rollout for c in g.completions]
-        learned = sum(len(c.log_probs) for c, _ in each if c.ended or not self.options.mask_cut_off)
-        seen = sum(len(c.ids) + len(g.prompt.ids) for c, g in each)
+        each = [c for g in self.rollout for c in g.completions]
+        learned = sum(len(c.log_probs) for c in each if c.ended or not self.options.mask_cut_off)
+        times = 1 if self.model.unpacked_because is None else self.options.group_size  # that a prompt is read
+        seen = sum(len(c.ids) for c in each) + sum(len(g.prompt.ids) for g in self.rollout) * times
         scored = sum(int((~g.rewards.isnan()).sum()) for g in self.rollout)
         signal = sum(g.has_signal for g in self.rollout)
         counts = torch.tensor([learned, seen, scored, signal], dtype=torch.float64)
@@ -308,8 +309,7 @@ class GRPO(ReferenceObjective):
             return sampled.advantages
         kl = per_completion(sampled.old - reference, sampled)
         rewards = batch["rewards"].view(torch.float64) - self.options.kl_coef * kl
-        by_group = torch.empty_like(rewards).index_copy(0, batch["place"], rewards).view(-1, self.options.group_size)
-        return advantages(by_group, self.variant).flatten()[batch["place"]]
+        return advantages(rewards.view(-1, self.options.group_size), self.variant).flatten()
 
     def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
         """Averages rewards over the completions they scored (left out without any), and token values over tokens.

@@ -109,28 +109,28 @@ class Maker:
 def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> dict[str, Tensor]:
     """Builds the training tensors of some groups, A completions with their prompts laid out as by `lay_answers`.
 
+    The completions of a group share their prompt, which is read once.
+
     Args:
-        padded: each completion is a row of its own, for models that can't separate several in a row.
+        padded: each completion is a row of its own with its prompt, for models that can't separate several in a row.
         mask_cut_off: completions that were cut off have weight 0.
 
     Returns:
-        input_ids, position_ids, cu_seqlens, scored, before, answer and lengths as of `PairRows.read`; for the C tokens
+        input_ids to lengths, prefix_lengths to cu_kv as of `PairRows.read`; for the C tokens
         sampler, fp64 bits as int64 [C], the sampler's log-probabilities, and old, the trainer's, if all groups have
-        them; for the completions advantages, entropy and rewards, fp64 bits as int64 [A]; weight int64 [A]; place int64
-        [A], the number of the completion, group after group; sampled int64 []: A, or 0 if there are none and a dummy of
-        two tokens is in their place.
+        them; for the completions advantages, entropy and rewards, fp64 bits as int64 [A]; weight int64 [A]; sampled
+        int64 []: A, or 0 if there are none and a dummy of two tokens is in their place.
     """
-    each = _laid(groups)
+    each = [(group, i) for group in groups for i in range(len(group.completions))]
     answers = [
         after_prompt(group.prompt.ids, group.completions[i].ids, group.completions[i].sampled) for group, i in each
     ]
-    answers = answers or [after_prompt([0], [0])]
-    batch = lay_answers(answers, [0] * len(answers))
+    shared = [len(group.prompt.ids) if i else 0 for group, i in each]
+    batch = lay_answers(answers or [after_prompt([0], [0])], None if padded else shared or [0])
     if padded:
         pad_answers(batch)
     if groups and all(group.old is not None for group in groups):
         batch["old"] = _bits([p for group, i in each for p in group.old[i]])  # type: ignore[index]
-    number = {id(group): i for i, group in enumerate(groups)}
     return {
         **batch,
         "sampler": _bits([p for group, i in each for p in group.completions[i].log_probs]),
@@ -138,7 +138,6 @@ def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> 
         "entropy": _bits([group.completions[i].entropy for group, i in each]),
         "rewards": _bits([float(group.rewards[i]) for group, i in each]),
         "weight": torch.tensor([int(group.completions[i].ended or not mask_cut_off) for group, i in each] or [0]),
-        "place": torch.tensor([number[id(group)] * len(group.completions) + i for group, i in each] or [0]),
         "sampled": torch.tensor(len(each)),
     }
 
@@ -149,22 +148,11 @@ def after_prompt(prompt: Sequence[int], completion: Sequence[int], sampled: Sequ
     return np.array([*prompt, *completion], dtype=np.int64), mask
 
 
-def _laid(groups: Sequence[Group]) -> list[tuple[Group, int]]:
-    """Returns the completions of some groups in the order of a micro-batch: by length, so that attention over documents
-    one by one has long runs of one shape.
-    """
-    each = [(group, i) for group in groups for i in range(len(group.completions))]
-    return sorted(each, key=lambda at: len(at[0].prompt.ids) + len(at[0].completions[at[1]].ids))
-
-
 def keep_old(groups: Sequence[Group], log_probs: Tensor) -> None:
     """Stores the trainer's log-probabilities [C] of a micro-batch of these groups in them."""
     values = iter(log_probs.tolist())
     for group in groups:
-        group.old = [[] for _ in group.completions]
-    for group, i in _laid(groups):
-        assert group.old is not None
-        group.old[i] = list(itertools.islice(values, len(group.completions[i].log_probs)))
+        group.old = [list(itertools.islice(values, len(c.log_probs))) for c in group.completions]
 
 
 def _bits(values: Sequence[float]) -> Tensor:

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
@@ -151,14 +152,12 @@ class PairRows(ExampleRows):
             positions in its 2P * T tokens, row_lengths int64 [2P], and neither position_ids nor cu_seqlens.
         """
         pairs = [(self.examples.read(2 * int(row)), self.examples.read(2 * int(row) + 1)) for _, row in rows]
-        shared = [common_prompt(*pair) if self.share_prompts else 0 for pair in pairs]
-        prefixes = [prefix for with_chosen in shared for prefix in (0, with_chosen)]
+        # Even if no prompt is shared there are prefixes, of 0: a compiled model would need a second variant.
+        prefixes = [n for pair in pairs for n in (0, common_prompt(*pair))] if self.share_prompts else None
         batch = lay_answers([answer for pair in pairs for answer in pair], prefixes)
         starts = batch["cu_seqlens"].tolist()
         batch |= {"pairs": torch.tensor(len(rows)), "seen": torch.tensor(starts[-1])}
         batch["ends"] = torch.tensor(starts[1:]) - 1
-        if self.share_prompts:  # even if all are 0: a compiled model would need a second variant
-            _add_prefixes(batch, prefixes, starts)
         if self.padded:
             pad_answers(batch)
         if self.reference is not None:
@@ -193,23 +192,24 @@ def common_prompt(chosen: Answer, rejected: Answer) -> int:
     return most if same.all() else int(same.argmin())
 
 
-def lay_answers(answers: list[Answer], prefixes: list[int]) -> dict[str, torch.Tensor]:
+def lay_answers(answers: list[Answer], prefixes: list[int] | None = None) -> dict[str, torch.Tensor]:
     """Concatenates answers with their prompts, without padding; see `PairRows.read` for the tensors it returns.
 
-    prefixes: how many first tokens of each answer are left out because the answer before it begins with them.
+    prefixes: how many first tokens of each answer are left out because the last answer before it from which none are
+        left out begins with them; None: nothing is, and the tensors of `models.documents.Prefixes` are not returned.
     """
-    parts: list[tuple[np.ndarray, ...]] = []  # of each answer: ids, scored, before
-    starts = [0]
-    for (tokens, trained), prefix in zip(answers, prefixes, strict=True):
+    parts: list[tuple[np.ndarray, ...]] = []  # of each answer: ids, scored, before, the positions that it sees
+    starts, first = [0], 0
+    for (tokens, trained), prefix in zip(answers, prefixes or [0] * len(answers), strict=True):
         start = starts[-1] - prefix  # where token 0 would be if the prefix were repeated
+        first = first if prefix else start  # where the prefix is
         at = np.flatnonzero(trained[1:]) + 1  # no token before the first one predicts it
-        # The token before the first unshared one is the last token of the prefix, in the previous answer.
-        held_by = np.where(at > prefix, start, starts[-2] if prefix else start)
-        parts.append((tokens[prefix:], start + at, held_by + at - 1))
+        sees = np.r_[first : first + prefix, starts[-1] : start + len(tokens)]
+        parts.append((tokens[prefix:], start + at, sees[at - 1], sees))
         starts.append(start + len(tokens))
-    lengths = np.array([len(scored) for _, scored, _ in parts], dtype=np.int64)
-    ids, scored, before = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
-    return {
+    lengths = np.array([len(scored) for _, scored, *_ in parts], dtype=np.int64)
+    ids, scored, before, sees = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
+    batch = {
         "input_ids": ids[None],
         **documents_at(starts[:-1], 1, starts[-1]),
         "scored": scored,
@@ -217,6 +217,12 @@ def lay_answers(answers: list[Answer], prefixes: list[int]) -> dict[str, torch.T
         "answer": torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         "lengths": torch.from_numpy(lengths),
     }
+    if prefixes is not None:
+        more = torch.tensor(prefixes)
+        batch["position_ids"] += torch.repeat_interleave(more, torch.diff(batch["cu_seqlens"]))
+        batch["prefix_lengths"], batch["kv_index"] = more.int(), sees
+        batch["cu_kv"] = batch["cu_seqlens"] + F.pad(more.cumsum(0), (1, 0)).int()
+    return batch
 
 
 def pad_answers(batch: dict[str, torch.Tensor]) -> None:
@@ -230,16 +236,3 @@ def pad_answers(batch: dict[str, torch.Tensor]) -> None:
     batch["input_ids"], batch["row_lengths"] = padded.view(len(lengths), longest), lengths
     for name in batch.keys() & {"scored", "before", "ends"}:
         batch[name] = place[batch[name]]
-
-
-def _add_prefixes(batch: dict[str, torch.Tensor], prefixes: list[int], starts: list[int]) -> None:
-    parts: list[np.ndarray] = []
-    ends = [0]
-    for i, prefix in enumerate(prefixes):
-        before, start, stop = starts[i - 1], starts[i], starts[i + 1]  # an answer without a prefix needs no `before`
-        batch["position_ids"][0, start:stop] += prefix
-        parts += [np.arange(before, before + prefix), np.arange(start, stop)]
-        ends.append(ends[-1] + prefix + stop - start)
-    batch["prefix_lengths"] = torch.tensor(prefixes, dtype=torch.int32)
-    batch["kv_index"] = torch.from_numpy(np.concatenate(parts))
-    batch["cu_kv"] = torch.tensor(ends, dtype=torch.int32)

@@ -129,7 +129,7 @@ class UnpairedRows(ExampleRows):
         }
 
     def _lay(self, answers: list[Answer]) -> dict[str, torch.Tensor]:
-        batch = lay_answers(answers, [0] * len(answers))
+        batch = lay_answers(answers)
         if self.padded:
             pad_answers(batch)
         return batch
