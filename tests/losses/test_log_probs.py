@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmtrain.losses import cross_entropy as losses
 from lmtrain.losses.log_probs import chunked_log_probs
@@ -131,3 +132,24 @@ def test_a_factor_of_all_tokens_scales_the_weights_gradient_by_itself():
     )
     along = (factor[0].float() * one[0].float()).sum() / one[0].float().square().sum()
     assert along == pytest.approx(1.3477, abs=1e-3)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("chunk_tokens", "products"), [(N, 3), (-(-N // 2), 4 * 2)])
+def test_logits_that_fit_in_one_chunk_are_computed_once(chunk_tokens, products):
+    """Logits, and their gradients' products with the weight and the hidden states; then the logits again."""
+    hidden, weight, _, targets = make(torch.float32)
+    with Products() as counted:
+        gradients(chunked_log_probs(hidden, weight, targets, chunk_tokens=chunk_tokens), (hidden, weight))
+    assert counted.count == products

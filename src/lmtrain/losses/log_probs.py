@@ -3,7 +3,7 @@
 A preference loss weights every answer differently, and the weights are known only once all log-probabilities are. So
 the gradient can't be completed in the forward pass as for cross-entropy. But a token's log-probability depends on its
 own hidden state only: that gradient is computed in the forward pass, up to a factor, at no cost in the backward pass.
-Only a trained output embedding makes the backward pass compute the logits again.
+For a trained output embedding, the backward pass computes the logits again unless all of them fit in one chunk.
 """
 
 from typing import Any
@@ -54,13 +54,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, logits: Logits, with_grad: bool
     ) -> Tensor:
         need_hidden = with_grad and ctx.needs_input_grad[0]
+        keep = with_grad and any(ctx.needs_input_grad[1:3]) and hidden.shape[0] <= logits.chunk_tokens
         w = weight.to(logits.dtype)
         unit_grad = hidden.new_empty(hidden.shape, dtype=logits.dtype) if need_hidden else None
         losses = hidden.new_empty(2, hidden.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
-        for chunk, _, grad_logits in logits.chunks(hidden, w, bias, targets, losses, need_hidden):
+        ctx.logits, ctx.only_chunk = logits, []
+        for chunk, h, grad_logits in logits.chunks(hidden, w, bias, targets, losses, need_hidden or keep):
             if unit_grad is not None:
                 torch.mm(grad_logits, w, out=unit_grad[chunk])
-        ctx.logits = logits
+            if keep:
+                ctx.only_chunk.append((chunk, h, grad_logits))
         # Weights are cast again in backward, so that no second [V, D] is kept from forward to backward.
         ctx.save_for_backward(hidden, weight, bias, targets, unit_grad)
         return losses[1].neg_()
@@ -77,9 +80,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if not any(ctx.needs_input_grad[1:3]):
             return grad_hidden, None, None, None, None, None
         grad_weight, grad_bias = WeightGradient(weight), torch.zeros(weight.shape[0], device=weight.device)
-        w = weight.to(logits.dtype)
-        losses = hidden.new_empty(2, hidden.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
-        for chunk, h, grad_logits in logits.chunks(hidden, w, bias, targets, losses, gradient=True):
+        chunks = ctx.only_chunk
+        if not chunks:
+            losses = hidden.new_empty(2, hidden.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+            chunks = logits.chunks(hidden, weight.to(logits.dtype), bias, targets, losses, gradient=True)
+        for chunk, h, grad_logits in chunks:
             g = -grad[chunk]
             # A factor common to all tokens of an answer must not be rounded before the multiplication.
             grad_weight.add_product(grad_logits, (h * g.unsqueeze(1)).to(logits.dtype))

@@ -144,7 +144,7 @@ class LanguageModel(nn.Module):
         hidden, router_logits = self.hidden_states(inputs)
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         if learned is not None and len(learned):
-            hidden, labels = hidden[learned], labels[learned]
+            hidden, labels = hidden.index_select(0, learned), labels.index_select(0, learned)
         loss = at_head(self.model, partial(self._cross_entropy, labels=labels), hidden)
         router_loss, aux = self.router_losses(router_logits)
         loss_sum = loss.loss_sum if router_loss is None else loss.loss_sum + router_loss * loss.n_tokens
