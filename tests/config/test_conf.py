@@ -171,6 +171,8 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
             return [*tiny_run(), *text]
         if group == "experiment":
             asked = ["reward=exact_number"] if option == "grpo_small" else []  # it is made for rewards of one's own
+            if option == "grpo_tools":
+                asked = ["data.chat_template=chatml", "tokenizer.add_tokens=[<|im_start|>,<|im_end|>]"]
             return [*ROWS_A_STEP, *quick, *own[2:], *asked, f"model.name_or_path={material['pretrained']}",
                     "logger=none", "data.val_fraction=0.1", "schedule.warmup_steps=1"]  # fmt: skip
         judge = {"model": [f"reward.name_or_path={material['judge']}"]}

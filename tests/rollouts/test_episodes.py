@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import odd_environments
 from inprocess import Ended, compare_runs, run
 from lmtrain.callbacks.metrics import without_times
+from lmtrain.rewards import games
 from lmtrain.rewards.environment import LONGEST, execute, requested
 from support import REPO, Run, rows
 from tiny_pretrained import save_pretrained
@@ -167,6 +168,34 @@ def test_two_ranks_play_what_one_does(prompts: Path, llama: Path, tmp_path: Path
                        f"run.dir={tmp_path / name}", "trainer.accelerator=cpu", *argv, env=env)  # fmt: skip
         assert done.returncode == 0, done.stderr
     compare_runs(tmp_path / "one", tmp_path / "ddp")
+
+
+def test_the_calculator_rewards_what_the_tool_computed() -> None:
+    game = games.Calculator()
+    game.reset({"answer": "57234"}, 0)
+    calls = execute(
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "48213+9021"}}</tool_call>', game.tools, 1
+    )
+    said, reward = game.step("", calls)
+    assert (said, reward) == ([{"role": "tool", "name": "calculator", "content": "57234"}], None)
+    assert [game.step(text, []) for text in (" 57234", "57235")] == [(None, 1.0), (None, 0.0)]
+    (call,) = execute('{"name": "calculator", "arguments": {"expression": "two+2"}}', game.tools, 1)
+    assert call.result.startswith("error: ValueError")
+
+
+def test_binary_search_guesses_the_number_as_often_as_it_should() -> None:
+    counts = []
+    for seed in range(31):
+        game, low, high, said = games.GuessNumber(), 1, 31, [{}]
+        assert list(game.reset({}, seed)) == [{"role": "user", "content": "1 to 31"}]
+        while said is not None:
+            middle = (low + high) // 2
+            said, reward = game.step(str(middle), [])
+            low, high = (middle + 1, high) if said and said[0]["content"] == "higher" else (low, middle - 1)
+        assert reward == pytest.approx(1 - 0.1 * (game.guesses - 1))
+        counts.append(game.guesses)
+    assert sum(counts) == sum(depth * 2 ** (depth - 1) for depth in range(1, 6))  # of a full tree of 31 numbers
+    assert game.step("I think 3", [])[0] == [{"role": "user", "content": "a number"}]
 
 
 @pytest.mark.parametrize(
