@@ -270,7 +270,7 @@ def test_a_cooldown_is_a_run_of_that_length(schedule: str, corpus: Path, tmp_pat
     ("words", "said"),
     [
         (["schedule=wsd", "run.cooldown_from=outputs/long/checkpoints/last"], "name a checkpoint by its step"),
-        (["schedule=cosine", "run.cooldown_from=a/step_00000006"], "set schedule=wsd"),
+        (["schedule=cosine", "run.cooldown_from=a/step_00000006"], "Set schedule=wsd"),
         (["schedule=wsd", "run.cooldown_from=a/step_00000016"], "trainer.max_steps=8 is not beyond that step"),
         (["schedule=wsd", "run.cooldown_from=a/step_00000006", "run.resume=b"], "both say where to begin"),
         (["schedule=wsd", "run.cooldown_from=a/step_00000006"], "no such checkpoint folder"),
