@@ -1,10 +1,14 @@
-"""The README.md of an export: a model card with hub metadata, from the run's config and its validation scores."""
+"""The README.md of an export: a model card with hub metadata, from the run's config and its validation scores.
+
+Its text is the Jinja template beside this file.
+"""
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import jinja2
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
@@ -29,10 +33,6 @@ _SETTINGS = (
 
 
 HERE = '"."  # this folder, or its name on the hub'
-_BEFORE_SHARING = (
-    "Add what the data is and its licence, the model's own licence, and what it should not be used for: nothing of "
-    "that is in a config."
-)
 
 
 def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: int) -> None:
@@ -47,34 +47,25 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
     adapter = (folder / "adapter_config.json").exists()
     config = dict(leaves_of(shown_in(yaml.safe_load(read_regular(run_config)))))  # by dotted key
     name, scores = run_config.parent.name, _scores(run_config.parent / "metrics.jsonl", step)
+    task = "text-generation"
     if predicts_masked_tokens(folder):
-        task, use = "fill-mask", _use_denoising()
+        task = "fill-mask"
     elif gives_rewards(folder):
-        task, use = "text-classification", _use_rewards(folder, chat)
-    else:
-        task, use = "text-generation", _use(folder, chat)
+        task = "text-classification"
     base = config.get("model.name_or_path")
-    if adapter and _hub_name(base) is None:
-        use += (
-            f"\n\nThe adapter's base, `{_plain(Path(str(base)).name)}`, is not on the hub, and a copy of this folder "
-            "on the hub names none: load the base as `base`, and then `peft.PeftModel.from_pretrained(base, folder)`."
-        )
-    metadata = _metadata(config, name, scores, adapter, task).to_yaml(line_break="\n")
-    parts = [
-        f"---\n{metadata}\n---",
-        f"# {_plain(name)}",
-        _words(config, parameters, adapter),
-        "## Use",
-        use,
-        "## Training",
-        _table([("steps", step), *((what, config.get(key)) for what, key in _SETTINGS)]),
-        "`lmtrain_config.yaml` in the folder that lmtrain wrote holds every key: it is enough to train the model "
-        "again. It names local paths, so it is left out of uploads.",
-    ]
-    if scores:
-        parts += [f"## Validation at step {step:,}", _table(list(scores.items()))]
-    parts += ["## Before you share it", _BEFORE_SHARING]
-    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    text = _TEMPLATE.render(
+        metadata=_metadata(config, name, scores, adapter, task).to_yaml(line_break="\n"),
+        name=name,
+        words=_words(config, parameters, adapter),
+        task=task,
+        chat=chat,
+        loading_code=loading_code(folder, HERE),
+        local_base=Path(str(base)).name if adapter and _hub_name(base) is None else None,
+        settings=[("steps", step), *((what, config.get(key)) for what, key in _SETTINGS)],
+        scores=scores,
+        step=step,
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _metadata(config: dict[str, Any], name: str, scores: dict[str, float], adapter: bool, task: str) -> ModelCardData:
@@ -170,65 +161,15 @@ def loading_code(folder: Path, named: str) -> str:
     )
 
 
-def _python(folder: Path, lines: str) -> str:
-    """Returns a block of Python code that loads the model and the tokenizer of the folder and then runs `lines`."""
-    return f"```python\n{loading_code(folder, HERE)}\n{lines}\n```"
-
-
-def _use(folder: Path, chat: bool) -> str:
-    asked = (
-        'messages = [{"role": "user", "content": "..."}]\n'
-        "inputs = tokenizer.apply_chat_template(\n"
-        '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True\n)'
-        if chat
-        else 'inputs = tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")'
-    )
-    given = 'input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]'
-    lines = f"{asked}\noutput = model.generate({given}, max_new_tokens=100)\nprint(tokenizer.decode(output[0]))"
-    return _python(folder, lines)
-
-
-def _use_rewards(folder: Path, chat: bool) -> str:
-    given = (
-        'messages = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]\n'
-        'inputs = tokenizer.apply_chat_template([messages], padding=True, return_tensors="pt", return_dict=True)'
-        if chat
-        else 'inputs = tokenizer(["a prompt and its answer"], padding=True, return_tensors="pt")'
-    )
-    lines = (
-        f'{given}\nscores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits\n'
-        "print(scores[:, 0].tolist())  # one reward per conversation"
-    )
-    return (
-        "This model gives an answer a reward: one number, the higher the better; only differences between answers to "
-        f"the same prompt mean something. Batches are padded on the right.\n\n{_python(folder, lines)}"
-    )
-
-
-def _use_denoising() -> str:
-    return (
-        "This model predicts masked tokens from the tokens on both sides of them (masked diffusion). **It does not "
-        "write from left to right**: what `model.generate` of transformers and servers of causal models make of it is "
-        "noise. Its config says `is_causal: false`, and `mask_token_id` is what stands for a hidden token. lmtrain "
-        'writes texts with it:\n\n```\npython -m lmtrain.generate THIS_FOLDER generate.prompt="Once upon a time"\n'
-        "```\n\nFrom Python, what it predicts for masked tokens:\n\n```python\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'folder = "."  # this folder, or its name on the hub\n'
-        "model = AutoModelForCausalLM.from_pretrained(folder)\n"
-        "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
-        'ids = tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")["input_ids"]\n'
-        "ids[0, 1] = model.config.mask_token_id\n"
-        "print(tokenizer.decode(model(ids).logits[0, 1, :len(tokenizer)].argmax()))\n```"
-    )
-
-
-def _table(rows: list[tuple[str, Any]]) -> str:
-    shown = [(name, value) for name, value in rows if value not in (None, "none")]
-    lines = [f"| {_plain(name)} | {_plain(f'{v:.6g}' if isinstance(v, float) else v)} |" for name, v in shown]
-    return "\n".join(["| | |", "| --- | --- |", *lines])
-
-
 def _plain(value: Any) -> str:
     """Returns the value as one line of text, with the markup of tables, code and HTML neutralized."""
     text = " ".join(visible(str(value)).split())
     return text.replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
+
+
+_PAGES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, keep_trailing_newline=True,
+    undefined=jinja2.StrictUndefined,
+)  # fmt: skip
+_PAGES.filters["plain"] = _plain
+_TEMPLATE = _PAGES.get_template("model_card.jinja")
