@@ -260,12 +260,10 @@ def test_only_answers_to_the_same_prompts_stand_side_by_side(tree: Tree) -> None
         file = one.file.with_name(f"{one.file.stem}.rows.jsonl")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"prompt": f"asked in {one.evaluation.name}", "answer": f"of {one.name}."}) + "\n")
-    shown = "".join(report._side_by_side(report._written(made))).split("<h3>")[1:]
-    for part, name, stages_ in zip(shown, ("answers", "more"), (("pretrain", "sft"), ("sft", "dpo")), strict=True):
-        assert part.startswith(f"asked in {name}")
-        assert [f"of {name}-{stage}." in part for stage in ("pretrain", "sft", "dpo")] == [
-            stage in stages_ for stage in ("pretrain", "sft", "dpo")
-        ]
+    shown = report._side_by_side(report._written(made))
+    for one, name, stages_ in zip(shown, ("answers", "more"), (("pretrain", "sft"), ("sft", "dpo")), strict=True):
+        assert one["prompt"] == f"asked in {name}"
+        assert one["answers"] == [(stage, f"of {name}-{stage}.", None) for stage in stages_]
 
 
 def test_answers_that_equal_their_reference_are_marked_and_counted_by_question(tree: Tree) -> None:

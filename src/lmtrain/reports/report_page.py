@@ -1,6 +1,6 @@
 """Builds a self-contained HTML page of one run or of several compared; all contents of runs are escaped.
 
-The pages are Jinja templates beside this file: run.html, compared.html, and parts.html, which pipelines use too.
+The pages are Jinja templates beside this file: run.html, compared.html, pipeline.html, and parts.html for all of them.
 """
 
 import itertools
@@ -227,14 +227,13 @@ _PAGES = jinja2.Environment(
 _PAGES.filters |= {
     "broken": broken,
     "cut": _cut,
+    "sparse": lambda text: re.sub(r"\n\s*\n", "\n\n", text),  # models that have learned little write many empty lines
     "drawn": drawn,
     "visible": visible,
     "title": lambda chart: FIRST.get(chart, (chart, ""))[0],
     "axis": lambda chart: FIRST.get(chart.rpartition(": ")[2], ("", chart.rpartition("/")[2]))[1],
 }
 _PAGES.globals["levels"] = LEVELS
-_PARTS: Any = _PAGES.get_template("parts.html").module
-numbers, table, smoothing, charts_of = _PARTS.numbers, _PARTS.table, _PARTS.smoothing, _PARTS.charts_of
 
 
 def rendered(template: str, **values: Any) -> str:

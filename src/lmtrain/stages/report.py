@@ -3,8 +3,6 @@
 import io
 import json
 import math
-import re
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -153,28 +151,22 @@ def _with_error(score: Score | None) -> str:
 
 
 def _page(plan: PipelinePlan, state: State, stages: list[Row], scores: list[Row]) -> str:
-    title, names = f"pipeline {plan.pipeline.name}", [one.name for one in plan.stages]
-    charts, answers = _curves(plan), _written(plan)
-    links = [
-        f'<li><a href="{escape(name)}/report.html">{escape(name)}</a>: curves, samples, settings</li>' for name in names
-    ]
-    body = [
-        f"<h1>{report_page.broken(title)}</h1>",
-        f'<p class="soft">{report_page.broken(", then ".join(names))}</p>',
-        report_page.numbers(_facts(plan, state, stages, answers)),
-        *_side_by_side(answers),
-        *_by_first_word(answers, names),
-        "<h2>Scores of what each stage exported</h2>",
-        '<p class="soft">± is a standard error, from the bootstrap over rows; scores without one are of all rows '
-        "at once, or of one row.</p>",
-        report_page.table(["evaluation", "score", *names], scores),
-        "<h2>Curves</h2>",
-        *([report_page.smoothing(), report_page.charts_of(charts), report_page.script(charts)] if charts else []),
-        "<h2>Stages</h2>",
-        report_page.table(_STAGES, stages),
-        f"<ul>{''.join(links)}</ul>",
-    ]
-    return report_page.document(title, report_page.asset("report.css"), body)
+    names, charts, answers = [one.name for one in plan.stages], _curves(plan), _written(plan)
+    title = f"pipeline {plan.pipeline.name}"
+    body = report_page.rendered(
+        "pipeline.html",
+        title=title,
+        names=names,
+        facts=_facts(plan, state, stages, answers),
+        prompts=_side_by_side(answers),
+        by_first_word=_by_first_word(answers, names),
+        scores=scores,
+        charts=charts,
+        header=_STAGES,
+        stages=stages,
+    )
+    script = [report_page.script(charts)] if charts else []
+    return report_page.document(title, report_page.asset("report.css"), [body, *script])
 
 
 def _facts(plan: PipelinePlan, state: State, stages: list[Row], answers: Answers) -> list[tuple[str, str]]:
@@ -220,25 +212,21 @@ def _right(row: dict[str, Any]) -> bool:
     return report_page.is_exact(row["answer"], str(row.get("reference")))
 
 
-def _side_by_side(answers: Answers) -> list[str]:
-    """Builds the HTML that compares the stages' answers to the same prompts; exact answers decide what is right."""
-    parts = ["<h2>The same prompts, answered by each stage</h2>"] if answers else []
+def _side_by_side(answers: Answers) -> list[dict[str, Any]]:
+    """Returns prompts with each stage's answer and whether it is right, None if no answer of the evaluation is."""
+    found = []
     for of in answers.values():
         exact = any(_right(row) for rows in of.values() for row in rows)
         for asked in list(zip(*of.values(), strict=False))[: _ANSWERS if len(of) > 1 else 1]:
-            shown = [
-                _beside(name, row["answer"], ("wrong", "right")[_right(row)] if exact else "")
-                for name, row in zip(of, asked, strict=True)
-            ]
-            shown += [_beside("reference", str(asked[0]["reference"]))] if asked[0].get("reference") else []
-            prompt = report_page.as_text(str(asked[0].get("prompt")))
-            parts.append(f'<h3>{prompt}</h3><div class="beside">{"".join(shown)}</div>')
-    return parts
+            shown = [(name, row["answer"], _right(row) if exact else None) for name, row in zip(of, asked, strict=True)]
+            prompt, reference = str(asked[0].get("prompt")), asked[0].get("reference")
+            found.append({"prompt": prompt, "answers": shown, "reference": reference and str(reference)})
+    return found
 
 
-def _by_first_word(answers: Answers, names: list[str]) -> list[str]:
-    """Builds a table of the share of exact answers for each kind of question: where, who, how many, and so on."""
-    parts = []
+def _by_first_word(answers: Answers, names: list[str]) -> dict[str, list[Row]]:
+    """Returns, by evaluation, the share of exact answers for each kind of question: where, who, how many, and so on."""
+    found = {}
     for name, of in answers.items():
         kinds: dict[str, dict[str, list[bool]]] = {}
         for stage, rows in of.items():
@@ -247,13 +235,11 @@ def _by_first_word(answers: Answers, names: list[str]) -> list[str]:
                 if words and words[-1].endswith("?"):
                     kinds.setdefault(words[0], {}).setdefault(stage, []).append(_right(row))
         if len(kinds) > 1 and any(any(right) for of_stage in kinds.values() for right in of_stage.values()):
-            table = [
+            found[name] = [
                 [f"{kind} ...?", str(max(map(len, of.values()))), *(_share(of.get(stage)) for stage in names)]
                 for kind, of in sorted(kinds.items())
             ]
-            parts += [f"<h2>{report_page.broken(name)}: exact, by the question's first word</h2>"]
-            parts += [report_page.table(["question", "rows", *names], table)]
-    return parts
+    return found
 
 
 def _share(right: list[bool] | None) -> str:
@@ -262,14 +248,3 @@ def _share(right: list[bool] | None) -> str:
         return ""
     share = sum(right) / len(right)
     return f"{share:.1%} ± {math.sqrt(share * (1 - share) / len(right)):.1%}"
-
-
-def _beside(name: str, text: str, kind: str = "") -> str:
-    title = report_page.broken(f"{name}, {kind}" if kind else name)
-    return f'<div class="{kind}"><h4>{title}</h4>{_answer(text)}</div>'
-
-
-def _answer(text: str) -> str:
-    """Formats a text as HTML with at most one empty line in a row: models that have learned little write many."""
-    shown = re.sub(r"\n\s*\n", "\n\n", text.strip())
-    return f"<pre>{report_page.as_text(shown)}</pre>" if shown else '<pre class="soft">(nothing but blanks)</pre>'
