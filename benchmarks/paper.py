@@ -1,4 +1,4 @@
-"""The table of docs/scale.md, "On paper": 1B, 8B and 70B on 1, 8 and 64 GPUs, computed from shapes, not measured.
+"""The table of RESULTS.md, "On paper": 1B, 8B and 70B on 1, 8 and 64 GPUs, computed from shapes, not measured.
 
 python benchmarks/paper.py   prints it as Markdown; half a minute, on the meta device
 
