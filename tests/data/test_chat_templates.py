@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from lmtrain.data import tokenizers
 from lmtrain.data.chat import jinja_rendering
 from lmtrain.data.chat.conversations import Completion, Conversation
-from lmtrain.data.chat.jinja_rendering import NAMED
+from lmtrain.data.chat.jinja_rendering import NAMED, Template, find_template
 from lmtrain.data.chat.rendering import ChatTemplate
 from lmtrain.data.chat.templates import ChatEncoder, Example, own_template
 from lmtrain.data.chat.turns import BadRow
@@ -518,29 +518,84 @@ def test_a_template_that_is_no_text_is_refused(bytes_tokenizer) -> None:
         own_template(tokenizer)
 
 
-def test_no_text_of_a_row_is_rendered_twice(chatml, monkeypatch):
-    """The whole conversation is the text of its last answer, and both answers of a pair share their prompt's text."""
-    encoder = chatml(template=UNMARKED)
-    encoder.encode(Conversation(TURNS[:2], None, ""))
-    rendered, real = [], jinja_rendering.render_jinja_template
+@pytest.fixture
+def rendered(monkeypatch) -> list[tuple[int, bool]]:
+    """What goes through a template from here on: the number of messages, and whether an answer is asked for."""
+    found, real = [], jinja_rendering.render_jinja_template
 
     def counted(conversations, **options):
-        rendered.extend((len(chat), options.get("add_generation_prompt", False)) for chat in conversations)
+        found.extend((len(chat), options.get("add_generation_prompt", False)) for chat in conversations)
         return real(conversations, **options)
 
     monkeypatch.setattr(jinja_rendering, "render_jinja_template", counted)
-    other = [{"role": "user", "content": "1+1?"}, *TURNS[1:]]
-    encoder.encode(Conversation(other, None, ""))
-    assert sorted(rendered) == [(1, True), (2, False), (3, True), (4, False)]
+    return found
+
+
+def test_no_text_of_a_row_is_rendered_twice(chatml, rendered):
+    """All answers are found in the whole conversation's text, and both answers of a pair share their prompt's."""
+    encoder = chatml(template=UNMARKED)
+    rendered.clear()
+    encoder.encode(Conversation([{"role": "user", "content": "1+1?"}, *TURNS[1:]], None, ""))
+    assert sorted(rendered) == [(3, True), (4, False)]
     rendered.clear()
     for answer in ("Two", "2"):
         encoder.pair([{"role": "user", "content": "One and one?"}], [{"role": "assistant", "content": answer}])
     assert sorted(rendered) == [(1, True), (2, False), (2, False)]
 
 
-def test_values_that_are_equal_but_written_differently_are_rendered_apart(bytes_tokenizer):
-    template = ChatTemplate(
-        bytes_tokenizer("<|im_end|>"), "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>", ""
-    )
-    texts = [template.prompt([{"role": "user", "content": value}], None, "") for value in (1, True, 1.0)]
-    assert texts == ["1<|im_end|>", "True<|im_end|>", "1.0<|im_end|>"]
+SAID = "{% for message in messages %}{{ message.role + message.content }}<|im_end|>"
+LOCAL = {  # templates whose text of the first turns is the beginning of the text of all, whatever else is there
+    **dict.fromkeys(NAMED),
+    "loop": SAID + "{{ loop.index ~ loop.first ~ (loop.previtem is defined) }}{% endfor %}",
+    "before": SAID + "{{ messages[loop.index0 - 1].role if not loop.first }}{% endfor %}{{ messages[0].content }}",
+    "slice": "{{ messages[0].content }}{% set rest = messages[1:] %}"
+    "{% for m in rest %}{{ m.content ~ rest[0].role }}<|im_end|>{% endfor %}",
+    "set": "{% set x = 'x' %}" + SAID + "{% set x = 'y' %}{% endfor %}{{ x }}",
+    "asked": SAID + "{{ 'a' if add_generation_prompt }}{% endfor %}{{ 'b' if add_generation_prompt }}",
+    "macro": "{% macro f(m) %}{{ m.content }}{% endmacro %}{% for m in messages %}{{ f(m) }}<|im_end|>{% endfor %}",
+}
+AHEAD = {  # templates that say, at the end or before it, something about all messages
+    "last": SAID + "{{ '!' if loop.last }}{% endfor %}",
+    "attr": SAID + "{{ (loop | attr('last')) ~ loop['last'] }}{% endfor %}",
+    "next": SAID + "{{ loop.nextitem.role if loop.nextitem is defined }}{% endfor %}",
+    "filter": SAID.replace("messages", "messages | selectattr('content')") + "{% endfor %}",
+    "length": SAID + "{{ loop.length }}{% endfor %}",
+    "revindex": SAID + "{{ loop.revindex }}{% endfor %}",
+    "-1": SAID + "{% endfor %}{{ messages[-1].role }}",
+    "-1:": SAID + "{% endfor %}{{ messages[-1:] | map(attribute='role') | join }}",
+    "4": SAID + "{{ 4 if messages[4] }}{% endfor %}",
+    "count": SAID + "{% endfor %}{{ messages | length }}",
+    "namespace": "{% set n = namespace(i=0) %}" + SAID + "{% set n.i = n.i + 1 %}{% endfor %}{{ n.i }}",
+    "cycler": "{% set c = cycler('a', 'b', 'c') %}" + SAID + "{% set x = c.next() %}{% endfor %}{{ c.current }}",
+    "break": SAID + "{% if loop.index0 == 3 %}{% break %}{% endif %}{% endfor %}",
+    "captured": "{% set all %}" + SAID + "{% endfor %}{% endset %}{{ all }}",
+    "twice": SAID + "{% endfor %}" + SAID + "{% endfor %}",
+    "sequence": SAID + "{% endfor %}{{ messages is sequence }}",
+    "list": SAID.replace("messages", "messages | list") + "{% endfor %}",
+    "equal": "{{ messages == [] }}" + SAID + "{% endfor %}",
+    "json": SAID + "{% endfor %}{{ messages | tojson }}",
+    "text": SAID + "{% endfor %}{{ messages }}",
+    "first": SAID + "{% endfor %}{{ (messages | first).role }}",
+    "unwritten": SAID.replace("{{", "{% if message.role != 'user' or loop.first %}{{") + "{% endif %}{% endfor %}",
+    "refused": SAID + "{{ raise_exception('no') if loop.index0 == 6 }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", [*LOCAL, *AHEAD])
+def test_the_beginnings_of_a_conversation(name, bytes_tokenizer, rendered):
+    """Where a template allows it, they are read off one rendering; they always are those of transformers."""
+    tokenizer = bytes_tokenizer(*{token for tokens in NAMED.values() for token in tokens})
+    text = (LOCAL | AHEAD)[name] or find_template(name, tokenizer)[0]
+    template = Template(tokenizer, text, name)
+    chat = [{"role": ("user", "assistant")[i % 2], "content": f"said {i}"} for i in range(8)]
+    for ends in ([3, 5, 7], [2, 4, 6, 8]):
+        for ask in (False, True):
+            rendered.clear()
+            try:
+                found = template.render_beginnings(chat, ends, None, "", add_generation_prompt=ask)
+            except BadRow:
+                assert name == "refused"
+                continue
+            asked = {"chat_template": text, "tokenize": False, "add_generation_prompt": ask}
+            assert found == [tokenizer.apply_chat_template(chat[:end], **asked) for end in ends]
+            assert (len(rendered) == 1) == (name in LOCAL)

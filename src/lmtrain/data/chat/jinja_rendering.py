@@ -7,14 +7,18 @@ importing this module replaces that class by BoundedSandbox.
 """
 
 import contextlib
+import itertools
 import re
 import signal
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from jinja2 import TemplateError
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
@@ -30,10 +34,94 @@ BITS = 10_000  # maximum number of bits of a product or power of integers
 _WIDE = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")
 
 
+class LooksAhead(BaseException):
+    """Raised in a traced rendering that may depend on later messages; templates' tests catch every Exception."""
+
+
+class Trace:
+    """The messages of one rendering, and the pieces of text written for each: the text of any of their beginnings.
+
+    A template that has read nothing but the first i messages so far writes the same for every longer conversation.
+    So it may go through the messages once, in order, writing something for each, and read single ones (`messages[0]`)
+    up to the current one; whatever else it asks of them raises LooksAhead.
+
+    ends: the ascending numbers of messages of the beginnings, the last of which is all messages.
+    """
+
+    def __init__(self, ends: list[int]) -> None:
+        self.shortest, self.longest = ends[0], ends[-1]
+        self._there = ends[0]  # messages that each conversation has that gets as far as the rendering is
+        self.pieces: list[str] = []
+        self.borders: dict[int, int] = {}  # number of pieces written before each message, and before the rest
+
+    def messages(self, messages: list[Any]) -> "_Messages":
+        return _Messages(self, messages, 0)
+
+    def text(self, shown: int) -> str:
+        """Returns the text of the first `shown` messages; raises LooksAhead if it doesn't follow from the pieces."""
+        borders = self.borders
+        if self.longest not in borders or any(a == b for a, b in itertools.pairwise(borders.values())):
+            raise LooksAhead
+        return "".join(self.pieces[: borders[shown]] + self.pieces[borders[self.longest] :])
+
+
+class _Messages:
+    """What a traced template sees as `messages`: those of a Trace, from `start` on."""
+
+    def __init__(self, trace: Trace, messages: list[Any], start: int) -> None:
+        self._trace, self._all, self._start = trace, messages, start
+
+    def __iter__(self) -> Iterator[Any]:
+        trace = self._trace
+        if trace.borders or self._start >= trace.shortest:
+            raise LooksAhead
+        for i in range(self._start, len(self._all)):
+            trace.borders[i] = len(trace.pieces)
+            trace._there = max(trace.shortest, i + 1)
+            yield self._all[i]
+        trace.borders[len(self._all)] = len(trace.pieces)
+        trace._there = trace.shortest
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice) and at.stop is at.step is None and isinstance(at.start, int) and at.start >= 0:
+            return _Messages(self._trace, self._all, self._start + at.start)
+        if isinstance(at, int) and 0 <= at < self._trace._there - self._start:
+            return self._all[self._start + at]
+        raise LooksAhead
+
+    def _refuse(self, *_: object) -> Any:
+        raise LooksAhead
+
+    __len__ = __eq__ = __repr__ = _refuse
+
+
+_trace: ContextVar[Trace | None] = ContextVar("trace", default=None)
+
+
+class TracedTemplate(jinja2.Template):
+    """A template whose rendering fills the Trace in `_trace`, if there is one."""
+
+    def render(self, *args: Any, **variables: Any) -> str:
+        trace = _trace.get()
+        if trace is None:
+            return super().render(*args, **variables)
+        for piece in self.generate(**variables | {"messages": trace.messages(variables["messages"])}):
+            trace.pieces.append(piece)
+        return "".join(trace.pieces)
+
+
 class BoundedSandbox(ImmutableSandboxedEnvironment):
     """A sandbox whose `*`, `**` and `%` raise OverflowError for results larger than ITEMS or BITS allow."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
+    template_class = TracedTemplate
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, LoopContext):  # read for each message by many templates, all its attributes are safe
+            if attr in ("last", "nextitem") and _trace.get():
+                raise LooksAhead
+            return not attr.startswith("_")
+        return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if _too_large(operator, left, right):
@@ -116,6 +204,8 @@ class Template:
         keys = () if "reasoning_content" in text else ("thinking", "reasoning")
         self._thought = next((key for key in keys if re.search(rf"message\W+(get\W+)?{key}\b", text)), "")
         self.special_tokens = special_tokens(tokenizer)
+        # What it has counted over the messages may matter behind them, where a Trace doesn't see it.
+        self._keeps_state = bool(re.search(r"\b(namespace|cycler|joiner)\b", text))
         self._in_parts = False
         self._known: dict[str, str] = {}  # texts by what they were rendered from
         try:
@@ -174,6 +264,22 @@ class Template:
         texts = [known[key] if key in known else self._known[key] for key in keys]
         self._known = known if len(self._known) > _REMEMBERED else self._known | known
         return texts
+
+    def render_beginnings(
+        self, messages: list[dict[str, Any]], ends: list[int], tools: Any, where: str, **options: Any
+    ) -> list[str]:
+        """Renders messages[:end] for each of the ascending `ends`, all at once where the template allows it."""
+        if len(ends) > 1 and not self._keeps_state:
+            trace = Trace(ends)
+            token = _trace.set(trace)
+            try:
+                self._rendered([messages[: ends[-1]]], tools, where, **options)
+                return [trace.text(end) for end in ends]
+            except (LooksAhead, BadRow):
+                pass
+            finally:
+                _trace.reset(token)
+        return self.render_texts([messages[:end] for end in ends], tools, where, **options)
 
     def render_marked(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[Span]]:
         """Renders the messages; also returns the spans marked with {% generation %}, if the template has markers."""

@@ -56,13 +56,13 @@ class ChatTemplate(Template):
             UserError: an answer can't be separated from its prompt, or the template's markers miss turns.
         """
         messages = conversation.messages
-        whole = self._text(conversation, len(messages))
-        texts = [whole]
-        if turns and self.has_markers:
-            self._by_markers(texts, conversation, turns)
-        elif turns:
-            self._by_prefixes(texts, conversation, turns)
-        found = sorted((text for text in texts if text.answers), key=lambda text: text.shown) or [whole]
+        if turns and not self.has_markers:
+            texts = self._by_prefixes(conversation, turns)
+        else:
+            texts = [self._text(conversation, len(messages))]
+            if turns:
+                self._by_markers(texts, conversation, turns)
+        found = sorted((text for text in texts if text.answers), key=lambda text: text.shown) or texts[:1]
         for text in found:
             self._finish(text, messages)
         return found
@@ -120,12 +120,14 @@ class ChatTemplate(Template):
             missing = self.end_of_turn and text.text.startswith(self.end_of_turn, end)
             text.answers[turn] = (start, end + len(self.end_of_turn) if missing else end)
 
-    def _by_prefixes(self, texts: list[Rendered], conversation: Conversation, turns: list[int]) -> None:
-        """Works like `_by_markers` without markers: an answer is what its text adds to the generation prompt."""
+    def _by_prefixes(self, conversation: Conversation, turns: list[int]) -> list[Rendered]:
+        """Finds `turns` without markers, the whole conversation first: an answer is what follows its prompt's text."""
         messages, tools, where = conversation.messages, conversation.tools, conversation.where
-        given = self.render_texts([messages[:i] for i in turns], tools, where, add_generation_prompt=True)
-        said = self.render_texts([messages[: i + 1] for i in turns], tools, where)
-        for turn, before, own in reversed(list(zip(turns, given, said, strict=True))):
+        ends = sorted({*(i + 1 for i in turns), len(messages)})
+        said = self.render_beginnings(messages, ends, tools, where)
+        given = self.render_beginnings(messages, turns, tools, where, add_generation_prompt=True)
+        texts = [Rendered(said[-1], len(messages))]
+        for turn, before, own in reversed(list(zip(turns, given, said, strict=False))):
             remarks: list[str] = []
             if not own.startswith(before):
                 before, own, remark = self._asked_otherwise(before, own, conversation, turn)
@@ -135,6 +137,7 @@ class ChatTemplate(Template):
             text = _that_continues(after, texts, Rendered(own, turn + 1))
             text.answers[turn] = (len(before), len(after))
             text.remarks += remarks
+        return texts
 
     def _asked_otherwise(self, before: str, own: str, conversation: Conversation, turn: int) -> tuple[str, str, str]:
         """Returns prompt, prompt with answer, and a remark, for an answer whose text doesn't begin with its prompt.
