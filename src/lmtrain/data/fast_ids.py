@@ -52,6 +52,8 @@ class TextIds:
     Texts that fastokens refuses later on (its regular expressions have limits) are left to the tokenizers library.
     """
 
+    has_threads = False  # whether one of them has tried fastokens, whose threads a forked process lacks
+
     def __init__(self, backend: Tokenizer) -> None:
         """backend: a tokenizer without truncation and padding; `encode_special_tokens` says how to read those."""
         self.by, self._backend = "tokenizers", backend
@@ -117,7 +119,7 @@ class TextIds:
         """Changes to fastokens, once, if it gives the same ids on the beginnings of `texts` and on hostile texts."""
         if self._tried:
             return
-        self._tried = True
+        self._tried = TextIds.has_threads = True
         special = {token.content for token in self._backend.get_added_tokens_decoder().values()}
         probes = [*hostile_texts(tuple(sorted(special)[:64])), *(text[:_SAMPLE] for text in texts[:_SAMPLES])]
         expected = [ids.tolist() for ids in self(probes)]

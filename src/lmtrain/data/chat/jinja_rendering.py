@@ -7,6 +7,7 @@ importing this module replaces that class by BoundedSandbox.
 """
 
 import contextlib
+import copy
 import itertools
 import re
 import signal
@@ -39,7 +40,7 @@ class LooksAhead(BaseException):
 
 
 class Trace:
-    """The messages of one rendering, and the pieces of text written for each: the text of any of their beginnings.
+    """The messages that a template reads; notes the pieces of text written for each, and so for their beginnings.
 
     A template that has read nothing but the first i messages so far writes the same for every longer conversation.
     So it may go through the messages once, in order, writing something for each, and read single ones (`messages[0]`)
@@ -49,43 +50,39 @@ class Trace:
     """
 
     def __init__(self, ends: list[int]) -> None:
-        self.shortest, self.longest = ends[0], ends[-1]
-        self._there = ends[0]  # messages that each conversation has that gets as far as the rendering is
-        self.pieces: list[str] = []
-        self.borders: dict[int, int] = {}  # number of pieces written before each message, and before the rest
+        self._shortest, self._longest, self._start = ends[0], ends[-1], 0
+        self._all: list[Any] = []
+        self._pieces: list[str] = []
+        self._borders: dict[int, int] = {}  # number of pieces written before each message, and before the rest
 
-    def messages(self, messages: list[Any]) -> "_Messages":
-        return _Messages(self, messages, 0)
+    def render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+        self._all = variables["messages"]
+        for piece in template.generate(**variables | {"messages": self}):
+            self._pieces.append(piece)
+        return "".join(self._pieces)
 
     def text(self, shown: int) -> str:
         """Returns the text of the first `shown` messages; raises LooksAhead if it doesn't follow from the pieces."""
-        borders = self.borders
-        if self.longest not in borders or any(a == b for a, b in itertools.pairwise(borders.values())):
+        borders = self._borders
+        if self._longest not in borders or any(a == b for a, b in itertools.pairwise(borders.values())):
             raise LooksAhead
-        return "".join(self.pieces[: borders[shown]] + self.pieces[borders[self.longest] :])
-
-
-class _Messages:
-    """What a traced template sees as `messages`: those of a Trace, from `start` on."""
-
-    def __init__(self, trace: Trace, messages: list[Any], start: int) -> None:
-        self._trace, self._all, self._start = trace, messages, start
+        return "".join(self._pieces[: borders[shown]] + self._pieces[borders[self._longest] :])
 
     def __iter__(self) -> Iterator[Any]:
-        trace = self._trace
-        if trace.borders or self._start >= trace.shortest:
+        if self._borders or self._start >= self._shortest:
             raise LooksAhead
-        for i in range(self._start, len(self._all)):
-            trace.borders[i] = len(trace.pieces)
-            trace._there = max(trace.shortest, i + 1)
+        for i in range(self._start, self._longest):
+            self._borders[i] = len(self._pieces)
             yield self._all[i]
-        trace.borders[len(self._all)] = len(trace.pieces)
-        trace._there = trace.shortest
+        self._borders[self._longest] = len(self._pieces)
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice) and at.stop is at.step is None and isinstance(at.start, int) and at.start >= 0:
-            return _Messages(self._trace, self._all, self._start + at.start)
-        if isinstance(at, int) and 0 <= at < self._trace._there - self._start:
+            rest = copy.copy(self)
+            rest._start += at.start
+            return rest
+        current = -1 if self._longest in self._borders else max(self._borders, default=-1)
+        if isinstance(at, int) and 0 <= at < max(self._shortest, current + 1) - self._start:
             return self._all[self._start + at]
         raise LooksAhead
 
@@ -99,15 +96,11 @@ _trace: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 
 class TracedTemplate(jinja2.Template):
-    """A template whose rendering fills the Trace in `_trace`, if there is one."""
+    """A template whose `messages` are the Trace in `_trace`, if there is one."""
 
     def render(self, *args: Any, **variables: Any) -> str:
         trace = _trace.get()
-        if trace is None:
-            return super().render(*args, **variables)
-        for piece in self.generate(**variables | {"messages": trace.messages(variables["messages"])}):
-            trace.pieces.append(piece)
-        return "".join(trace.pieces)
+        return super().render(*args, **variables) if trace is None else trace.render(self, variables)
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
@@ -118,7 +111,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, LoopContext):  # read for each message by many templates, all its attributes are safe
-            if attr in ("last", "nextitem") and _trace.get():
+            if attr in ("last", "nextitem") and _trace.get() is not None:
                 raise LooksAhead
             return not attr.startswith("_")
         return super().is_safe_attribute(obj, attr, value)

@@ -26,8 +26,11 @@ class BadRow(Exception):
     """
 
     def __init__(self, where: str, reason: str, skip: bool = False) -> None:
-        super().__init__(f"{where}: {reason}")
+        super().__init__(where, reason, skip)
         self.where, self.reason, self.skip = where, reason, skip
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
 
     def refusal(self) -> str:
         """Returns the error message for users who didn't ask for bad rows to be skipped."""

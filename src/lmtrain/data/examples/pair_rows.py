@@ -23,7 +23,7 @@ _ESTIMATED_FROM = 2000  # pairs read to estimate the length of shared prompts; t
 class PairRowEncoder(TemplateRows):
     """Encodes a pair as two examples: the prompt with its chosen and with its rejected answer."""
 
-    group = 2
+    group, independent = 2, True
     version: ClassVar[dict[str, int]] = {"pairs": 2}
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:

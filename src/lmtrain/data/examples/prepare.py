@@ -1,10 +1,19 @@
 """Prepares rows (conversations, preferences) as tokenized examples on disk, cached by a hash of their inputs."""
 
-from collections.abc import Callable
+import contextlib
+import itertools
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from fractions import Fraction
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -13,14 +22,16 @@ from lmtrain.data import tokenizers
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.row_counts import Counts, check_lost, check_untrained, short, summary
-from lmtrain.data.examples.row_format import Example, RowEncoder
+from lmtrain.data.examples.row_format import Encoded, Example, RowEncoder
+from lmtrain.data.fast_ids import TextIds
 from lmtrain.data.order import Repeats
 from lmtrain.data.sources.choose import MixturePart, min_val_rows, open_parts, split_records
 from lmtrain.data.store import bins, contents
 from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, prepare_folder, settings
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
-from lmtrain.errors import UserError
+from lmtrain.distributed.ranks import end_with_parent
+from lmtrain.errors import RunError, UserError
 
 # Raised when the same rows and settings begin to give different examples, so that older folders are no longer used.
 EXAMPLES_VERSION = 7
@@ -84,13 +95,13 @@ def prepare_examples(
     )
     target = folder_of(cfg, f"{parts[0].source.label}-{named.label}", key)
     notes = [note for part in parts for note in part.source.notes]
-    with PrepareProgress(progress) as show:
+    with PrepareProgress(progress) as show, _Encoding(encoder, [part.cfg for part in parts], cfg.num_proc) as encoding:
 
         def fill(folder: Path) -> None:
             questions: list[dict[str, Any]] = []  # of the validation rows
             meta: Any = new_meta(tokenizer, key) | {"notes": []}
             for name, asked in (("train", None), ("val", questions)):
-                split = _write_split(folder, cfg, parts, name, encoder, meta, asked, show)
+                split = _write_split(folder, cfg, parts, name, encoding, meta, asked, show)
                 if split is not None:
                     meta["splits"][name] = split
             encoder.finish_tokenizer(tokenizer)
@@ -115,7 +126,7 @@ def _write_split(
     cfg: DataConfig,
     parts: list[MixturePart],
     name: str,
-    encoder: RowEncoder,
+    encoding: "_Encoding",
     meta: bins.Meta,
     questions: list[dict[str, Any]] | None,
     show: PrepareProgress,
@@ -127,12 +138,14 @@ def _write_split(
     questions: if given, the first MAX_QUESTIONS questions of the split are added to it, each with the number of its
         row's first example.
     """
-    counts, written = Counts(), [0]
+    counts, written, encoder = Counts(), [0] * len(parts), encoding.encoder
     show.start(name, None)
+    rows = ((i, *row) for i, part in enumerate(parts) for row in split_records(part, name) or ())
     with BinWriter(folder, name, meta["dtype"], _SHARD_TOKENS, masked=True) as writer:
-        for part in parts:
-            _write_part(part, split_records(part, name) or (), encoder, writer, counts, questions, show)
-            written.append(writer.documents)
+        for (i, where, _), encoded in encoding.of(rows, questions):
+            before = writer.documents
+            _write_row(where, encoded, parts[i].cfg, encoder, writer, counts, questions, show)
+            written[i] += writer.documents - before
         split = writer.close()
     if counts.examples == 0:
         check_untrained(counts, cfg, name, encoder.group)
@@ -144,48 +157,42 @@ def _write_split(
             meta["notes"].append(f"no row is left to validate on: {left}")
         return None
     show.say("\n".join(summary(name, counts)))
-    return {**split, "bytes": None, "counts": counts.__dict__, "parts": np.diff(written).tolist()}
+    return {**split, "bytes": None, "counts": counts.__dict__, "parts": written}
 
 
-def _write_part(
-    part: MixturePart,
-    rows: Any,
+def _write_row(
+    where: str,
+    encoded: Encoded | BadRow,
+    cfg: DataConfig,
     encoder: RowEncoder,
     writer: BinWriter,
     counts: Counts,
     questions: list[dict[str, Any]] | None,
     show: PrepareProgress,
 ) -> None:
-    """Writes the examples of each row of a part, and counts what became of the row."""
-    for where, row in rows:
-        counts.rows += 1
-        try:
-            if isinstance(row, str):
-                raise BadRow(where, row)
-            asked = questions is not None and len(questions) < MAX_QUESTIONS
-            encoded = encoder.encode(row, where, part.cfg, asked)
-        except (BadRow, RecursionError) as error:
-            bad = error if isinstance(error, BadRow) else BadRow(where, "the row is nested too deep")
-            if part.cfg.on_bad_row == "raise" and not bad.skip:
-                raise UserError(bad.refusal()) from None
-            counts.add_bad(bad.reason, bad.where)
+    """Writes the examples of a row, and counts what became of it."""
+    counts.rows += 1
+    if isinstance(encoded, BadRow):
+        if cfg.on_bad_row == "raise" and not encoded.skip:
+            raise UserError(encoded.refusal())
+        counts.add_bad(encoded.reason, encoded.where)
+        return
+    counts.assistant_first += encoded.dropped_turns > 0
+    counts.dropped += not encoded.examples
+    counts.shortened += encoded.cut > 0
+    counts.note(encoded.remarks, encoded.texts, where)
+    groups = [encoded.examples[i : i + encoder.group] for i in range(0, len(encoded.examples), encoder.group)]
+    first = counts.examples
+    for group in groups:
+        if not all(any(example[1]) for example in group):
+            counts.untrained += 1
+            if counts.untrained_at is None:
+                counts.untrained_at, counts.untrained_text = where, short(encoder.decode(group[-1][0]))
             continue
-        counts.assistant_first += encoded.dropped_turns > 0
-        counts.dropped += not encoded.examples
-        counts.shortened += encoded.cut > 0
-        counts.note(encoded.remarks, encoded.texts, where)
-        groups = [encoded.examples[i : i + encoder.group] for i in range(0, len(encoded.examples), encoder.group)]
-        first = counts.examples
-        for group in groups:
-            if not all(any(example[1]) for example in group):
-                counts.untrained += 1
-                if counts.untrained_at is None:
-                    counts.untrained_at, counts.untrained_text = where, short(encoder.decode(group[-1][0]))
-                continue
-            show.advance(0, sum(len(example[0]) for example in group))
-            _write(group, writer, counts, encoded.kept, getattr(encoder, "learns", True))
-        if counts.examples > first and questions is not None and encoded.question is not None:
-            questions.append({**encoded.question, "example": first})
+        show.advance(0, sum(len(example[0]) for example in group))
+        _write(group, writer, counts, encoded.kept, getattr(encoder, "learns", True))
+    if counts.examples > first and questions is not None and encoded.question is not None:
+        questions.append({**encoded.question, "example": first})
 
 
 def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | None, learns: bool) -> None:
@@ -196,3 +203,111 @@ def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | 
         counts.tokens += len(ids)
         counts.trained += sum(trained) if learns else 0  # a prompt's tokens are all given
         counts.longest = max(counts.longest, len(ids))
+
+
+ENOUGH = 2000  # training rows from which on several processes encode: one or two seconds of work
+_CHUNK = 64  # rows that are encoded at a time
+_MOST = 8  # processes by default: as many as one process can feed
+Row = tuple[int, str, Any]  # the number of its source, where it is, and the row, or a message why it can't be read
+_theirs: tuple[RowEncoder, list[DataConfig]]  # in a process that encodes rows
+
+
+def _begin(encoder: RowEncoder, cfgs: list[DataConfig], parent: int) -> None:
+    """Begins a process that encodes rows; Ctrl-C is for its parent, with which it ends."""
+    global _theirs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent(parent, signal.SIGKILL)
+    os.environ["RAYON_NUM_THREADS"] = "1"  # of fastokens
+    _theirs = encoder, cfgs
+
+
+def _encode_there(rows: list[Row]) -> tuple[list[Encoded | BadRow], dict[Any, str]]:
+    """Encodes rows up to one that raises an exception; also returns the formats so far."""
+    found: list[Encoded | BadRow] = []
+    with contextlib.suppress(Exception):
+        for row in rows:
+            found.append(_encode(*_theirs, row))
+    return found, getattr(_theirs[0], "formats", {})
+
+
+def _encode(encoder: RowEncoder, cfgs: list[DataConfig], row: Row | Exception, asked: bool = False) -> Encoded | BadRow:
+    """Encodes a row, with its question if `asked`; returns a BadRow instead of raising it."""
+    if isinstance(row, Exception):
+        raise row
+    source, where, record = row
+    try:
+        return BadRow(where, record) if isinstance(record, str) else encoder.encode(record, where, cfgs[source], asked)
+    except BadRow as bad:
+        return bad
+    except RecursionError:
+        return BadRow(where, "the row is nested too deep")
+
+
+class _Encoding:
+    """Encodes rows in order, from ENOUGH training rows on in several processes, which changes nothing but the time.
+
+    The processes are forked before anything is encoded here: they inherit the encoder, and have threads of their own.
+    What raises an exception there, is encoded again here, where it stops the preparation.
+    """
+
+    def __init__(self, encoder: RowEncoder, cfgs: list[DataConfig], processes: int | None) -> None:
+        self.encoder, self.cfgs = encoder, cfgs
+        can = sys.platform == "linux" and not TextIds.has_threads and vars(type(encoder)).get("independent", False)
+        self.processes = (processes or min(_MOST, len(os.sched_getaffinity(0)))) if can else 1
+        self.pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def of(self, rows: Iterator[Row], questions: list[Any] | None) -> Iterator[tuple[Row, Encoded | BadRow]]:
+        """Yields rows with what became of them; those whose questions are still wanted are encoded in this process."""
+        rows = _with_error(rows)
+        if questions is None and self.processes > 1:
+            first = list(itertools.islice(rows, ENOUGH))
+            rows = itertools.chain(first, rows)
+            if len(first) == ENOUGH:
+                given = (self.encoder, self.cfgs, os.getpid())
+                self.pool = ProcessPoolExecutor(self.processes, get_context("fork"), _begin, given)
+        while self.pool is None or _asks(questions):
+            row = next(rows, None)
+            if row is None:
+                return
+            yield row, _encode(self.encoder, self.cfgs, row, _asks(questions))
+        waiting: deque[tuple[list[Row], Future[Any]]] = deque()
+        for chunk in iter(lambda: list(itertools.islice(rows, _CHUNK)), []):
+            waiting.append((chunk, self.pool.submit(_encode_there, [row for row in chunk if isinstance(row, tuple)])))
+            if len(waiting) > 2 * self.processes:
+                yield from self._results(*waiting.popleft())
+        while waiting:
+            yield from self._results(*waiting.popleft())
+
+    def _results(self, rows: list[Row], there: "Future[Any]") -> Iterator[tuple[Row, Encoded | BadRow]]:
+        found: list[Encoded | BadRow] = []
+        try:
+            found, formats = there.result()
+            self.encoder.formats.update(formats)  # type: ignore[attr-defined]
+        except BrokenProcessPool:
+            raise RunError(
+                "a process that encodes rows was killed, maybe for lack of memory: set data.num_proc=1"
+            ) from None
+        except Exception:  # what can't be pickled
+            pass
+        for row, encoded in itertools.zip_longest(rows, found):
+            yield row, encoded or _encode(self.encoder, self.cfgs, row)
+
+
+def _asks(questions: list[Any] | None) -> bool:
+    return questions is not None and len(questions) < MAX_QUESTIONS
+
+
+def _with_error(rows: Iterator[Row]) -> Iterator[Any]:
+    """Yields rows, and the exception that ends them: it comes after what is found out about the rows before."""
+    try:
+        yield from rows
+    except Exception as error:
+        yield error

@@ -93,31 +93,33 @@ class TemplateRows:
     """The base class of encoders for rows that go through a chat template; see `RowEncoder`.
 
     version: what a subclass adds to the identity.
+    independent: whether a class encodes each row by itself, apart from `formats`, so that several processes may.
     """
 
     group = 1
     version: ClassVar[dict[str, int]] = {}
+    independent = False  # a subclass may remember rows: each says it for itself
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         self.chat = ChatEncoder(tokenizer, cfg)
         self.identity = {**self.chat.identity, **self.version}
-        self._formats: dict[Any, str] = {}
+        self.formats: dict[Any, str] = {}  # of the rows so far, by their columns
 
     @property
     def words(self) -> str:
-        return " and ".join(sorted(set(self._formats.values())))
+        return " and ".join(sorted(set(self.formats.values())))
 
     def format_of(
         self, row: dict[str, Any], where: str, cfg: DataConfig, detect: Callable[[Any, DataConfig], str]
     ) -> str:
         """Chooses a row's format by its columns, as files may mix formats; raises BadRow if no format fits."""
         key = (id(cfg), *row)
-        if key not in self._formats:
+        if key not in self.formats:
             try:
-                self._formats[key] = detect(row, cfg)
+                self.formats[key] = detect(row, cfg)
             except UnfitColumns as error:
                 raise BadRow(where, str(error)) from None
-        return self._formats[key]
+        return self.formats[key]
 
     def question(self, sample: Conversation | Completion) -> dict[str, Any]:
         """Returns the prompt for a sample answer from the model, and the reference answer from the data."""
@@ -144,6 +146,8 @@ class TemplateRows:
 
 class ChatRows(TemplateRows):
     """The row format of SFT: one example per row, or several if a row is split or its earlier turns are rewritten."""
+
+    independent = True
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         self.chat.begin_row()

@@ -23,7 +23,7 @@ _CONVERSATION = Format(("messages|conversations|conversation|dialog|dialogue", "
 class UnpairedRowEncoder(TemplateRows):
     """Encodes a row as one example, the prompt with its answer; the label is 1 if the answer is desirable, else 0."""
 
-    words = "unpaired"
+    words, independent = "unpaired", True
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         """
