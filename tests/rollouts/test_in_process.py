@@ -96,6 +96,21 @@ def test_recorded_steps_sample_the_same(family: str, at_once: int, monkeypatch: 
         torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), rtol=0, atol=1e-5)
 
 
+def test_a_recorded_step_that_does_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, sampling = model_of("llama"), Sampling(40, 0.8, 1.0, ENDS[:3])
+    requests = [Request(p, i) for i, p in enumerate(prompts())]
+    expected = InProcess(model, 64).generate(requests, sampling)
+    monkeypatch.setattr(in_process, "HOST", "none")
+    monkeypatch.setattr(in_process, "record", lambda step: lambda: None)
+    engine = InProcess(model, 64)
+    found = engine.generate(requests, sampling)
+    assert engine.records is False
+    assert caplog.text.count("it gives other logits") == 1
+    assert [c.ids for c in found] == [c.ids for c in expected]
+
+
 @pytest.mark.parametrize("at_once", [64, 6])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_next_turn_reads_only_what_is_new(family: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:

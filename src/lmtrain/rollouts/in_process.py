@@ -39,7 +39,7 @@ class InProcess(Engine):
     def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
         """batch_size: maximum number of completions that are generated at once."""
         self.model, self.batch_size = model, batch_size
-        self.records = True  # until a step can't be recorded
+        self.records: bool | None = None  # whether steps are recorded: unknown until one has been
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, kept: Kept | None = None) -> list[SampledText]:
@@ -308,14 +308,41 @@ class _Batch:
             self.at += 1
 
     def _record(self) -> None:
-        """Records a step, from which `replay` follows, unless one could not be recorded before."""
-        if self.engine.records:
-            try:
-                self.replay = record(self._step)
-            except RuntimeError as error:  # a layer waits for the device
-                self.engine.records = False
-                reason = str(error).partition("\n")[0][:120]
-                log.warning("rollouts: no CUDA graph of a step could be recorded (%s), so sampling is slower", reason)
+        """Records a step, from which `replay` follows; the first one recorded decides whether any will be."""
+        if self.engine.records is False:
+            return
+        try:
+            replay = record(self._step)
+            reason = None if self.engine.records or self._repeats(replay) else "it gives other logits"
+        except RuntimeError as error:  # a layer waits for the device
+            reason = str(error).partition("\n")[0][:120]
+        self.engine.records = reason is None
+        if reason is None:
+            self.replay = replay
+        else:
+            log.warning("rollouts: no CUDA graph of a step can be used (%s), so sampling is slower", reason)
+
+    def _repeats(self, replay: Callable[[], None]) -> bool:
+        """Returns whether a recorded step gives the logits that a step gives; leaves the batch as it is.
+
+        Keys and values of both are written to the next column, which the next step writes again.
+        """
+        others = [vars(layer) for layer in self.cache.layers if type(layer) is not _Block]
+        changed = [self.at, *vars(self.state).values(), *(x for held in others for x in _tensors(held))]
+        before, logits = [x.clone() for x in changed], []
+        for step in (self._step, replay):
+            step()
+            logits.append(self.state.logits.clone())
+            for x, held in zip(changed, before, strict=True):
+                x.copy_(held)
+        # Not bit for bit: products in a graph may have another amount of memory, and so be added in another order.
+        return bool((logits[0] - logits[1]).norm() <= 0.01 * logits[0].norm())
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """Returns the tensors in dictionaries and lists."""
+    inner = x.values() if isinstance(x, dict) else x if isinstance(x, list) else ()
+    return [x] if isinstance(x, Tensor) else [tensor for y in inner for tensor in _tensors(y)]
 
 
 def record(step: Callable[[], None]) -> Callable[[], None]:
