@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmtrain.rewards.environment import Call, Environment, results
+from lmtrain.rewards.environment import Call, Environment, execute, results
 
 KILL_AT = "LMTRAIN_TEST_KILL_AT"  # "PATH N": ends the process at the N-th call of `Echo.step`, counted in the file
 
@@ -88,6 +88,17 @@ def much() -> str:
 def binary() -> bytes:
     """Returns bytes that are no UTF-8."""
     return b"\xff\xfe\x00ok"
+
+
+class Calls(Echo):
+    """Calls a tool itself after each answer, as a model might."""
+
+    tools = (add,)
+
+    def step(self, answer: str, calls: Sequence[Call]) -> Any:
+        said, reward = super().step(answer, calls)
+        call = f'{{"name": "add", "arguments": {{"a": {len(answer)}, "b": {self.told}}}}}'
+        return said and [*said[:-1], *results(execute(call, self.tools, 10.0))], reward
 
 
 def undescribed(a, b):  # type: ignore[no-untyped-def]

@@ -1,5 +1,6 @@
 """A callback that ends the process with SIGKILL at an exact place: nothing runs after it, no handler, no `finally`."""
 
+import importlib
 import os
 import signal
 from pathlib import Path
@@ -9,12 +10,20 @@ import lightning.pytorch as pl
 
 from lmtrain.checkpoints import retention, store
 
+# Where a rollout ends: at the n-th call of a function.
+IN_ROLLOUT = {
+    "mid_rollout": ("lmtrain.rollouts.in_process", "draw", 3),
+    "mid_later_turn": ("lmtrain.rollouts.in_process", "draw", 16),
+    "between_turns": ("lmtrain.rollouts.episodes", "execute", 20),
+    "mid_tool": ("lmtrain.rewards.environment", "_as_text", 9),
+}
+
 
 class KillAt(pl.Callback):
     """Kills the process at `place`: mid_step, mid_save, before_publish, before_prune, mid_prune or mid_validation.
 
-    It does so at step `step`. Runs that sample also have mid_rollout, after a few tokens, and before_backward, after
-    sampling and scoring.
+    It does so at step `step`. Runs that sample also have before_backward, after sampling and scoring, and the places of
+    IN_ROLLOUT.
 
     Only rank 0 writes: mid_save on another rank kills it while all ranks gather what is saved. With `marker`, a file
     that does not exist yet, it happens once, even if the ranks are restarted.
@@ -56,8 +65,8 @@ class KillAt(pl.Callback):
                 self.kill()
             return prune(*args)
 
-        if self.place == "mid_rollout":
-            self.die_in_rollout(trainer)
+        if self.place in IN_ROLLOUT:
+            self.die_in_rollout(trainer, *IN_ROLLOUT[self.place])
         if self.place == "mid_save":
             store.write = write_then_die
         if self.place in ("before_publish", "mid_prune"):
@@ -65,18 +74,17 @@ class KillAt(pl.Callback):
         if self.place == "before_prune":
             retention.to_keep = die_before_prune
 
-    def die_in_rollout(self, trainer: pl.Trainer) -> None:
-        from lmtrain.rollouts import in_process
+    def die_in_rollout(self, trainer: pl.Trainer, module: str, name: str, most: int) -> None:
+        place = importlib.import_module(module)
+        call, calls = getattr(place, name), [0]
 
-        draw, tokens = in_process.draw, [0]
-
-        def draw_or_die(*args: Any) -> Any:
-            tokens[0] += trainer.global_step == self.step and bool(trainer.training)
-            if tokens[0] == 3:
+        def call_or_die(*args: Any) -> Any:
+            calls[0] += trainer.global_step == self.step and bool(trainer.training)
+            if calls[0] == most:
                 self.kill()
-            return draw(*args)
+            return call(*args)
 
-        in_process.draw = draw_or_die
+        setattr(place, name, call_or_die)
 
     def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.place == "before_backward" and trainer.global_step == self.step and self.due(trainer):

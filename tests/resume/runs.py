@@ -66,7 +66,7 @@ def kill_at(place: str, step: int) -> list[str]:
     """Returns overrides that make the run kill itself with SIGKILL at a place and step."""
     return [
         f"callbacks.extra=[{{_target_: killer.KillAt, place: {place}, step: {step}}}]",
-        "run.allow_target=[killer]",
+        "run.allow_target=[killer,odd_environments]",
     ]
 
 

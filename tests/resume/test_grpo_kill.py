@@ -8,6 +8,7 @@ import pytest
 from runs import SETTINGS, STEPS, assert_equal_runs, train_here
 from test_kill_matrix import chain
 
+from support import REPO
 from tiny_pretrained import save_pretrained
 
 REPLACED = ("model.num_", "model.hidden", "model.max_position", "tokenizer=", "data=", "data.seq_len",
@@ -55,6 +56,34 @@ def test_killed_in_a_rollout_before_its_update_and_in_a_save(
     """Samples, rewards, weights and records are equal; two of the kills are amid a rollout of three steps."""
     kills = [("mid_rollout", 3), ("before_backward", 5), ("mid_save", 8)]
     compared([*settings, *KINDS[kind]], prompts, tmp_path, kills)
+
+
+# A rollout serves steps 0 to 2, 3 to 5, ...; every second step is saved.
+TURNS = [
+    *((place, 0) for place in ("mid_rollout", "between_turns", "mid_tool", "mid_later_turn")), ("mid_save", 2),
+    *((place, 3) for place in ("between_turns", "mid_later_turn", "mid_rollout", "mid_tool")), ("mid_save", 4),
+    *((place, 6) for place in ("mid_tool", "mid_later_turn", "between_turns", "mid_rollout")), ("mid_save", 8),
+    *((place, 9) for place in ("mid_later_turn", "mid_rollout", "mid_tool", "between_turns")), ("mid_save", 10),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kills", [[TURNS[i] for i in (2, 6, 9, 12)], pytest.param(TURNS, marks=pytest.mark.nightly)], ids=["4", "20"]
+)
+def test_killed_in_turns_and_tools_of_an_environment(
+    kills: list[tuple[str, int]], settings: list[str], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPO / "tests" / "helpers"))
+    plays = ["objective.environment._target_=odd_environments.Calls", "run.allow_target=[odd_environments]",
+             "data.chat_template=chatml", "tokenizer.add_tokens=[<|im_start|>,<|im_end|>]", "data.seq_len=1024",
+             "objective.stop_tokens=[a,e,i,o,r,t,P,Q,Z,7,8,9,0,3,4,X,Y,W]", "objective.keep_rollouts=true"]  # fmt: skip
+    own = [s for s in settings if not s.startswith(("reward", "data.seq_len", "model.name_or_path"))]
+    base = save_pretrained(tmp_path / "longer", attention_dropout=0.1, max_position_embeddings=1024)
+    compared([*own, *KINDS["three_steps"], *plays, f"model.name_or_path={base}"], prompts, tmp_path, kills)
+    files = [sorted((tmp_path / which / "rollouts").iterdir()) for which in ("whole/run", "run")]
+    assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
+    assert len(files[0]) == STEPS
 
 
 @pytest.mark.slow

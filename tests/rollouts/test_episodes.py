@@ -177,7 +177,7 @@ def test_the_calculator_rewards_what_the_tool_computed() -> None:
         '<tool_call>{"name": "calculator", "arguments": {"expression": "48213+9021"}}</tool_call>', game.tools, 1
     )
     said, reward = game.step("", calls)
-    assert (said, reward) == ([{"role": "tool", "name": "calculator", "content": "57234"}], None)
+    assert (said, reward) == ([{"role": "tool", "name": "calculator", "content": "57234"}], 0.0)
     assert [game.step(text, []) for text in (" 57234", "57235")] == [(None, 1.0), (None, 0.0)]
     (call,) = execute('{"name": "calculator", "arguments": {"expression": "two+2"}}', game.tools, 1)
     assert call.result.startswith("error: ValueError")

@@ -24,7 +24,7 @@ class Calculator(Environment):
         self.right = str(row["answer"])
 
     def step(self, answer: str, calls: Sequence[Call]) -> tuple[Messages | None, float | None]:
-        return (results(calls), None) if calls else (None, float(answer.strip() == self.right))
+        return results(calls) or None, float(not calls and answer.strip() == self.right)
 
 
 class GuessNumber(Environment):
