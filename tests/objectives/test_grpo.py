@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import odd_rewards
 from inprocess import Ended, compare_runs, run
+from lmtrain.callbacks import rollouts
 from lmtrain.callbacks.rollouts import shown_prompt
 from lmtrain.data.examples.prompt_rows import PromptRow
 from lmtrain.data.order import step_rows
@@ -246,6 +247,21 @@ def test_rewards_that_fail_for_some_are_counted_and_steps_without_signal_are_sai
     assert [(row["val/reward_failures"], row["val/reward"], row["val/loss"]) for row in validated] == [(0.5, 0.5, -0.5)]
     assert ended.out.count("the reward reward returned nan (1 completions)") == 1
     assert ended.out.count("nothing is learned. Where they are low the task is too hard") == 1
+
+
+def test_a_collapse_is_said_once_with_what_to_change(
+    prompts: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "FIRST_STEPS", 1)
+    ended = grpo(prompts, llama, tmp_path / "run", *LETTERS, "optimizer.lr=0.5", "trainer.max_steps=12")
+    assert ended.code == 0, ended.err
+    entropies = [row["train/entropy"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
+    assert sum(entropy < entropies[0] / 10 for entropy in entropies[1:]) > 1, [*map(round, entropies)]
+    assert " ".join(ended.out.split()).count("lower optimizer.lr, or raise objective.temperature") == 1
+    first = {"entropy": 2.0, "length": 10.0, "cut_off": 0.0}
+    assert rollouts.collapses(first, {"entropy": 0.3, "length": 19.0, "cut_off": 1.0}) == {}
+    found = rollouts.collapses(first, {"entropy": 0.3, "length": 21.0, "cut_off": 0.6})
+    assert "grown from 10 to 21 tokens" in found["length"]
 
 
 def test_groups_without_signal_are_replaced(prompts: Path, llama: Path, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from lmtrain.rollouts.episodes import written
 from lmtrain.rollouts.rollout import Group
 from lmtrain.run_folder.folder import RunDir
 
+FIRST_STEPS = 10  # with which later ones are compared
+
 
 class Rollouts(pl.Callback):
     """A callback that reads `objective.rollout`, this rank's part of the step's completions, after each step."""
@@ -35,14 +37,15 @@ class Rollouts(pl.Callback):
         self.kept = run_dir.path / "rollouts" if options.keep_rollouts else None  # for whole rollouts
         self.warn_after_steps = options.warn_after_steps
         self.idle_steps, self.warned = 0, False
-        self.told: list[str] = []  # kinds of failures already reported
+        self.told: list[str] = []  # kinds of failures and of collapse already reported
+        self.first: list[dict[str, float]] = []  # `signs` of the first steps
 
     def state_dict(self) -> dict[str, Any]:
-        return {"idle_steps": self.idle_steps, "warned": self.warned, "told": list(self.told)}
+        return {"idle_steps": self.idle_steps, "warned": self.warned, "told": list(self.told), "first": [*self.first]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.idle_steps, self.warned = state_dict["idle_steps"], state_dict["warned"]
-        self.told = list(state_dict["told"])
+        self.told, self.first = list(state_dict["told"]), list(state_dict.get("first", []))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, GRPO)
@@ -53,6 +56,10 @@ class Rollouts(pl.Callback):
         if not trainer.is_global_zero:
             return
         self._warn(pl_module, step)
+        if len(self.first) < FIRST_STEPS:
+            self.first += [signs(groups)] if groups else []
+        else:
+            self._warn_of_collapse(groups, step)
         if groups and self.records.holds_step():
             self._show(chosen(groups, step), step)
 
@@ -78,6 +85,13 @@ class Rollouts(pl.Callback):
             "harder prompts"
         )
 
+    def _warn_of_collapse(self, groups: list[Group], step: int) -> None:
+        first = {name: sum(one[name] for one in self.first) / len(self.first) for name in self.first[0]}
+        for kind, words in collapses(first, signs(groups)).items() if groups else ():
+            if kind not in self.told:
+                self.told.append(kind)
+                terminal.note(f"step {step:,}: {words}")
+
     def _show(self, found: list[tuple[str, Group, int]], step: int) -> None:
         with self.samples.open("a", encoding="utf-8") as file:
             for which, group, i in found:
@@ -94,6 +108,33 @@ class Rollouts(pl.Callback):
                 (f"{which:<7}", "bold"), f"{float(group.rewards[i]):<7.3g}", (given, "dim"), " ", text
             )
             self.console.print(words, soft_wrap=True)
+
+
+def signs(groups: list[Group]) -> dict[str, float]:
+    """Returns in what a collapse shows: nats a token, tokens a completion, and the share that is cut off."""
+    each = [completion for group in groups for completion in group.completions]
+    tokens = sum(len(completion.log_probs) for completion in each)
+    cut_off = sum(not completion.ended for completion in each) / len(each)
+    return {"entropy": sum(c.entropy for c in each) / max(tokens, 1), "length": tokens / len(each), "cut_off": cut_off}
+
+
+def collapses(first: dict[str, float], now: dict[str, float]) -> dict[str, str]:
+    """Returns what of a collapse a rollout shows, by kind, in words that say what to change."""
+    found = {}
+    if now["entropy"] < first["entropy"] / 10:
+        found["entropy"] = (
+            f"the entropy of a token has fallen from {first['entropy']:.2g} to {now['entropy']:.2g} nats, so the "
+            "completions of a group hardly differ any more. If rewards should still rise, go back to an earlier "
+            "checkpoint and lower optimizer.lr, or raise objective.temperature or objective.clip_high (0.28)"
+        )
+    if now["length"] > 2 * first["length"] and now["cut_off"] > 0.5:
+        found["length"] = (
+            f"completions have grown from {first['length']:,.0f} to {now['length']:,.0f} tokens, and most of them are "
+            "cut off. If they should be that long, raise objective.max_new_tokens; if not, set "
+            "objective.overlong_buffer, a penalty for length, or objective.loss=dr_grpo, in which long wrong answers "
+            "cost as much as short ones"
+        )
+    return found
 
 
 def chosen(groups: list[Group], step: int) -> list[tuple[str, Group, int]]:
