@@ -309,8 +309,6 @@ lora_target_linear -> peft.target_modules
 flash_attention -> model.attention
 sdp_attention -> model.attention
 xformers_attention -> model.attention
-saves_per_epoch -> trainer.save_every_n_steps
-evals_per_epoch -> trainer.val_check_interval
 eval_sample_packing -> data.packing
 auto_resume_from_checkpoints -> run.resume
 cosine_min_lr_ratio -> schedule.min_lr_ratio
@@ -451,6 +449,14 @@ def test_every_argument_of_lightnings_trainer_is_answered(valid: list[str]) -> N
             continue
         for key in (name, f"trainer.{name}"):
             assert used_here(key, valid) or absent(key), key
+
+
+def test_a_number_per_epoch_is_no_number_of_steps() -> None:
+    """saves_per_epoch=1 is not trainer.save_every_n_steps=1, a save after each step."""
+    for name, ours in (("saves_per_epoch", "save_every_n_steps"), ("trainer.evals_per_epoch", "val_check_interval")):
+        done = run("train", f"{name}=1")
+        assert done.code == 2
+        assert f"trainer.{ours}=n counts steps" in done.err
 
 
 def test_the_arguments_of_transformers_that_people_set_are_answered(valid: list[str]) -> None:

@@ -193,10 +193,13 @@ def test_what_nvml_can_not_read_is_left_out_and_said_once(
     monkeypatch.setattr(step_numbers, "_unread", set())
     monkeypatch.setattr(step_numbers, "has_nvml", lambda: True)
     monkeypatch.setattr(torch.cuda, "utilization", not_supported)
-    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 250_000)
-    for _ in range(2):
+    read, times = [], iter((600.0, 601.0, 629.0, 630.0))
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: read.append(1) or 250_000)
+    monkeypatch.setattr(step_numbers.time, "monotonic", lambda: next(times))
+    step_numbers._nvml_numbers.cache_clear()
+    for times_read in (1, 1, 1, 2):  # NVML holds up the host, so it is asked once in 30 s
         numbers = step_numbers.machine_numbers(torch.device("cuda"))
-        assert (numbers["gpu_watts"], "gpu_utilization" in numbers) == (250, False)
+        assert (numbers["gpu_watts"], "gpu_utilization" in numbers, len(read)) == (250, False, times_read)
     said = " ".join(capsys.readouterr().out.split())
     assert said == "note: gpu_utilization is left out of the records: Not Supported"
 

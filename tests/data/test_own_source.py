@@ -107,6 +107,21 @@ def test_other_options_and_another_text_of_the_class_are_prepared_again(module: 
     assert len(_prepared(module)) == 3
 
 
+def test_what_its_code_names_beside_it_is_part_of_it(module: Path) -> None:
+    """Modules and data files that the class reads, also through another module; not whatever else is in the folder."""
+    module.write_text("import my_helper\n" + SOURCE)
+    (module.parent / "my_helper.py").write_text("WORDS = 'words.txt'\n")
+    (module.parent / "words.txt").write_text("one")
+    (module.parent / "other.txt").write_text("two")
+    for number, (name, text) in enumerate([("other.txt", "changed"), ("words.txt", "changed"),
+                                           ("my_helper.py", "WORDS = ['words.txt']\n")], 1):  # fmt: skip
+        assert _prepare(module).code == 0
+        assert len(_prepared(module)) == max(1, number - 1)
+        (module.parent / name).write_text(text)
+    assert _prepare(module).code == 0
+    assert len(_prepared(module)) == 3
+
+
 def test_its_rows_are_conversations(module: Path) -> None:
     done = run("inspect", *TINY, "objective=sft", "data=chat_jsonl", "data.source=my_source.Questions",
                "data.source_options={name: Ada}", "run.allow_target=[my_source]", "data.chat_template=vicuna",

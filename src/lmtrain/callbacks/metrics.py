@@ -127,9 +127,10 @@ class Metrics(pl.Callback):
         names = sorted(result.sums)
         sums = total(trainer, torch.stack([result.sums[n].double() for n in names]))
         # One transfer for the whole row.
-        counts = [n.double() for n in (result.grad_norm, result.n_tokens, self.tokens_seen)]  # fp32 rounds large ones
-        values = torch.cat([sums, torch.stack(counts)]).tolist()
-        grad_norm, n_tokens, tokens_seen = values[len(names) :]
+        counts = [result.grad_norm, result.n_tokens, self.tokens_seen, *module.guard.tensors()]
+        values = torch.cat([sums, torch.stack([n.double() for n in counts])]).tolist()  # fp32 rounds large ones
+        grad_norm, n_tokens, tokens_seen, *guarded = values[len(names) :]
+        module.guard.know(guarded)
         seconds, tokens = self.clock.elapsed(), int(tokens_seen) - self.tokens_logged
         self.train_seconds, self.train_tokens = self.train_seconds + seconds, self.train_tokens + tokens
         means = module.means_of(dict(zip(names, values, strict=False)), n_tokens)

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,17 +65,27 @@ _PAGES = Path("/proc/self/statm")
 def machine_numbers(device: torch.device) -> dict[str, float]:
     """Returns host_memory_gib (resident); on CUDA with nvidia-ml-py also gpu_utilization (0 to 1) and gpu_watts.
 
-    Values that NVML can't read on this device (MIG partitions, virtual GPUs) are left out, which is reported once.
+    Those two are read at most once in NVML_SECONDS. Values that NVML can't read on this device (MIG partitions, virtual
+    GPUs) are left out, which is reported once.
     """
     numbers = {"host_memory_gib": round(resident_bytes() / 2**30, 3)}
     if device.type == "cuda" and has_nvml():
-        for name, read in _NVML.items():
-            try:
-                if name not in _unread:
-                    numbers[name] = read(device)
-            except Exception as error:  # NVML's errors share no base class with torch's
-                _unread.add(name)
-                terminal.note(f"{name} is left out of the records: {first_line(error)}")
+        numbers |= _nvml_numbers(device, int(time.monotonic() / NVML_SECONDS))
+    return numbers
+
+
+NVML_SECONDS = 30  # a reading takes the driver up to tens of milliseconds, in which nothing is launched
+
+
+@functools.lru_cache(maxsize=1)
+def _nvml_numbers(device: torch.device, period: int) -> dict[str, float]:
+    numbers = {}
+    for name in [name for name in _NVML if name not in _unread]:
+        try:
+            numbers[name] = _NVML[name](device)
+        except Exception as error:  # NVML's errors share no base class with torch's
+            _unread.add(name)
+            terminal.note(f"{name} is left out of the records: {first_line(error)}")
     return numbers
 
 

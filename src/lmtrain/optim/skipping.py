@@ -31,6 +31,7 @@ class StepGuard:
         self.in_a_row = torch.zeros((), dtype=torch.int64)
         self.streak_start = torch.full((), _NEVER, dtype=torch.int64)
         self.recent = torch.full((spike_window,), float("nan"), dtype=torch.float64)
+        self._known: tuple[int, int, int] | None = None  # what `counts` returns, once read
 
     def to(self, device: torch.device) -> None:
         self.total, self.in_a_row = self.total.to(device), self.in_a_row.to(device)
@@ -38,6 +39,7 @@ class StepGuard:
 
     def judge(self, step: int, loss: Tensor | None, grad_norm: Tensor) -> Tensor:
         """Returns whether step `step` (0-based) is bad, bool, 0-dim; `loss` is its mean, needed for spikes only."""
+        self._known = None
         bad = ~torch.isfinite(grad_norm)
         if loss is not None and self.spike_factor is not None:
             loss = loss.double()
@@ -50,15 +52,26 @@ class StepGuard:
         return bad
 
     def counts(self) -> tuple[int, int, int]:
-        """Returns (bad steps, current consecutive bad steps, step at which these began); waits for the device."""
-        total, in_a_row, start = torch.stack([self.total, self.in_a_row, self.streak_start]).tolist()
-        return total, in_a_row, start
+        """Returns (bad steps, consecutive bad steps, where these began); waits for the device, once after a step."""
+        if self._known is None:
+            self.know(torch.stack(self.tensors()).tolist())
+        assert self._known is not None
+        return self._known
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the counts as tensors, 0-dim, for `know` once they are read together with others."""
+        return [self.total, self.in_a_row, self.streak_start]
+
+    def know(self, counts: list[float]) -> None:
+        total, in_a_row, start = map(int, counts)
+        self._known = total, in_a_row, start
 
     def state_dict(self) -> dict[str, Any]:
         total, in_a_row, start = self.counts()
         return {"total": total, "in_a_row": in_a_row, "streak_start": start, "recent": self.recent.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._known = None
         self.total = torch.tensor(state["total"])
         self.in_a_row = torch.tensor(state["in_a_row"])
         self.streak_start = torch.tensor(state["streak_start"])

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Protocol
 
 from lmtrain.config.schema_data import DataConfig
@@ -18,6 +19,7 @@ from lmtrain.data.sources.hub import HubSource
 from lmtrain.data.sources.pieces import Piece, at_least, enough, first, is_held_out, plan_split, split
 from lmtrain.data.sources.stdlib import StdlibSource
 from lmtrain.data.sources.tables import Record
+from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError, did_you_mean
 
 
@@ -113,7 +115,7 @@ def expected_bytes(source: Source, cfg: DataConfig, name: str) -> int | None:
 def open_own(cfg: DataConfig) -> Any:
     """Builds the object of the class that data.source names, and extends its settings for the key of prepared data.
 
-    Its identity is what the class reports and a hash of the class's module: a source whose code changed is read again.
+    Its identity is what the class reports and a hash of its code (`_code_of`): if that changed, it is read again.
 
     Raises:
         UserError: the class is not allowed, can't be imported, lacks a member of a source, doesn't accept its
@@ -140,19 +142,31 @@ def open_own(cfg: DataConfig) -> Any:
                 f"data.source={cfg.source}: its settings are {settings!r}: make them a dict of the values that "
                 "its data depends on"
             )
-        source.settings = {**settings, "class": cfg.source, "options": options, "code": _code_of(cls)}
+        source.settings = {**settings, "class": cfg.source, "options": options, "code": _code_of(cls, cfg.cache_dir)}
     return source
 
 
-def _code_of(cls: type) -> str:
-    """Returns a digest of the source code of the module that defines the class, or '' if there is none."""
+def _code_of(cls: type, cache_dir: str) -> str:
+    """Returns a digest of the class's module, and of the modules and data files beside it that its code names.
+
+    It is '' if there is no such code.
+    """
     try:
-        text = inspect.getsource(sys.modules[cls.__module__])
+        code, here = inspect.getsource(sys.modules[cls.__module__]), Path(inspect.getfile(cls))
     except (OSError, TypeError):  # the class was created at run time
         return ""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    read = [here]
+    for path in read:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.suffix == ".py" else ""
+        words = [word for line in _IMPORTS.findall(text) for word in re.findall(r"\w+", line)]
+        named = sorted({*_NAMES.findall(text), *(f"{word}.py" for word in words)})
+        read += [found for name in named if (found := here.parent / name).is_file() and found not in read]
+    digests = Facts(cache_dir).digests(read[1:])
+    return hashlib.sha256("".join([code, *digests.values()]).encode()).hexdigest()[:16]
 
 
+_IMPORTS = re.compile(r"^\s*(?:from|import)\b.*", re.MULTILINE)
+_NAMES = re.compile(r"[\"'/]([^\"'/\s]{1,100})[\"']")
 _MIXTURE_KEYS = ("path", "val_path", "name", "config_name", "revision", "format", "train_split", "val_split",
                  "num_samples", "conversation_format", "columns", "weight")  # fmt: skip
 
