@@ -92,11 +92,16 @@ def test_pairs_of_the_hub_are_those_of_the_run(
     assert len(held) == (2 * 60 if "validation" in splits else 2 * 6)  # a tenth, as 0.02 would be a single row
     named, words = data.chosen(c, None)
     assert words == f"{repository}, {'split validation' if 'validation' in splits else 'held out of split train'}"
+    encoded, real = set(), PairRowEncoder.encode
+    monkeypatch.setattr(
+        PairRowEncoder, "encode", lambda self, *row: encoded.add(row[0]["question"]) or real(self, *row)
+    )
     for asked in (c, named):
         found = data.rows(asked, made.folder / "tokenizer").examples
         assert [found.read(i)[0].tolist() for i in range(len(found))] == [
             held.read(i)[0].tolist() for i in range(len(held))
         ]
+    assert len(encoded) == len(held) // 2  # none of the training rows
 
 
 @pytest.mark.parametrize(("argv", "words"), [

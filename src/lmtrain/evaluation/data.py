@@ -175,7 +175,8 @@ def rows(config: Config, tokenizer_name: str | Path) -> ScoredRows:
     encoder = row_format(config)
     if encoder is PromptRowEncoder:
         encoder = ChatRows
-    prepared = prepare_examples(data, TokenizerConfig(kind="hub", name_or_path=str(tokenizer_name)), encoder)
+    tokenizer = TokenizerConfig(kind="hub", name_or_path=str(tokenizer_name))
+    prepared = prepare_examples(data, tokenizer, encoder, splits=("val",))
     examples = prepared.split("val")
     if examples is not None:
         examples = getattr(encoder, "to_evaluate", lambda examples: examples)(examples)

@@ -68,8 +68,9 @@ def prepare_examples(
     tokenizer_cfg: TokenizerConfig,
     make_encoder: Callable[[Any, DataConfig], RowEncoder],
     progress: bool = True,
+    splits: tuple[str, ...] = ("train", "val"),
 ) -> PreparedExamples:
-    """Tokenizes the rows that `cfg` names into <cache_dir>/<label>-<hash>, or reuses that folder.
+    """Tokenizes the rows of `splits` that `cfg` names into <cache_dir>/<label>-<hash>, or reuses that folder.
 
     Raises:
         UserError: there are no such rows, a row is bad (data.on_bad_row=raise), too many rows have no token to train
@@ -92,6 +93,7 @@ def prepare_examples(
         tokenizer_hash=tokenizers.tokenizer_hash(tokenizer),
         encoder=encoder.identity,
         **min_val_rows(cfg),
+        **({} if "train" in splits else {"splits": splits}),
     )
     target = folder_of(cfg, f"{parts[0].source.label}-{named.label}", key)
     notes = [note for part in parts for note in part.source.notes]
@@ -100,7 +102,8 @@ def prepare_examples(
         def fill(folder: Path) -> None:
             questions: list[dict[str, Any]] = []  # of the validation rows
             meta: Any = new_meta(tokenizer, key) | {"notes": []}
-            for name, asked in (("train", None), ("val", questions)):
+            for name in splits:
+                asked = questions if name == "val" else None
                 split = _write_split(folder, cfg, parts, name, encoding, meta, asked, show)
                 if split is not None:
                     meta["splits"][name] = split
