@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,8 +128,7 @@ def _in_file(key: str, file: ConfigFile) -> Iterator[Origin]:
     if not way:
         return
     text = file.path.read_text(encoding="utf-8")
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    line = 0
+    node, line = _nodes(text), 0
     for name in way:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         pair = next((p for p in pairs if p[0].value == name), None)
@@ -139,6 +139,12 @@ def _in_file(key: str, file: ConfigFile) -> Iterator[Origin]:
         return  # a section
     written = text[node.start_mark.index : node.end_mark.index]
     yield Origin(str(file.path), line + 1, written, _comment(text.splitlines(), line))
+
+
+@functools.lru_cache(256)
+def _nodes(text: str) -> Any:
+    """Parses a YAML text; kept, since `explain` asks for hundreds of keys in the same few files."""
+    return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
 def _comment(lines: list[str], line: int) -> str:
