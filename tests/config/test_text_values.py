@@ -29,9 +29,9 @@ def test_the_keys_that_take_text() -> None:
 
 
 def test_every_key_on_the_command_line_and_in_a_sweep() -> None:
-    for key in ONE:
-        words = [f"{key.name}={text}" for text in TEXTS]
-        assert [leaves([word])[key.name] for word in words] == TEXTS, key.name
+    for number, key in enumerate(ONE):
+        texts = TEXTS[number % 5 :: 5]  # every key, and every text with a fifth of the keys
+        assert [leaves([f"{key.name}={text}"])[key.name] for text in texts] == texts, key.name
         (swept,) = search.parse([f"{key.name}={','.join(TEXTS[:5])}"])
         assert [leaves([choice])[key.name] for choice in search.choices(swept)] == TEXTS[:5], key.name
         assert leaves([f"{key.name}=null"])[key.name] is None
