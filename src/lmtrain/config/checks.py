@@ -79,8 +79,7 @@ def _is_one_of(value: Any, wanted: Any) -> bool:
         return bool(value)
     if isinstance(wanted, dict):
         return not _is_one_of(value, wanted["except"])
-    is_section = dataclasses.is_dataclass(value)
-    names = [cls.__name__ for cls in inspect.getmro(type(value))] if is_section else [value]
+    names = [cls.__name__ for cls in inspect.getmro(type(value))] if dataclasses.is_dataclass(value) else [value]
     return any(name in (wanted if isinstance(wanted, list) else [wanted]) for name in names)
 
 

@@ -115,6 +115,10 @@ class Origin:
         return self.where if self.line is None else f"{self.where}, line {self.line}"
 
 
+# Kept by text: `explain` asks for hundreds of keys in the same few files.
+_nodes = functools.lru_cache(256)(functools.partial(yaml.compose, Loader=yaml.SafeLoader))
+
+
 def origins(key: str, composed: Sequence[ConfigFile], overrides: Sequence[str]) -> list[Origin]:
     """Returns all places that set `key`, in order of increasing precedence."""
     found = [o for file in composed for o in _in_file(key, file)]
@@ -128,7 +132,8 @@ def _in_file(key: str, file: ConfigFile) -> Iterator[Origin]:
     if not way:
         return
     text = file.path.read_text(encoding="utf-8")
-    node, line = _nodes(text), 0
+    node: Any = _nodes(text)
+    line = 0
     for name in way:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         pair = next((p for p in pairs if p[0].value == name), None)
@@ -139,12 +144,6 @@ def _in_file(key: str, file: ConfigFile) -> Iterator[Origin]:
         return  # a section
     written = text[node.start_mark.index : node.end_mark.index]
     yield Origin(str(file.path), line + 1, written, _comment(text.splitlines(), line))
-
-
-@functools.lru_cache(256)
-def _nodes(text: str) -> Any:
-    """Parses a YAML text; kept, since `explain` asks for hundreds of keys in the same few files."""
-    return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
 def _comment(lines: list[str], line: int) -> str:

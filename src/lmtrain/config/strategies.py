@@ -66,7 +66,8 @@ def check_strategy(c: Config) -> None:
     if t.strategy == "deepspeed":
         _check_options(t.deepspeed)
     if t.strategy == "fsdp_tp":
-        _check_tensor_parallel(c)
+        heads = ("num_attention_heads", "num_key_value_heads")  # models/split.py checks the model's layers
+        _check_heads(c, "trainer.fsdp.tensor_parallel_size", tensor_parallel(t), heads)
     if context_parallel(t) > 1:
         _check_context_parallel(c)
     if t.strategy == "fsdp" and stored is not None and not torch_is_at_least(2, 13):
@@ -88,14 +89,6 @@ def check_devices(t: TrainerConfig) -> None:
         elif splits_layers:
             fits.append("trainer.strategy=fsdp")
         raise UserError(f"{key}={size} does not divide trainer.devices={devices} of a node: set {' or '.join(fits)}")
-
-
-def _check_tensor_parallel(c: Config) -> None:
-    """Raises UserError if the config alone rules out tensor parallelism; models/split.py checks the model's layers."""
-    size, key = c.trainer.fsdp.tensor_parallel_size, "trainer.strategy=fsdp_tp"
-    if size < 2:
-        raise UserError(f"trainer.fsdp.tensor_parallel_size={size} with {key}: 2 or more, or set trainer.strategy=fsdp")
-    _check_heads(c, "trainer.fsdp.tensor_parallel_size", size, ("num_attention_heads", "num_key_value_heads"))
 
 
 def _check_heads(c: Config, key: str, size: int, names: Sequence[str]) -> None:
