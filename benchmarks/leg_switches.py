@@ -34,6 +34,7 @@ from lmtrain.losses import cross_entropy
 from lmtrain.models.blocks import compile_model, decoder_blocks
 from lmtrain.run import build
 
+WARMUP = 30  # steps of the learning rate
 UNTIMED = 2  # steps at the beginning of a turn
 AT_ONCE = 4  # variants that compile at the same time: each holds up to 40 GB of the device then, and several CPU cores
 ANSWER = "@answer "  # begins the lines of a variant that its coordinator reads
@@ -51,7 +52,7 @@ class Variant:
         steps = (spec["steps"] + UNTIMED) * (spec["turns"] + 1) + kernels.STEPS + UNTIMED
         self.batches = read_steps(cfg, corpus, steps)
         self.kernels = [getattr(SDPBackend, name) for name in own.get("attention", [])]
-        self.done, self.losses, self.loss = 0, [], torch.zeros(())
+        self.done, self.stepped, self.losses, self.loss = 0, 0, [], torch.zeros(())
         if "nanogpt" in own:
             self._nanogpt(own["nanogpt"], spec["embedding_rows"])
         else:
@@ -59,6 +60,7 @@ class Variant:
             self.model, self.optimizer = objective.model, objective.configure_optimizers()
             self.loss_sum = lambda batch: self.model(**batch).loss_sum
             self._compile(own)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def _compile(self, own: dict[str, Any]) -> None:
         model = self.model.model
@@ -117,6 +119,9 @@ class Variant:
         self.done += steps
 
     def _step(self, micro_batches: list[dict[str, torch.Tensor]], device: str) -> None:
+        self.stepped += 1
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * min(1.0, self.stepped / WARMUP)
         n_tokens = sum(int((batch["labels"] != IGNORE).sum()) for batch in micro_batches)
         mixed = self.config.trainer.precision == "bf16-mixed"
         with torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():

@@ -124,19 +124,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def switches(place: Place) -> dict[str, Any]:
-    variants = dict(VARIANTS)
-    if place.nanogpt:
-        variants["nanogpt"] = {"nanogpt": str(place.nanogpt)}
-    spec = {"overrides": gpt_bins(place)[0], "embedding_rows": 128 if place.toy else 50304}
-    if place.toy:
-        few = {name: variants[name] for name in variants if name in ("as_is", "one_region_bf16", "nanogpt")}
-        spec |= {"variants": few, "turns": 1, "steps": 1}
-    else:
-        spec |= {"variants": variants, "turns": 4, "steps": 12}
-    (place.folder / "spec.json").write_text(json.dumps(spec))
-    found: dict[str, Any] = json.loads(python([str(HERE / "leg_switches.py"), f"{place.folder}/spec.json"])[-1])
-    return found
+def switches(names: list[str], turns: int, steps: int) -> Callable[[Place], dict[str, Any]]:
+    def make(place: Place) -> dict[str, Any]:
+        variants = {name: VARIANTS[name] for name in (["as_is", "one_region_bf16"] if place.toy else names)}
+        if place.nanogpt:
+            variants["nanogpt"] = {"nanogpt": str(place.nanogpt)}
+        spec = {"overrides": gpt_bins(place)[0], "embedding_rows": 128 if place.toy else 50304, "variants": variants}
+        spec |= {"turns": 1, "steps": 1} if place.toy else {"turns": turns, "steps": steps}
+        (place.folder / "spec.json").write_text(json.dumps(spec))
+        found: dict[str, Any] = json.loads(python([str(HERE / "leg_switches.py"), f"{place.folder}/spec.json"])[-1])
+        return found
+
+    return make
 
 
 def beside_nanogpts_step(place: Place) -> dict[str, Any]:
@@ -261,7 +260,9 @@ PARTS = {
                    ("cuda",)),
     "switches": Part("What do larger regions, bf16 and other kernels gain, and where does the time go?", 170,
                      (*MODEL, *(f"benchmarks/{name}.py" for name in ("leg_switches", "loss_kernel", "kernels"))),
-                     switches),
+                     switches([*VARIANTS], 4, 12)),
+    "stream_curve": Part("Does gpt_small learn as well with a bf16 residual stream, over 300 steps?", 140,
+                         (*MODEL, "benchmarks/leg_switches.py"), switches(["as_is", "bf16_stream"], 5, 48)),
     "gpt_small": Part("How many tokens a second, next to nanoGPT?", 110, STEP, beside_nanogpts_step),
     "recipes": Part("Which recipe reaches nanoGPT's loss in the fewest steps?", 190, (*STEP, "conf/schedule"),
                     to_a_loss(600, 240, "--together", "--contenders=nanogpt,muon_2x,muon_4x,modern"), ("nanogpt",)),
