@@ -66,12 +66,12 @@ class _Block(DynamicLayer):
     at: int64 [1], `length` on the device, for steps that are recorded: all columns are returned and have to be masked.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, at: Tensor | None) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, at: Tensor | None, room: int) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self.is_compileable = keys.device.type != HOST  # masks are built without asking the device if they are needed
         self.length, self.at = keys.shape[2], at
-        self.keys, self.values = (F.pad(held, (0, 0, 0, BLOCK)) for held in (keys, values))
+        self.keys, self.values = (F.pad(held, (0, 0, 0, room)) for held in (keys, values))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.at is not None:
@@ -170,6 +170,11 @@ class _Batch:
         unique = list(dict.fromkeys(prompts))
         known = {prompt: self.requests[row].known for prompt, row in zip(prompts, rows, strict=True)}
         cache, logits, mask = self._read(unique, [self.earlier.pop(p[: known[p]], None) for p in unique])
+        if not self.rows and not self.on_host and DynamicLayer in set(map(type, cache.layers)) <= IN_PLACE:
+            self.at = torch.full((1,), mask.shape[1], device=self.device)
+        for i, layer in enumerate(cache.layers):
+            if type(layer) is DynamicLayer:
+                cache.layers[i] = _Block(layer.keys, layer.values, self.at, min(BLOCK, self.sampling.max_new_tokens))
         if len(unique) < len(prompts):
             place = {prompt: i for i, prompt in enumerate(unique)}
             which = torch.tensor([place[prompt] for prompt in prompts], device=self.device)
@@ -185,11 +190,6 @@ class _Batch:
             state = self.state.map(lambda *both: torch.cat(both), state)
         else:
             self.cache, self.mask, self.columns = cache, mask, mask.shape[1]
-            if not self.on_host and DynamicLayer in set(map(type, cache.layers)) <= IN_PLACE:
-                self.at = torch.full((1,), self.columns, device=self.device)
-            for i, layer in enumerate(cache.layers):
-                if type(layer) is DynamicLayer:
-                    cache.layers[i] = _Block(layer.keys, layer.values, self.at)
         self.state, self.rows, self.replay = state, [*self.rows, *rows], None
 
     def _read(
@@ -225,9 +225,9 @@ class _Batch:
         self._use(max(own, mask.shape[1]))
         left = [self.columns - own, self.columns - mask.shape[1]]
         for i, (mine, theirs) in enumerate(zip(self.cache.layers, cache.layers, strict=True)):
-            pairs = zip(mine.held(), (theirs.keys, theirs.values), strict=True)
+            pairs = zip(mine.held(), theirs.held(), strict=True)
             both = [[F.pad(x, (0, 0, n, 0)) for x, n in zip(pair, left, strict=True)] for pair in pairs]
-            self.cache.layers[i] = _Block(torch.cat(both[0]), torch.cat(both[1]), self.at)
+            self.cache.layers[i] = _Block(torch.cat(both[0]), torch.cat(both[1]), self.at, BLOCK)
         masks = zip((self.mask[:, :own], mask), left, strict=True)
         self.mask = torch.cat([F.pad(m, (n, 0)) for m, n in masks])
 
