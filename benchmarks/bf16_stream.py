@@ -1,9 +1,9 @@
-"""Does a GPT learn as well if its residual stream is rounded to bf16? Emulated on a CPU: everything is computed in fp32.
+"""Does a GPT learn as well if its residual stream is rounded to bf16? Emulated on a CPU, in fp32.
 
 python benchmarks/bf16_stream.py SEED [STEPS]     losses of both, averaged over 50 steps each
 
-Inputs and outputs of all products are rounded to bf16, with their gradients, as under autocast; in one of two models the
-sums of the residual stream are too. Same weights, same rows of the standard library's source.
+Inputs and outputs of all products are rounded to bf16, with their gradients, as under autocast; in one of two models
+the sums of the residual stream are too. Same weights, same rows of the standard library's source.
 """
 
 import json
