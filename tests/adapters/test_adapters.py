@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from family_variants import Variant, build, config_of
 from helpers_models import objective
 from lmtrain.adapters import lora as adapters
 from lmtrain.adapters.lora import merged
@@ -323,6 +324,29 @@ def test_what_can_not_be_right_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=f"(?s){message}"):
         adapted(bases[base], **changes)
+
+
+LEFT_OUT = {  # layers that are called, and those that aren't, give no tensor, or share their matrix
+    "falcon": ({"dense", "query_key_value", "dense_h_to_4h", "dense_4h_to_h"}, set()),
+    "falcon_h1": ({"in_proj", "q_proj", "o_proj", "down_proj"}, {"out_proj"}),
+    "mamba": ({"in_proj"}, {"out_proj", "x_proj", "dt_proj"}),
+    "zamba2": ({"in_proj"}, {"out_proj", "q_proj", "o_proj"}),
+}
+
+
+@pytest.mark.parametrize("family", LEFT_OUT)
+def test_only_layers_that_are_called_are_adapted(family: str) -> None:
+    model = build(config_of(Variant(family, {})))
+    adapters.attach(model, PeftConfig(**LORA), "base", None, [], seed=3)
+    on = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    called, others = LEFT_OUT[family]
+    assert called <= on
+    assert not others & on
+
+
+def test_an_adapter_that_peft_would_not_read_again_is_refused() -> None:
+    with pytest.raises(UserError, match=r"peft doesn't read an adapter on down_proj, .* of a LagunaForCausalLM back"):
+        adapters.attach(build(config_of(Variant("laguna", {}))), PeftConfig(**LORA), "base", None, [], seed=3)
 
 
 def test_what_is_advised_for_stacked_experts_works(bases: dict[str, Path]) -> None:

@@ -14,6 +14,7 @@ from torchmetrics.text import BERTScore
 from transformers import AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 
 from chats import conversation, pair, write_chats
+from family_variants import LAYERS, Variant, build, config_of
 from inprocess import Ended, message, run
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config import compose as rules
@@ -22,7 +23,7 @@ from lmtrain.data import tokenizers
 from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.generation.conversation import Talk
-from lmtrain.generation.sampling import sample_text
+from lmtrain.generation.sampling import sample_text, sample_texts
 from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.run_folder import trained
 from support import REPO, TINY, Run, rows
@@ -32,6 +33,14 @@ CHAT = [*TINY, "data.chat_template=vicuna", "model.max_position_embeddings=1024"
         "callbacks.samples.max_new_tokens=12", "optimizer.lr=0.01", "schedule.warmup_steps=0"]  # fmt: skip
 SFT = [*CHAT, "objective=sft", "data=chat_jsonl"]
 NO_EXPORT = "export.enabled=false"
+
+
+def test_a_greedy_text_is_that_of_its_prompt_alone() -> None:
+    model = build(config_of(Variant("bart", {"decoder_layers": LAYERS})))  # whose positions would count padding
+    numbers, prompts = tokenizers.numbers(64), [[5, 6, 7, 8, 9], [10, 11], [12, 13]]
+    settings: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "end_ids": [63]}
+    alone = [sample_text(model, numbers, prompt, **settings) for prompt in prompts]
+    assert sample_texts(model, numbers, prompts, **settings) == alone
 
 
 class Length(Metric):

@@ -8,8 +8,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from family_variants import EXCLUDED
 from helpers_models import FAMILIES, VOCAB, objective, tiny
 from lmtrain.config import compose as lmtrain_config
 from lmtrain.config.options import MODELS, LoadedModelConfig
@@ -18,6 +20,7 @@ from lmtrain.errors import UserError
 from lmtrain.models import attention, folder
 from lmtrain.models.build import build_model
 from lmtrain.models.flops import parameter_counts
+from lmtrain.models.probe import DROPOUTS
 from tiny_pretrained import save_pretrained
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -153,6 +156,16 @@ def test_dropout_reaches_every_dropout_of_the_family():
     config = tiny("gpt2", dropout=0.25).config
     assert (config.attn_pdrop, config.resid_pdrop, config.embd_pdrop) == (0.25, 0.25, 0.25)
     assert tiny("llama", dropout=0.25).config.attention_dropout == 0.25
+
+
+def test_dropout_of_zero_leaves_none_of_a_familys() -> None:
+    left: dict[str, list[str]] = {}
+    for family in set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - EXCLUDED.keys() - {"prophetnet"}:
+        config = CONFIG_MAPPING[family]()
+        config.update({name: 0.0 for name in DROPOUTS if hasattr(config, name)})
+        kept = [name for name, value in config.to_dict().items() if "drop" in name and value]
+        left[family] = [name for name in kept if not name.startswith(("classifier", "summary"))]  # of other heads
+    assert {family: names for family, names in left.items() if names} == {}
 
 
 def test_dropout_of_a_family_that_has_none():

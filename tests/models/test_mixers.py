@@ -5,17 +5,19 @@ from itertools import pairwise
 
 import pytest
 import torch
-from family_variants import Variant, build, config_of
 from torch.nn.utils.rnn import pad_sequence
 
+from family_variants import Variant, build, config_of
 from helpers_models import objective, packed
 from lmtrain.models import mixers, probe
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
 
 SHORT = Variant("lfm2", {"layer_types": ["conv", "full_attention"] * 3})
+NONE = Variant("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"] * 3})  # attention alone
 HYBRIDS = [
     SHORT,
+    NONE,
     Variant("granitemoehybrid", {"layer_types": ["mamba", "attention"] * 3, "router_aux_loss_coef": 0.0}),
     Variant("nemotron_h", {}),
     Variant("falcon_h1", {}),
@@ -35,7 +37,7 @@ def both(variant: Variant) -> tuple[LanguageModel, LanguageModel]:
     theirs.set_attn_implementation("eager")
     probe.set_attention("auto", model, seq_len=20)
     assert model.unpacked_because is None
-    assert model.mixers
+    assert bool(model.mixers) == (variant is not NONE)
     return LanguageModel(model, objective()).train(), LanguageModel(theirs, objective()).train()
 
 

@@ -1,16 +1,20 @@
-"""The table of models (benchmarks/model_table.py): ten of them go through the columns that take no second run."""
+"""The table of models (benchmarks/model_table.py): twelve of them go through the columns that take no second run."""
 
 from pathlib import Path
 
 import pytest
-from model_table import COLUMNS, GOOD, Trial, page
+import torch
+from model_table import COLUMNS, GOOD, PAGE, Trial, names, on_page, page, train, tried, verdict
+from safetensors.torch import load_file
 
-# Ways in which families differ, and two multimodal wrappers.
-TEN = ("gpt2", "qwen3", "gpt_oss", "bloom", "mamba", "lfm2", "nemotron_h", "falcon_h1", "gemma3", "mistral3")
+from lmtrain.run_folder.folder import RunDir
+
+SIX = ("gemma3", "qwen3_5", "lfm2", "granitemoehybrid", "nemotron_h", "falcon_h1")
+TWELVE = (*SIX, "gpt2", "qwen3", "gpt_oss", "bloom", "mamba", "mistral3")  # ways in which families differ
 QUICK = ("trains", "packs", "exports", "reloads")
 
 
-@pytest.mark.parametrize("name", TEN)
+@pytest.mark.parametrize("name", TWELVE)
 def test_a_family_trains_and_comes_back(name: str, tmp_path: Path) -> None:
     trial = Trial(name, tmp_path)
     found = {column: getattr(trial, column)() for column in QUICK}
@@ -27,8 +31,31 @@ def test_the_page_names_every_model_once_with_its_reason() -> None:
         {"model": "gemma3n", "not built": "ImportError: timm"},
     ]
     text = page(results)
+    assert on_page(text) == {found["model"]: verdict(found) for found in results}
     assert "| causal language models | 2 | 1 | 0 | 0 |" in text
     assert "| bert | *trains*: one / message |" in text
     assert "| gemma3 | *merges*: off by 0.1 |" in text
     assert "| gemma3n | ImportError: timm |" in text
     assert "padded rows: bloom." in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIX)
+def test_two_ranks_train_the_adapter_that_one_does(name: str, tmp_path: Path) -> None:
+    base, weights = Trial(name, tmp_path).base, []
+    for devices in (1, 2):
+        rows = ["data.seq_len=64", "data.global_batch_size=2", f"trainer.devices={devices}"]
+        train(base, tmp_path / f"{devices}", "peft=lora", "export.enabled=true", *rows)
+        weights.append(load_file(RunDir(tmp_path / f"{devices}").export / "adapter_model.safetensors"))
+    assert weights[0].keys() == weights[1].keys()
+    for key, expected in weights[0].items():
+        torch.testing.assert_close(weights[1][key], expected, rtol=1e-4, atol=1e-5, msg=key)
+    assert any(key.endswith("lora_B.weight") and tensor.abs().max() > 1e-3 for key, tensor in weights[0].items())
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", names())
+def test_the_page_is_true(name: str, tmp_path: Path) -> None:
+    found = tried(name, tmp_path)
+    assert verdict(found) == on_page(PAGE.read_text(encoding="utf-8"))[name], found

@@ -13,13 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
+from family_variants import ALWAYS
 from inprocess import message, run, stops_at, train_tiny
 from lmtrain.checkpoints import store
+from lmtrain.errors import UserError
 from lmtrain.exports.hf_folder import logits
+from lmtrain.models.probe import shrink
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
 from support import thinned
-from tiny_pretrained import SHORT, WRAPPERS, save_wrapper
+from tiny_pretrained import SHORT, WRAPPERS, load_pretrained, save_wrapper
 
 IDS = torch.arange(3, 35)[None]
 ELSEWHERE = ("vision", "visual", "projector")  # in the names of what text doesn't use
@@ -170,6 +173,21 @@ def test_a_language_model_that_is_no_causal_one_of_transformers_is_refused(corpu
     done = run("train", *SHORT, f"data.path={corpus}", f"model.name_or_path={tmp_path}", "tokenizer=bytes")
     assert done.code == 2
     assert "qwen3_vl reads more than text, and its language model (qwen3_vl_text) is not one" in message(done.err)
+
+
+REFUSED = {
+    "blip-2": "Blip2ForConditionalGeneration can't read text alone: its forward asks for pixel_values",
+    "cohere2_vision": "leaves out its language model's logit_scale",
+    "paligemma": "can't be trained to predict the next token: tokens see those that come after them",
+    "pi0": "pi0 reads more than text, and its language model",
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_wrapper_whose_text_is_no_plain_text_is_refused(family: str, tmp_path: Path) -> None:
+    shrink(CONFIG_MAPPING[family](), ALWAYS).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=REFUSED[family]), torch.device("meta"):
+        load_pretrained(tmp_path, 64)
 
 
 class Idle(pl.Callback):

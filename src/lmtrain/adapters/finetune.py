@@ -34,16 +34,9 @@ def build_trainable_model(config: Config, tokenizer: Any, in_files: bool = False
     loading = quantized.loading_options(config.peft, t.precision, t.accelerator, to_host=to_host)
     with quantized.quantising(config.peft, t.accelerator, to_host):
         model = build_model(
-            config.model,
-            len(tokenizer),
-            tokenizer.eos_token_id,
-            config.data.seq_len,
-            new_tokens=new_tokens,
-            allow_target=config.run.allow_target,
-            scalar_head=config.objective.scalar_head,
-            in_files=in_files,
-            **loading,
-        )
+            config.model, len(tokenizer), tokenizer.eos_token_id, config.data.seq_len, new_tokens=new_tokens,
+            allow_target=config.run.allow_target, scalar_head=config.objective.scalar_head, in_files=in_files, **loading
+        )  # fmt: skip
     quantized.check_shared_out(model, t.strategy)
     if model.device.type == "meta":
         quantized.quantise_shapes(model, loading)

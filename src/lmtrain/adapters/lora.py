@@ -9,10 +9,12 @@ LoRA: Hu et al. 2021, arXiv:2106.09685; rsLoRA: arXiv:2312.03732; DoRA: arXiv:24
 
 import copy
 import difflib
+import inspect
 import re
-import tempfile
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,7 @@ def attach(
         warnings.simplefilter("ignore", UserWarning)  # the reported conditions are checked here, or intended
         peft = _continued(model, cfg, new_tokens) if cfg.adapter else _new(model, cfg, new_tokens)
     _refuse_tied_lora(model)
+    _check_comes_back(peft)
     _check_rows_are_trained(model, new_tokens)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -91,28 +94,21 @@ def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> 
     config = LoraConfig(
         # Of a model with a scalar head, peft trains and saves a copy of the head.
         task_type=SCALAR if has_scalar_head(model) else "CAUSAL_LM",
-        r=cfg.r,
-        lora_alpha=cfg.alpha,
-        lora_dropout=cfg.dropout,
-        target_modules=targets,
-        exclude_modules=_own_kinds(model) if targets == "all-linear" else None,
-        modules_to_save=also_trained or None,
-        bias=cfg.bias,
-        use_rslora=cfg.use_rslora,
-        use_dora=cfg.use_dora,
+        r=cfg.r, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, use_rslora=cfg.use_rslora, use_dora=cfg.use_dora,
+        target_modules=targets, exclude_modules=_unfit(model) if targets == "all-linear" else None,
+        modules_to_save=also_trained or None, bias=cfg.bias, ensure_weight_tying=keep_tied,
         init_lora_weights=True if cfg.init_weights == "default" else cfg.init_weights,
         trainable_token_indices=rows if new_tokens and rows else None,
-        ensure_weight_tying=keep_tied,
-    )
+    )  # fmt: skip
     try:
         return get_peft_model(model, config)
     except Exception as error:  # peft raises AttributeError where its other initializations need a single matrix
-        remedy = ""
-        if cfg.init_weights not in ("default", "gaussian"):
-            remedy = (
-                f" (peft.init_weights={cfg.init_weights}): set peft.init_weights=default, or leave stacked experts "
-                f"out, as peft.target_modules=[q_proj,v_proj] does"
-            )
+        other = f" (peft.init_weights={cfg.init_weights}): set peft.init_weights=default, or leave stacked experts out"
+        remedy = (
+            f"{other}, as peft.target_modules=[q_proj,v_proj] does"
+            if cfg.init_weights not in ("default", "gaussian")
+            else ""
+        )
         raise UserError(f"peft refuses this adapter: {first_line(error)}{remedy}") from error
 
 
@@ -130,10 +126,9 @@ def _continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int
                 f"base (export.merge=true) and start from that"
             )
         config.lora_dropout = cfg.dropout
-        with tempfile.TemporaryDirectory() as scratch:
-            place = _inner(name, config, model, Path(scratch))
-            peft = PeftModel.from_pretrained(model, place, is_trainable=True, config=config)
-            held = set(load_peft_weights(place, device="cpu"))
+        names = _inner(name, config, model)
+        peft = PeftModel.from_pretrained(model, name, is_trainable=True, config=config, key_mapping=names)
+        held = set(load_peft_weights(name, device="cpu", key_mapping=names))
     except UserError:
         raise
     except Exception as error:  # the hub's, safetensors' and pickle's errors share no base class
@@ -142,15 +137,12 @@ def _continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int
             f"adapter_config.json or its hub name, and the base it was trained on as model.name_or_path"
         ) from error
     expected = set(get_peft_model_state_dict(peft, save_embedding_layers=False))
-    for these, what in (
-        (expected - held, "lacks"),
-        (held - expected, "contains weights that match no part of the model:"),
-    ):
-        if these:
-            raise UserError(
-                f"peft.adapter={name} {what} {sorted(these)[0]} (and {len(these) - 1} more): merge it into its base "
-                f"with peft's merge_and_unload and start from that model"
-            )
+    if odd := sorted(expected ^ held):
+        what = "lacks" if odd[0] in expected else "contains weights that match no part of the model:"
+        raise UserError(
+            f"peft.adapter={name} {what} {odd[0]} (and {len(odd) - 1} more): merge it into its base with peft's "
+            f"merge_and_unload and start from that model"
+        )
     return peft
 
 
@@ -184,14 +176,39 @@ def _check_names_match(model: PreTrainedModel, key: str, names: Any) -> None:
     raise UserError(f"{key}: {missing[0]!r} matches no module of the model{hint} (there are {', '.join(near)})")
 
 
-def _own_kinds(model: PreTrainedModel) -> list[str] | None:
-    """Returns the names of linear layers with a forward of their family's own, None without one.
+def _unfit(model: PreTrainedModel) -> list[str] | None:
+    """Returns the names of linear layers to which LoRA can't add, None without one.
 
-    LoRA expects a tensor from a linear layer, and Llama 4's router gives a tuple.
+    LoRA expects a tensor from a linear layer, and Llama 4's router gives a tuple. The kernels of Mamba read the weights
+    of some layers (`self.out_proj.weight`) and call none of them, so an adapter on those would have no effect. Several
+    adapters on one matrix, which Zamba's layers share, can't be merged.
     """
-    linear = ((name, type(m)) for name, m in model.named_modules() if isinstance(m, nn.Linear))
-    own = [name for name, cls in linear if cls.forward.__module__.startswith("transformers.models.")]
-    return own or None
+    uses = Counter(id(m.weight) for m in model.modules() if isinstance(m, nn.Linear))
+    found = []
+    for parent, module in model.named_modules():
+        kind: Any = type(module)
+        read = _weights_read(kind)
+        linear = [(name, layer) for name, layer in module.named_children() if isinstance(layer, nn.Linear)]
+        unfit = [name for name, m in linear if name in read or uses[id(m.weight)] > 1 or not _gives_tensor(m)]
+        found += [f"{parent}.{name}" for name in unfit]
+    return found or None
+
+
+@cache
+def _weights_read(cls: type) -> set[str]:
+    """Returns the names of the parts whose weights the code of a class in transformers reads itself."""
+    own = [c for c in cls.__mro__ if c.__module__.startswith("transformers.models.") and issubclass(c, nn.Module)]
+    return {name for c in own for name in re.findall(r"self\.(\w+)\.weight\b(?![.\[])", inspect.getsource(c))}
+
+
+def _gives_tensor(layer: nn.Linear) -> bool:
+    if not type(layer).forward.__module__.startswith("transformers.models."):
+        return True
+    try:
+        with torch.no_grad():
+            return isinstance(layer(layer.weight.new_zeros(1, 1, layer.in_features)), Tensor)
+    except RuntimeError:  # it takes inputs of another shape
+        return False
 
 
 def _matches(module: str, names: Sequence[str]) -> bool:
@@ -227,6 +244,23 @@ def _refuse_tied_lora(model: PreTrainedModel) -> None:
         raise UserError(
             "peft.use_dora=true on the output layer is not possible: leave it out of peft.target_modules, or train "
             "it in full with peft.modules_to_save"
+        )
+
+
+def _check_comes_back(peft: PeftModel) -> None:
+    """Raises UserError if peft wouldn't load some of the adapter's weights again, since it reads other names for them.
+
+    It renames as transformers does when it reads the base's files, and a rule for `shared_expert.` may also change
+    `shared_experts.`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lost = set_peft_model_state_dict(peft, get_peft_model_state_dict(peft, save_embedding_layers=False))
+    if lost.unexpected_keys:
+        parts = sorted({key.partition(".lora_")[0].rpartition(".")[2] for key in lost.unexpected_keys})
+        raise UserError(
+            f"peft doesn't read an adapter on {', '.join(parts)} of a {type(peft.get_base_model()).__name__} back from "
+            f"its file: name other modules, as peft.target_modules=[q_proj,v_proj] does"
         )
 
 
@@ -284,52 +318,35 @@ def _outer(config: LoraConfig, weights: dict[str, Tensor], model: nn.Module, wra
 
     The targets become a pattern for exactly the adapted modules: the tower has modules of the same names.
     """
-    modules = [wrapper.outer(name) for name, _ in model.named_modules()]
     # Stacked experts are named by config.target_parameters.
     own = [name for name, m in model.named_modules() if hasattr(m, "lora_A") and not isinstance(m, ParamWrapper)]
-    adapted = set(map(wrapper.outer, own))
-    of_layers = sorted({re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in adapted})
-    pattern = "|".join(of_layers)
-    exact = {name for name in modules if re.fullmatch(pattern, name)} == adapted
     config.exclude_modules = None
-    config.target_modules = pattern if exact else "|".join(map(re.escape, sorted(adapted)))
-    if config.modules_to_save:
-        saved = [name for name, module in model.named_modules() if hasattr(module, "modules_to_save")]
-        config.modules_to_save = [wrapper.outer(name) for name in saved]
-    if isinstance(config.trainable_token_indices, dict):
-        rows = config.trainable_token_indices
-        config.trainable_token_indices = {wrapper.outer(name): ids for name, ids in rows.items()}
+    config.target_modules = "|".join(sorted(re.escape(wrapper.outer(name)) for name in own))
+    saved = [name for name, module in model.named_modules() if hasattr(module, "modules_to_save")]
+    _rename(config, saved, wrapper.outer)
     # By these AutoPeftModel finds the wrapper's class; AutoPeftModelForCausalLM may load the language model alone.
     config.task_type = None
     config.auto_mapping = {"base_model_class": wrapper.cls.__name__, "parent_library": wrapper.cls.__module__}
     return {_OF_BASE + wrapper.outer(name.removeprefix(_OF_BASE)): tensor for name, tensor in weights.items()}
 
 
-def _inner(name: str, config: LoraConfig, model: nn.Module, scratch: Path) -> str:
-    """Returns a copy of a wrapper's adapter, in `scratch`, with its language model's names, which `config` gets too.
+def _rename(config: LoraConfig, saved: Sequence[str], renamed: Callable[[str], str]) -> None:
+    config.modules_to_save = [renamed(name) for name in saved] or None
+    if isinstance(rows := config.trainable_token_indices, dict):
+        config.trainable_token_indices = {renamed(name): ids for name, ids in rows.items()}
 
-    Any other adapter is left as it is, and `name` returned.
-    """
+
+def _inner(name: str, config: LoraConfig, model: nn.Module) -> dict[str, str] | None:
+    """Gives the config of a wrapper's adapter the language model's names; returns {pattern: name}, None for others."""
     wrapper = wrapper_of(model)
     if wrapper is None:
-        return name
-    weights = load_peft_weights(name, device="cpu")
-    inner = {key: _OF_BASE + wrapper.inner(key.removeprefix(_OF_BASE)) for key in weights}
-    if all(key == other for key, other in inner.items()):
-        return name
-    config.target_modules = {
-        key.removeprefix(_OF_BASE).partition(".lora_A")[0] for key in inner.values() if ".lora_A" in key
-    }
-    config.modules_to_save = [wrapper.inner(name) for name in config.modules_to_save or []] or None
-    if isinstance(config.trainable_token_indices, dict):
-        rows = config.trainable_token_indices
-        config.trainable_token_indices = {wrapper.inner(name): ids for name, ids in rows.items()}
+        return None
+    names = {rf"^{re.escape(there)}(?=\.)": here for here, there in wrapper.prefixes}
+    keys = load_peft_weights(name, device="cpu", key_mapping=names)
+    config.target_modules = {k.removeprefix(_OF_BASE).partition(".lora_A")[0] for k in keys if ".lora_A" in k}
+    _rename(config, config.modules_to_save or [], wrapper.inner)
     config.task_type, config.auto_mapping = "CAUSAL_LM", None
-    save_file(
-        {inner[key]: tensor.contiguous() for key, tensor in weights.items()}, scratch / "adapter_model.safetensors"
-    )
-    config.save_pretrained(str(scratch))
-    return str(scratch)
+    return names
 
 
 def gives_rewards(folder: Path) -> bool:
@@ -349,11 +366,9 @@ def load_adapter(folder: Path, *, whole: bool = False, **options: Any) -> PreTra
     """
     stored = StoredConfig.from_pretrained(str(folder))
     check_shards(str(stored.base_model_name_or_path), revision=stored.revision)
+    cls: Any = auto.AutoPeftModel if stored.auto_mapping else auto.AutoPeftModelForCausalLM
     if gives_rewards(folder):
-        return auto.AutoPeftModelForSequenceClassification.from_pretrained(
-            folder, num_labels=1, **options
-        ).get_base_model()
-    cls = auto.AutoPeftModel if stored.auto_mapping else auto.AutoPeftModelForCausalLM
+        cls, options = auto.AutoPeftModelForSequenceClassification, options | {"num_labels": 1}
     model = cls.from_pretrained(folder, **options).get_base_model()
     return model if whole else text_of(model)
 

@@ -213,7 +213,7 @@ def drop_tied(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[st
 def logits(model: PreTrainedModel, example: torch.Tensor) -> torch.Tensor:
     """Computes the model's logits in evaluation mode; fp32 [B, T, V] on the CPU."""
     with torch.no_grad(), evaluating(model), generation_mode(model):
-        return model(example.to(model.device)).logits.float().cpu()
+        return model(input_ids=example.to(model.device), use_cache=False).logits.float().cpu()
 
 
 def allowed_difference(model: PreTrainedModel, dtype: str, merge: bool) -> float:

@@ -1,5 +1,6 @@
 """Text generation: continues prompts from left to right, or by iterative unmasking for masked diffusion models."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,12 @@ def sample_texts(
 def continued(
     model: PreTrainedModel, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, seed: int, **settings: Any
 ) -> list[str]:
-    """Returns the continuations of rows of token ids, as one batch; `settings` are arguments of `model.generate`."""
+    """Returns the continuations of rows of token ids, as one batch; `settings` are arguments of `model.generate`.
+
+    A model that can't be given positions may count the padding (BART), or read it (RWKV): then each row is a batch.
+    """
+    if len(rows) > 1 and "position_ids" not in inspect.signature(model.forward).parameters:
+        return [continued(model, tokenizer, [row], max_new_tokens, seed, **settings)[0] for row in rows]
     longest = max(map(len, rows))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
@@ -97,13 +103,9 @@ def continued(
 
 
 def _denoised(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    rows: list[list[int]],
-    max_new_tokens: int,
-    end_ids: list[int] | None,
+    model: PreTrainedModel, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, end_ids: list[int] | None,
     **settings: Any,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Generates each text at the full allowed length and truncates it at the first end token."""
     ends = set(end_ids if end_ids is not None else [tokenizer.eos_token_id])
     texts, decoder = [], AnswerDecoder(tokenizer, list(ends))

@@ -26,7 +26,7 @@ from lmtrain.models import folder, weight_files
 from lmtrain.models.documents import CHOICES
 from lmtrain.models.folder import base_config, is_exported
 from lmtrain.models.nulls import field_name, filled
-from lmtrain.models.probe import set_attention
+from lmtrain.models.probe import DROPOUTS, last_line, set_attention
 from lmtrain.models.routers import use_experts
 from lmtrain.models.scalar_head import give_scalar_head
 from lmtrain.models.wrapper import is_wrapper, outermost, text_config, text_of
@@ -37,7 +37,6 @@ MAX_POSITIONS = "max_position_embeddings"
 # Keys of `model` that are handled separately, and those that go into the transformers config by the family's name.
 _GENERAL = {"family", "depth", *(f.name for f in dataclasses.fields(ModelConfig))}
 SHAPE_KEYS = (*(f.name for f in dataclasses.fields(ScratchModelConfig) if f.name not in _GENERAL), MAX_POSITIONS)
-DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
 
 
 def build_model(
@@ -151,7 +150,7 @@ def _scratch_config(cfg: ScratchModelConfig, given: dict[str, Any]) -> Pretraine
     except UserError:
         raise
     except Exception as error:  # transformers' configs validate themselves, with various exceptions
-        raise UserError(f"model.family={family} refuses this shape: {_last_line(error)}") from error
+        raise UserError(f"model.family={family} refuses this shape: {last_line(error)}") from error
 
 
 def _custom_config(cfg: CustomModelConfig, fields: dict[str, Any], allow_target: Sequence[str]) -> PretrainedConfig:
@@ -244,6 +243,7 @@ def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
         )
     here = Path(str(cfg.name_or_path))
     config = base_config(here) if is_exported(here) else _from_hub(AutoConfig.from_pretrained, cfg)
+    outermost(config, scalar_head=False)
     text = text_config(config)
     text.update(_free_fields(cfg, text))
     if cfg.router_aux_loss_coef is not None:
@@ -314,7 +314,7 @@ def _instantiate(cfg: ModelConfig, config: PretrainedConfig, scalar_head: bool) 
         model = cls.from_config(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code)
         return text_of(model, scalar_head)
     except ValueError as error:
-        raise UserError(f"transformers can't build this {config.model_type}: {_last_line(error)}") from error
+        raise UserError(f"transformers can't build this {config.model_type}: {last_line(error)}") from error
 
 
 def _forget_padding(config: PretrainedConfig) -> None:
@@ -322,10 +322,9 @@ def _forget_padding(config: PretrainedConfig) -> None:
 
     With one, transformers' GPT-2 searches every batch for it, which synchronizes with the GPU.
     """
-    if is_wrapper(config):
-        return
-    with contextlib.suppress(StrictDataclassError):  # ModernBERT requires a number
-        config.pad_token_id = None
+    if not is_wrapper(config):
+        with contextlib.suppress(StrictDataclassError):  # ModernBERT requires a number
+            config.pad_token_id = None
 
 
 def _let_padding_learn(model: PreTrainedModel) -> None:
@@ -349,20 +348,12 @@ def _check_vocabulary(cfg: ModelConfig, config: PretrainedConfig, vocab_size: in
 
 def _check_positions(cfg: ModelConfig, config: PretrainedConfig, seq_len: int) -> None:
     positions = getattr(config.get_text_config(), MAX_POSITIONS, None)
-    if positions is None or seq_len <= positions:
+    if positions is None or not 0 <= positions < seq_len:  # XLNet's -1 stands for no limit
         return
-    key = f"model.{MAX_POSITIONS}"
-    if not isinstance(cfg, LoadedModelConfig):
-        raise UserError(f"data.seq_len={seq_len} exceeds {key}={positions}: lower the first or raise the second")
-    raise UserError(
-        f"data.seq_len={seq_len} exceeds the {positions} positions ({MAX_POSITIONS}) of {cfg.name_or_path}: "
-        f"set data.seq_len={positions} or less"
-    )
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    remedy = f"model.{MAX_POSITIONS}={positions}: lower the first or raise the second"
+    if isinstance(cfg, LoadedModelConfig):
+        remedy = f"the {positions} positions of {cfg.name_or_path}: set data.seq_len={positions} or less"
+    raise UserError(f"data.seq_len={seq_len} exceeds {remedy}")
 
 
 # The matrices that write into the residual stream, by their names in transformers' families: GPT-2's; Llama's and its

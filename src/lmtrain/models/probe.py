@@ -155,6 +155,8 @@ class _Trial:
 
     def is_causal(self) -> bool:
         """Returns whether the first document's states stay the same without the second, and with another one."""
+        if getattr(self.copy.config, "use_bidirectional_attention", None) is True:  # PaliGemma's; eager ignores it
+            return False
         altered = torch.cat([self.ids[:, :FIRST], (self.ids[:, FIRST:] + 1) % VOCAB], dim=1)
         alike = self.lengths.limit is not None or _close(self.first, self.rows[:1, :FIRST])
         return alike and _close(self.states(altered)[:, :FIRST], self.rows[:, :FIRST])
@@ -221,14 +223,18 @@ def _close(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> boo
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
 
 
+def last_line(error: Exception) -> str:
+    """Returns the last line of an error's message, which gives the reason in transformers' long ones, or its type."""
+    return ([line.strip()[:120] for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]
+
+
 def _words(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1][:120]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {last_line(error)}"
 
 
 _NAMES = yaml.safe_load(Path(__file__).with_name("probe.yaml").read_text(encoding="utf-8"))
-TESTED, CHOSEN_EXPERTS, KEY_HEADS, WINDOWS = (
-    tuple(_NAMES[key].split()) for key in ("tested", "chosen_experts", "key_heads", "windows")
+TESTED, CHOSEN_EXPERTS, KEY_HEADS, WINDOWS, DROPOUTS = (
+    tuple(_NAMES[key].split()) for key in ("tested", "chosen_experts", "key_heads", "windows", "dropouts")
 )
 SIZE_OF = {name: size for size, names in _NAMES["sizes"].items() for name in names.split()}
 VOCAB, HIDDEN, HEADS, HEAD_DIM = 64, 32, 4, 8  # as in probe.yaml

@@ -6,6 +6,7 @@ training, LoRA, FLOPs and devices see. `write` puts it back among the tensors of
 """
 
 import copy
+import inspect
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ def text_of(model: PreTrainedModel, scalar_head: bool = False) -> PreTrainedMode
             f"{type(model).__name__}: its language model ({type(body).__name__}) is not that of a "
             f"{type(text).__name__}, so it can't be trained on its own"
         )
+    _check_forward(type(model), decoder.config)
     here, there = [inside], [names[id(body)]]
     setattr(text, inside, body)
     text.base_model_prefix = inside  # Llama 4's class gives another name
@@ -149,6 +151,15 @@ def text_of(model: PreTrainedModel, scalar_head: bool = False) -> PreTrainedMode
     place, prefixes = str(outside._name_or_path), tuple(zip(here, there, strict=True))
     text.__dict__[ATTRIBUTE] = Wrapper(type(model), outside, place, prefixes, conversions, dict(kept))
     return text.train(model.training)
+
+
+def _check_forward(cls: type[PreTrainedModel], text: PretrainedConfig) -> None:
+    """Raises UserError if a wrapper can't read text alone, or gives other logits for it than its language model."""
+    asked = {p.name for p in inspect.signature(cls.forward).parameters.values() if p.default is p.empty}
+    if others := sorted(asked - {"self", "input_ids", "kwargs"}):
+        raise UserError(f"{cls.__name__} can't read text alone: its forward asks for {', '.join(others)}")
+    if hasattr(text, "logit_scale") and "logit_scale" not in inspect.getsource(cls):
+        raise UserError(f"{cls.__name__} leaves out its language model's logit_scale, so an export would differ")
 
 
 def _new_head(shape: nn.Linear, body: PreTrainedModel) -> nn.Linear:

@@ -47,6 +47,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
+    # Without attention, transformers can't generate with a cache.
+    "bamba": {"attn_layer_indices": [1, 3, 5]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 3},
 }
 AS_DEEP_AS_THEY_ARE = ("gpt_neo", "zamba", "zamba2")  # their other defaults fit only their own number of layers
 _ENCODERS = (
