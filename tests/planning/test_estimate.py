@@ -107,6 +107,9 @@ def test_it_counts_what_the_plan_of_a_run_counts(corpus: Path, tmp_path: Path, m
         "tokenizer=bytes",
         "trainer.precision=32-true",
         "trainer.accelerator=cpu",
+        "model.num_hidden_layers=2",
+        "data.global_batch_size=4",
+        "data.micro_batch_size=4",
     ]
     quick = ["trainer.max_steps=1", "trainer.limit_val_batches=1", "callbacks.samples.every_n_validations=0"]
     done = run("train", *common, *quick, "logger=none", "export.enabled=false", f"run.dir={tmp_path / 'run'}")
