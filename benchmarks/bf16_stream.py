@@ -1,4 +1,4 @@
-"""Does a GPT learn as well if its residual stream is rounded to bf16? Emulated on a CPU, in fp32.
+"""Does a GPT learn as well if its residual stream is rounded to bf16? Emulated on a CPU, all computed in fp32.
 
 python benchmarks/bf16_stream.py SEED [STEPS]     losses of both, averaged over 50 steps each
 
