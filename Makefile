@@ -100,7 +100,8 @@ test: env lint
 test-all: env env-trl env-gguf env-lm-eval env-triton
 	$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "slow and not nightly" $(ARGS)
 
-# Longer than a change can wait for: the whole corpus of hostile inputs, kills of every verb, the grid's long walk.
+# Longer than a change can wait for: the whole corpus of hostile inputs, kills of every verb, the grid's long walk, every model of
+# transformers (docs/models.md).
 nightly: env
 	$(PY) -m pytest -q -n $(JOBS) --dist load -m "nightly" $(ARGS)
 

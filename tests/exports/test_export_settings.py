@@ -55,6 +55,19 @@ def test_a_base_without_generation_settings(corpus: Path, tmp_path: Path) -> Non
     assert (found["eos_token_id"], found["pad_token_id"], "do_sample" in found) == (0, 0, False)
 
 
+def test_a_chat_model_stops_where_its_template_ends_a_turn(tmp_path: Path) -> None:
+    base = save_pretrained(tmp_path / "base", max_position_embeddings=512)
+    (base / "generation_config.json").write_text(json.dumps(SAMPLING))
+    chat = [key for key in SHORT if not key.startswith("data")] + ["objective=sft", "data=chat_jsonl"]
+    chat += [f"data.path={write_chats(tmp_path / 'chats.jsonl', 8)}", "data.chat_template=chatml", "data.seq_len=256"]
+    chat += ["data.global_batch_size=2", "data.micro_batch_size=2", "data.val_fraction=0.25", "trainer.max_steps=1"]
+    added = 'tokenizer.add_tokens=["<|im_start|>","<|im_end|>"]'
+    done = run("train", *chat, f"model.name_or_path={base}", f"run.dir={tmp_path / 'run'}", added)
+    assert done.code == 0, done.err
+    end = AutoTokenizer.from_pretrained(tmp_path / "run" / "export").convert_tokens_to_ids("<|im_end|>")
+    assert written(tmp_path / "run" / "export")["eos_token_id"] == [0, 7, end, 256]  # and the tokenizer's own
+
+
 def test_from_scratch_they_are_neutral(corpus: Path, tmp_path: Path) -> None:
     """A model from scratch decodes greedily by default and pads with its end token, so transformers doesn't warn."""
     assert train_tiny(corpus, f"run.dir={tmp_path / 'run'}").code == 0
