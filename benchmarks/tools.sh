@@ -1,6 +1,6 @@
 #!/bin/sh
 # A model of 1 M parameters, from scratch: conversations that call a calculator in three of ten answers, then rewards for right sums of
-# five-digit numbers, with the tool and without; and the same for guessing a number. A quarter of an hour a seed on one thread.
+# five-digit numbers, with the tool and without; and the same for guessing a number. A quarter of an hour of CPU time a seed.
 #   sh benchmarks/tools.sh outputs/tools 1 2 3
 # Prints by step val/reward (sums: the share of 100 held-out ones that are right) and val/turns (games: guesses of a greedy answer).
 set -e
@@ -26,9 +26,11 @@ for SEED in "$@"; do
   done
   REWARDS="experiment=grpo_tools objective.max_new_tokens=24 trainer.val_before_training=true trainer.limit_val_batches=4 seed=$SEED $COMMON"
   python -m lmtrain.train $REWARDS model=$RUN/sums_sft data.path=$OUT/sums_prompts.jsonl run.dir=$RUN/sums
-  python -m lmtrain.train $REWARDS model=$RUN/sums_sft data.path=$OUT/sums_prompts.jsonl objective.environment._target_=null reward=exact_number run.dir=$RUN/no_tool
-  python -m lmtrain.train $REWARDS model=$RUN/games_sft data.path=$OUT/games_prompts.jsonl trainer.max_steps=300 \
-    objective.environment._target_=lmtrain.rewards.games.GuessNumber objective.max_new_tokens=4 run.dir=$RUN/games
+  python -m lmtrain.train $REWARDS model=$RUN/sums_sft data.path=$OUT/sums_prompts.jsonl objective.environment._target_=null \
+    reward=exact_number trainer.max_steps=60 run.dir=$RUN/no_tool
+  python -m lmtrain.train $REWARDS model=$RUN/games_sft data.path=$OUT/games_prompts.jsonl optimizer.lr=1e-3 \
+    trainer.max_steps=60 trainer.val_check_interval=10 objective.environment._target_=lmtrain.rewards.games.GuessNumber \
+    objective.max_new_tokens=4 run.dir=$RUN/games
   echo "seed $SEED, right sums: $(curve $RUN/sums val/reward)"
   echo "seed $SEED, right sums without the tool: $(curve $RUN/no_tool val/reward)"
   echo "seed $SEED, guesses: $(curve $RUN/games val/turns)"
