@@ -193,7 +193,7 @@ def test_stored_in_8_bits_can_not_be_shared_out(base: Path) -> None:
         quantized.check_shared_out(model, "fsdp")
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     quantized.check_shared_out(model, "fsdp")
-    with pytest.raises(UserError, match=r"strategy=deepspeed: Set trainer\.strategy=fsdp or ddp"):
+    with pytest.raises(UserError, match=r"strategy=deepspeed: set trainer\.strategy=fsdp or ddp"):
         quantized.check_shared_out(model, "deepspeed")
 
 

@@ -71,15 +71,15 @@ def test_losses_of_a_step_want_one_reading_of_a_micro_batch() -> None:
     dpo = ["objective=dpo", "data=preference_jsonl", "data.path=x", "data.seq_len=64"]
     ended = run("train", *dpo, "router.scope=step")
     assert ended.code == 2
-    assert "router.scope=step with objective=dpo" in message(ended.err)
-    assert "set router.scope=micro_batch" in message(ended.err)
+    assert "objective=dpo does not go with router.scope=step" in message(ended.err)
+    assert "Set router.scope=micro_batch" in message(ended.err)
 
 
 def test_losses_of_a_step_want_no_filled_up_rows() -> None:
     padded = ["objective=sft", "data=chat_jsonl", "data.path=x", "data.packing=off", "data.seq_len=64"]
     ended = run("train", *padded, "router.scope=step")
     assert ended.code == 2
-    assert "router.scope=step with data.packing=off" in message(ended.err)
+    assert "data.packing=off does not go with router.scope=step" in message(ended.err)
 
 
 def test_a_collapsed_router_is_told_once_and_seen_in_the_report(

@@ -285,11 +285,11 @@ class _Encoding:
         for chunk in iter(lambda: list(itertools.islice(rows, _CHUNK)), []):
             waiting.append((chunk, self.pool.submit(_encode_there, [row for row in chunk if isinstance(row, tuple)])))
             if len(waiting) > 2 * self.processes:
-                yield from self._results(*waiting.popleft())
+                yield from self._encoded_of(*waiting.popleft())
         while waiting:
-            yield from self._results(*waiting.popleft())
+            yield from self._encoded_of(*waiting.popleft())
 
-    def _results(self, rows: list[Row], there: "Future[Any]") -> Iterator[tuple[Row, Encoded | BadRow]]:
+    def _encoded_of(self, rows: list[Row], there: "Future[Any]") -> Iterator[tuple[Row, Encoded | BadRow]]:
         found: list[Encoded | BadRow] = []
         try:
             found, formats = there.result()
