@@ -1,6 +1,7 @@
 """Lists the runs in a folder with status, step, best score and time of the last change. Imports no torch."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -132,11 +133,17 @@ def _config(run: RunDir) -> dict[str, Any]:
                                "budget": {"minutes": None}, "objective": {}, "model": {}, "data": {}}  # fmt: skip
     try:
         text = read_regular(run.config)
-        part = "".join(_SECTIONS.findall(text))
-        tree = yaml.load(text if "*" in part else part or text, _LOADER)  # *name refers to another section
+        parts = [] if "*" in text else _SECTIONS.findall(text)  # *name refers to another section
+        tree = {name: value for part in parts or [text] for name, value in _parsed(part).items()}
         return {section: {**default, **tree.get(section, {})} for section, default in nothing.items()}
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
         return nothing
+
+
+@functools.lru_cache(maxsize=512)
+def _parsed(text: str) -> Any:
+    """Returns the values of YAML text; most runs of a folder share most sections of their configs."""
+    return yaml.load(text, _LOADER)
 
 
 def _json(path: Path) -> dict[str, Any]:
