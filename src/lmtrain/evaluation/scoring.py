@@ -14,6 +14,7 @@ import torch
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.config.options import DPOConfig, LoadedModelConfig
 from lmtrain.config.schema import Config
+from lmtrain.data.chat.turns import is_exact
 from lmtrain.data.examples.pair_rows import margins_of
 from lmtrain.data.examples.rows import padded
 from lmtrain.data.tokenizers import shows_numbers
@@ -222,7 +223,7 @@ def _add_answers(
     scores.whole |= world.from_first(lambda: metrics.score(answers, references, prompts))
     scores.texts |= {"prompt": prompts, "answer": answers, "reference": references}
     if isinstance(metrics.metrics.get("exact_match"), ExactMatch):
-        same = [a.strip() == r.strip() for a, r in zip(answers, references, strict=True)]
+        same = [is_exact(a, r) for a, r in zip(answers, references, strict=True)]
         scores.columns |= {"exact": np.array(same, dtype=float), "answers": np.ones(len(same))}
         scores.ratios["exact_match"] = ("exact", "answers")
         del scores.whole["exact_match"]

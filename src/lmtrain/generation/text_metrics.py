@@ -11,6 +11,7 @@ from torchmetrics.text import BLEUScore, CHRFScore
 from transformers import AutoModel, AutoTokenizer
 
 from lmtrain.config.targets import build_target
+from lmtrain.data.chat.turns import is_exact
 from lmtrain.data.sources import story_world
 from lmtrain.errors import UserError
 
@@ -19,7 +20,7 @@ class ExactMatch(MeanMetric):
     """The share of answers that equal their reference, ignoring leading and trailing white space."""
 
     def update(self, preds: list[str], target: list[str]) -> None:  # type: ignore[override]
-        super().update(torch.tensor([float(p.strip() == t.strip()) for p, t in zip(preds, target, strict=True)]))
+        super().update(torch.tensor([float(is_exact(p, t)) for p, t in zip(preds, target, strict=True)]))
 
 
 class StoryConsistency(MeanMetric):

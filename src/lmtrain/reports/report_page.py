@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from lmtrain.data.chat.turns import is_exact
 from lmtrain.errors import UserError, reason
 from lmtrain.reports.curves import FIRST, LEVELS, Curve, HeatMap, drawn
 from lmtrain.terminal import visible
@@ -39,11 +40,6 @@ class ShownSample:
     @property
     def right(self) -> bool | None:
         return None if self.reference is None or not self.is_answer else is_exact(self.text, self.reference)
-
-
-def is_exact(answer: str, reference: str) -> bool:
-    """Returns whether an answer counts as right on pages: by the rule of the metric exact_match."""
-    return answer.strip() == reference.strip()
 
 
 @dataclass

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from lmtrain.data.chat.turns import is_exact
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import ComparedWithReference, Reward, needed
 
@@ -57,7 +58,7 @@ class Equal(ComparedWithReference):
     """A reward of `right` if the completion equals the reference, ignoring white space around both."""
 
     def is_right(self, completion: str, reference: Any) -> bool:
-        return completion.strip() == str(reference).strip()
+        return is_exact(completion, reference)
 
 
 class Regex(Reward):

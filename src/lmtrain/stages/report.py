@@ -12,6 +12,7 @@ from rich.text import Text
 from safetensors import safe_open
 
 from lmtrain import terminal
+from lmtrain.data.chat.turns import is_exact
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import report_page
@@ -209,7 +210,7 @@ def _written(plan: PipelinePlan) -> Answers:
 
 
 def _right(row: dict[str, Any]) -> bool:
-    return report_page.is_exact(row["answer"], str(row.get("reference")))
+    return is_exact(row["answer"], row.get("reference"))
 
 
 def _side_by_side(answers: Answers) -> list[dict[str, Any]]:

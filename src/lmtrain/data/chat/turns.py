@@ -160,6 +160,11 @@ def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> st
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
+def is_exact(answer: str, reference: Any) -> bool:
+    """Returns whether an answer is its reference, apart from white space around both: exact_match, on pages too."""
+    return answer.strip() == str(reference).strip()
+
+
 def truth_of(value: Any) -> bool | None:
     """Returns whether a value means true or false; it may also be text, as in CSV files. None for any other value."""
     if isinstance(value, str):
