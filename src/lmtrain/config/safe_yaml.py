@@ -22,6 +22,7 @@ from lmtrain.config.sections import text_keys
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 
+FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former, in C, may be missing
 VALUES = 100_000  # maximum number of values after aliases are expanded; the largest config has a few hundred
 _DEPTH = 3  # levels of subfolders of a config folder that are searched for groups
 _SEARCH_PATH = "hydra.searchpath"

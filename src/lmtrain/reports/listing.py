@@ -16,13 +16,13 @@ from rich import box
 from rich.table import Table
 
 from lmtrain import errors, terminal
+from lmtrain.config.safe_yaml import FAST_LOADER
 from lmtrain.errors import UserError
 from lmtrain.files import CHECKPOINT, read_regular
 from lmtrain.run_folder import lock
 from lmtrain.run_folder.cut_back import last_rows, parsed
 from lmtrain.run_folder.folder import RunDir, checkpoint_names
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former, in C, may be missing
 _SECTIONS = re.compile(
     r"^(?:budget|checkpoint|trainer|objective|model|data):.*\n(?:[ \t].*\n|\n)*", re.MULTILINE
 )  # parsed alone
@@ -143,7 +143,7 @@ def _config(run: RunDir) -> dict[str, Any]:
 @functools.lru_cache(maxsize=512)
 def _parsed(text: str) -> Any:
     """Returns the values of YAML text; most runs of a folder share most sections of their configs."""
-    return yaml.load(text, _LOADER)
+    return yaml.load(text, FAST_LOADER)
 
 
 def _json(path: Path) -> dict[str, Any]:
