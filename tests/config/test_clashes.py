@@ -3,6 +3,8 @@
 from lmtrain.config import checks, sections
 from lmtrain.config.keys import keys_of
 from lmtrain.config.options import OBJECTIVES, SCHEDULES
+from lmtrain.losses.policy import VARIANTS
+from lmtrain.losses.preferences import LOSSES
 from lmtrain.objectives import distill, grpo_options, kto, mdlm, reward
 
 OWN = (distill.DistillOptions, grpo_options.GRPOOptions, kto.KTOOptions, mdlm.MDLMOptions, reward.RewardOptions)
@@ -18,3 +20,20 @@ def test_the_table_names_keys_and_classes_that_exist() -> None:
                 values = wanted["except"] if isinstance(wanted, dict) else wanted
                 names = values if isinstance(values, list) else [values]
                 assert key in known or set(names) <= classes, key
+
+
+def losses_of(with_class: str, key: str, value: object) -> list[str]:
+    """Returns the losses that the table names beside a value of another setting."""
+    groups = [group for group in checks._CLASHES if group["with"] == {"objective": with_class}]
+    (found,) = [c["when"]["objective.loss"] for g in groups for c in g["not"] if c["when"].get(key) == value]
+    return sorted(found["except"] if isinstance(found, dict) else found)
+
+
+def test_the_losses_that_the_table_names_are_those_with_the_property() -> None:
+    """A loss added to losses/ is not forgotten in the table."""
+    alone = sorted(name for name, variant in VARIANTS.items() if variant.baseline == "none")
+    assert losses_of("GRPOOptions", "objective.group_size", 1) == alone
+    in_reward = sorted(name for name, variant in VARIANTS.items() if variant.kl_in_reward)
+    assert losses_of("GRPOOptions", "objective.kl_coef", "given") == in_reward
+    without = sorted(name for name, loss in LOSSES.items() if not loss.has_reference)
+    assert losses_of("DPOConfig", "objective.reference", {"except": ["auto", "none"]}) == without
