@@ -103,12 +103,10 @@ def _new(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]) -> 
     try:
         return get_peft_model(model, config)
     except Exception as error:  # peft raises AttributeError where its other initializations need a single matrix
-        other = f" (peft.init_weights={cfg.init_weights}): set peft.init_weights=default, or leave stacked experts out"
-        remedy = (
-            f"{other}, as peft.target_modules=[q_proj,v_proj] does"
-            if cfg.init_weights not in ("default", "gaussian")
-            else ""
-        )
+        remedy = ""
+        if cfg.init_weights not in ("default", "gaussian"):
+            remedy = f" (peft.init_weights={cfg.init_weights}): set peft.init_weights=default, or leave stacked "
+            remedy += "experts out, as peft.target_modules=[q_proj,v_proj] does"
         raise UserError(f"peft refuses this adapter: {first_line(error)}{remedy}") from error
 
 
