@@ -46,6 +46,18 @@ def projections(heads=4, kv_heads=4, rows=3, length=20, width=8, dtype=torch.flo
     return [torch.randn(s, generator=generator, dtype=dtype).transpose(1, 2).requires_grad_() for s in shapes]
 
 
+def assert_near_softmax(out, inputs, seen):
+    """Compares half-precision attention, the output and the gradients, with plain softmax attention in fp32."""
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    expected = softmax_attention(*exact, 0.3, seen.to(out.device))
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+    weights = torch.randn_like(expected)
+    ours = torch.autograd.grad((out.float() * weights).sum(), inputs)
+    theirs = torch.autograd.grad((expected * weights).sum(), exact)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.float() - b).norm() / b.norm() < 0.05
+
+
 def call(q, k, v, **options):
     return attention.attention(torch.nn.Module(), q, k, v, None, scaling=0.3, **options)[0]
 
@@ -366,14 +378,7 @@ def test_methods_on_cuda_equal_plain_softmax_attention(method, window):
     q, k, v = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in projections(kv_heads=2, width=64))
     layout = Documents(packed()["cu_seqlens"].cuda(), 3, 20, method)
     out = call(q, k, v, documents=layout, sliding_window=window)
-    exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
-    expected = softmax_attention(*exact, 0.3, visible(LENGTHS, window).cuda())
-    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
-    weights = torch.randn_like(expected)
-    ours = torch.autograd.grad((out.float() * weights).sum(), (q, k, v))
-    theirs = torch.autograd.grad((expected * weights).sum(), exact)
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a.float() - b).norm() / b.norm() < 0.05
+    assert_near_softmax(out, (q, k, v), visible(LENGTHS, window))
 
 
 @pytest.mark.gpu
@@ -383,12 +388,4 @@ def test_methods_on_cuda_equal_plain_softmax_attention(method, window):
 def test_whole_rows_on_cuda_equal_plain_softmax_attention(length, kv_heads):
     shape = {"rows": 2, "length": length, "width": 64, "kv_heads": kv_heads}
     q, k, v = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in projections(**shape))
-    exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
-    out = call(q, k, v)
-    expected = softmax_attention(*exact, 0.3, torch.ones(2, length, length).tril().bool().cuda())
-    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
-    weights = torch.randn_like(expected)
-    ours = torch.autograd.grad((out.float() * weights).sum(), (q, k, v))
-    theirs = torch.autograd.grad((expected * weights).sum(), exact)
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a.float() - b).norm() / b.norm() < 0.05
+    assert_near_softmax(call(q, k, v), (q, k, v), torch.ones(2, length, length).tril().bool())
