@@ -4,15 +4,13 @@
 # Prints, for each seed, val/reward/right by step: the share of 500 held-out sums whose greedy answer is exact. Then the
 # share of answers that end in 7, as the same answers learn to with a reward for that form alone.
 set -e
+HERE=$(dirname "$0")
 OUT=$1
 shift
 export OMP_NUM_THREADS=1
 COMMON="trainer.accelerator=cpu trainer.precision=32-true logger=none report.enabled=false"
 SUMS="data.source=lmtrain.data.sources.sums.Sums"
-curve() { # RUN NAME
-  python -c "import json, sys; print(*(f'{r[\"step\"]}: {r[sys.argv[2]]:.3f}' for r in map(json.loads, open(sys.argv[1])) if sys.argv[2] in r))" \
-    "$1/metrics.jsonl" "$2"
-}
+curve() { python "$HERE/curve.py" "$@"; } # RUN NAME
 for SEED in "$@"; do
   RUN=$OUT/$SEED
   python -m lmtrain.train data=text $SUMS "+data.source_options={number: 400000, held_out: 500}" tokenizer=char \

@@ -7,23 +7,20 @@ A byte-level BPE of 50,257 tokens is trained on a fifth of the text, which takes
 
 import argparse
 import pickle
-import sysconfig
 from pathlib import Path
 
 import numpy as np
-from shapes import write_bin
+from shapes import python_files, write_bin
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 VOCAB_SIZE, VAL_TOKENS = 50257, 300_000
 
 
-def read_packages(n_bytes: float) -> list[str]:
-    """Returns files without tests, in an order that mixes the packages."""
-    files = [file for file in sorted(Path(sysconfig.get_path("purelib")).glob("**/*.py")) if file.stat().st_size > 500]
-    files = [file for file in files if not {"test", "tests"} & set(file.parts)]
+def read_files(n_bytes: float) -> list[str]:
+    """Returns the texts of Python files, about so many bytes."""
     texts, total = [], 0
-    for i in np.random.default_rng(0).permutation(len(files)):
-        texts.append(files[i].read_text(errors="replace") + "\n\n")
+    for file in python_files(packages=True):
+        texts.append(file.read_text(errors="replace") + "\n\n")
         total += len(texts[-1])
         if total > n_bytes:
             break
@@ -35,7 +32,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--million", type=float, default=30, help="tokens, at most (%(default)s)")
     options = parser.parse_args()
-    texts = read_packages(4.2e6 * options.million)
+    texts = read_files(4.2e6 * options.million)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()

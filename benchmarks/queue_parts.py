@@ -124,10 +124,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def switches(names: list[str], turns: int, steps: int) -> Callable[[Place], dict[str, Any]]:
+def switches(names: list[str], turns: int, steps: int, nanogpt: bool = False) -> Callable[[Place], dict[str, Any]]:
     def make(place: Place) -> dict[str, Any]:
         variants = {name: VARIANTS[name] for name in (["as_is", "one_region_bf16"] if place.toy else names)}
-        if place.nanogpt:
+        if place.nanogpt and nanogpt:
             variants["nanogpt"] = {"nanogpt": str(place.nanogpt)}
         spec = {"overrides": gpt_bins(place)[0], "embedding_rows": 128 if place.toy else 50304, "variants": variants}
         spec |= {"turns": 1, "steps": 1} if place.toy else {"turns": turns, "steps": steps}
@@ -260,7 +260,7 @@ PARTS = {
                    ("cuda",)),
     "switches": Part("What do larger regions, bf16 and other kernels gain, and where does the time go?", 170,
                      (*MODEL, *(f"benchmarks/{name}.py" for name in ("leg_switches", "loss_kernel", "kernels"))),
-                     switches([*VARIANTS], 4, 12)),
+                     switches([*VARIANTS], 4, 12, nanogpt=True)),
     "stream_curve": Part("Does gpt_small learn as well with a bf16 residual stream, over 300 steps?", 140,
                          (*MODEL, "benchmarks/leg_switches.py"), switches(["as_is", "bf16_stream"], 5, 48)),
     "gpt_small": Part("How many tokens a second, next to nanoGPT?", 110, STEP, beside_nanogpts_step),

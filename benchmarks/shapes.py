@@ -64,19 +64,24 @@ def write_bin(path: Path, ids: "np.ndarray[tuple[int], np.dtype[np.uint16]]", vo
     ids.tofile(path)
 
 
+def python_files(packages: bool) -> list[Path]:
+    """Returns the standard library's files without tests; with `packages` also those of the packages, mixed."""
+    places = [os.path.dirname(os.__file__), *(sysconfig.get_path("purelib") for _ in range(packages))]
+    files = [file for place in dict.fromkeys(places) for file in sorted(Path(place).glob("**/*.py"))]
+    files = [f for f in files if "test" not in f.parts and (packages or "site-packages" not in f.parts)]
+    if packages:
+        files = [files[i] for i in np.random.default_rng(0).permutation(len(files))]
+    return files
+
+
 def write_text_bins(folder: Path, train_tokens: int, val_tokens: int, packages: bool = False) -> None:
     """Writes the bytes of the running Python's standard library, about 10 MB: real text that every machine has.
 
     packages: of the installed packages too, some 200 MB, in an order that mixes them.
     """
     folder.mkdir(parents=True)
-    places = [os.path.dirname(os.__file__), *(sysconfig.get_path("purelib") for _ in range(packages))]
-    files = [file for place in dict.fromkeys(places) for file in sorted(Path(place).glob("**/*.py"))]
-    files = [f for f in files if "test" not in f.parts and (packages or "site-packages" not in f.parts)]
-    if packages:
-        files = [files[i] for i in np.random.default_rng(0).permutation(len(files))]
     text = bytearray()
-    for file in files:
+    for file in python_files(packages):
         text += file.read_bytes() + b"\n\n"
         if len(text) >= train_tokens + val_tokens:
             break

@@ -12,10 +12,7 @@ python "$HERE/tools.py" "$OUT"
 COMMON="data.chat_template=$HERE/tools.jinja data.seq_len=256 trainer.accelerator=cpu trainer.precision=32-true logger=none report.enabled=false"
 # The constant beginning and end of a call are tokens, as a BPE would make them.
 TOKENS='tokenizer.add_tokens=["<|user|>","<|assistant|>","<|tool|>","<tool_call>","</tool_call>","{\"name\": \"calculator\", \"arguments\": {\"expression\": \"","\"}}"]'
-curve() { # RUN NAME
-  python -c "import json, sys; print(*(f'{r[\"step\"]}: {r[sys.argv[2]]:.3f}' for r in map(json.loads, open(sys.argv[1])) if sys.argv[2] in r))" \
-    "$1/metrics.jsonl" "$2"
-}
+curve() { python "$HERE/curve.py" "$@"; } # RUN NAME
 for SEED in "$@"; do
   RUN=$OUT/$SEED
   for TASK in sums games; do
