@@ -88,7 +88,7 @@ pipeline: env
 
 # For the edit loop, in half a minute: style, imports, and one run each of pretraining, resume, SFT, DPO and export.
 smoke: env
-	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff check --no-cache .
 	$(PY) -m pytest -q tests/test_smoke.py tests/test_rooms.py $(ARGS)
 
 # The types are looked at while the tests start; both have to be right.
@@ -126,7 +126,7 @@ screenshots: env
 	$(PY) docs/screenshots.py /tmp/lmtrain_screenshots --docs
 
 lint: env
-	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff check --no-cache .
 	$(VENV)/bin/ruff format --check .
 
 typecheck: env

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from family_variants import Variant, build, config_of, variants
 
+from family_variants import Variant, build, config_of, variants
 from helpers_models import objective, packed
 from lmtrain.distributed.ranks import leave
 from lmtrain.errors import UserError

@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from family_variants import EXCLUDED, PROBED, Variant, build, config_of, variants
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from family_variants import EXCLUDED, PROBED, Variant, build, config_of, variants
 from helpers_models import objective, packed
 from lmtrain.data.examples.pair_rows import PairRows
 from lmtrain.errors import UserError

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from family_variants import Variant, build, config_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from family_variants import Variant, build, config_of
 from helpers_models import tiny
 from lmtrain.adapters.memory import MemorySettings, attach_memory, memory_blocks
 from lmtrain.config import compose as lmtrain_config

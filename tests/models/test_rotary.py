@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_variants import Variant, config_of
 from test_families import Answers, answer_log_probs, documents, lmtrain_model, padded, reference, reference_log_probs
 from transformers import AutoModelForCausalLM
 
 from chats import write_chats
+from family_variants import Variant, config_of
 from helpers_models import packed
 from inprocess import message, run
 from lmtrain.data.examples.pair_rows import PairRows

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_variants import Variant, build, config_of
 from transformers import AutoModelForCausalLM
 
 from chats import write_chats
+from family_variants import Variant, build, config_of
 from inprocess import message, run
 from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import tokenizers
