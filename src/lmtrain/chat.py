@@ -1,18 +1,15 @@
 """Chat with a model in the terminal or, with --web, in a browser: `python -m lmtrain.chat outputs/my_run`."""
 
+import pkgutil
+
 from lmtrain import cli
 from lmtrain.config.schema import Config
 
 
 def chat(config: Config) -> int:
     """Runs a chat in the terminal or, with chat.web, serves it as a local web page; returns the exit code."""
-    if config.chat.web:
-        from lmtrain.generation import web
-
-        return web.serve(config)
-    from lmtrain.generation import conversation
-
-    return conversation.chat(config)
+    place = "lmtrain.generation.web:serve" if config.chat.web else "lmtrain.generation.conversation:chat"
+    return pkgutil.resolve_name(place)(config)
 
 
 main = cli.main_of("chat", chat)

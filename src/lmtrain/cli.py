@@ -4,8 +4,8 @@ Imports neither torch nor lightning, so `--help` and messages about misspelt key
 """
 
 import argparse
-import importlib
 import os
+import pkgutil
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -16,37 +16,19 @@ from lmtrain import errors, terminal
 from lmtrain.config.defaults import conf_dir, options_of, verb_help
 from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import print_from_rank
-from lmtrain.errors import UserError
+from lmtrain.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from lmtrain.config.schema import Config
     from lmtrain.first_words import words
 
 HELP = Path(__file__).with_name("help")  # the texts of --help
-VERBS = {
-    "train": "train a model: compose, check, train, export",
-    "prepare": "source text to tokenizer and bins, or rows to examples, without training",
-    "inspect": "the data as the model sees it: samples with their mask, lengths, what was cut or dropped",
-    "export": "a run's checkpoint to a Hugging Face folder",
-    "generate": "text from a run, an export or a hub name",
-    "chat": "a conversation with a run, an export or a hub model, in the terminal or in the browser (--web)",
-    "evaluate": "loss, perplexity, bits per byte, answers or margins of a run, an export or a hub name",
-    "estimate": "parameters, FLOPs, memory and time of a run from its config alone, and what would make it fit",
-    "tune": "a learning rate and the largest micro-batch that suit a run; tune.apply=true trains with them",
-    "verify": "proves exact resume on this very config and machine",
-}
-
+# {command: what it does}: of those that take a config, and of those that have a command line of their own.
+VERBS, OTHERS = (
+    dict(line.split(maxsplit=1) for line in part.splitlines() if not line.startswith("#"))
+    for part in (HELP / "commands.txt").read_text(encoding="utf-8").split("\n\n")
+)
 FIRST = ("train", "inspect", "chat", "evaluate", "report")  # what people need first, in this order
-
-OTHERS = {  # commands with a command line of their own
-    "pipeline": "stages one after another, from raw text to an aligned model: pipeline=laptop",
-    "sweep_report": "a table and a picture of a sweep's trials",
-    "report": "a run as one HTML page: curves, samples, what it was trained on; several runs compared",
-    "runs": "the runs under a folder: status, step, best score, age",
-    "explain": "where values come from: a key, a section or the whole composition",
-    "doctor": "what this machine can do, and what is missing",
-    "new": "the skeleton of an objective, model, optimizer, schedule, callback or metric of your own, with its test",
-}
 
 
 def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
@@ -67,7 +49,7 @@ def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:
     def action(config: "Config") -> int:
         if meanwhile:
             terminal.status.say(meanwhile)
-        return _imported(place)(config)
+        return pkgutil.resolve_name(place)(config)
 
     return main_of(verb, action)
 
@@ -83,7 +65,7 @@ def folder_door(verb: str, place: str, meaning: str, default: str | None = None)
         parser = argparse.ArgumentParser(prog=f"python -m lmtrain.{verb}", description=OTHERS[verb])
         parser.add_argument("folder", type=Path, nargs="?" if default else None, default=default, help=meaning)
         folder = parser.parse_args(argv).folder.expanduser()
-        return plain(lambda: _imported(place)(folder))
+        return plain(lambda: pkgutil.resolve_name(place)(folder))
 
     return main
 
@@ -94,82 +76,24 @@ def run_as_program(module: str, main: Callable[[], int]) -> None:
         sys.exit(main())
 
 
-def _imported(place: str) -> Callable[..., int]:
-    module, _, name = place.partition(":")
-    function: Callable[..., int] = getattr(importlib.import_module(module), name)
-    return function
-
-
 def plain(action: Callable[[], int]) -> int:
-    """Runs a command that takes no config; returns the exit code. Expected errors are printed as one message."""
+    """Runs a command and returns its exit code. Errors that can be expected are printed as one message."""
     terminal.lenient()
     try:
         code = action()
         sys.stdout.flush()
         return code
-    except (UserError, errors.RunError) as error:
-        errors.print_error(str(error))
-        return error.exit_code
-    except BrokenPipeError:
-        return _reader_left()
-    except (MemoryError, RuntimeError, SystemError) as error:
-        return _out_of_memory(error)
-
-
-def _reader_left() -> int:
-    """Handles a closed output pipe (head, less): redirects stdout to the null device, so flushing at exit succeeds."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return errors.FINISHED
-
-
-def _out_of_memory(error: BaseException) -> int:
-    """Prints that host memory ran out and returns the exit code; re-raises any other error."""
-    if not errors.out_of_memory(error):
-        raise error
-    errors.print_error("out of memory: the machine's, or this user's or job's limit, is used up: free some or raise it")
-    return errors.FAILED
-
-
-def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
-    """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
-    ranks.limit_spinning()
-    terminal.lenient()
-    trains = False
-    try:
-        words = sys.argv[1:] if argv is None else argv
-        ranks.note_typed(words)
-        args = parse(verb, words)
-        if args.version:
-            return _print_version()
-        if args.help:
-            print(help_text(verb))
-            return errors.FINISHED
-        if args.cfg:
-            _drop_job(args.overrides)
-        _say_that_it_runs(verb, args, words)
-        from lmtrain.config import environment
-
-        environment.trust(args.trust)
-        if args.info:
-            return _show_info(args)
-        if any(word.startswith("pipeline=") for word in args.overrides):
-            raise UserError(f"pipelines are run by `lmtrain pipeline`, and `lmtrain {verb}` is one stage: leave it out")
-        read = _read_words(verb, args, words)
-        trains = verb == "train" and not args.cfg
-        if args.multirun:
-            return _sweep(verb, args)
-        checked = _composed(verb, args, read)
-        terminal.status.stop()
-        return errors.FINISHED if args.cfg else action(checked)
-    except (UserError, errors.RunError) as error:
+    except (UserError, RunError) as error:
         print_from_rank(error)
         return error.exit_code
+    except BrokenPipeError:  # a reader has left (head, less): flushing at exit has to succeed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return errors.FINISHED
     except (MemoryError, RuntimeError, SystemError) as error:
-        return _out_of_memory(error)
-    except BrokenPipeError:
-        if trains:  # a run that could not go on is not finished
+        if not errors.out_of_memory(error):
             raise
-        return _reader_left()
+        errors.print_error("out of memory: this machine's, user's or job's limit is used up: free some or raise it")
+        return errors.FAILED
     except KeyboardInterrupt:
         errors.print_error("interrupted (Ctrl-C); completed work is kept, and the same command continues")
         return 130
@@ -180,6 +104,44 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         return errors.FAILED
     finally:
         terminal.status.stop()
+
+
+def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
+    """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
+    ranks.limit_spinning()
+    return plain(lambda: _run(verb, action, sys.argv[1:] if argv is None else argv))
+
+
+def _run(verb: str, action: Callable[["Config"], int], words: list[str]) -> int:
+    ranks.note_typed(words)
+    args = parse(verb, words)
+    if args.version:
+        return _print_version()
+    if args.help:
+        print(help_text(verb))
+        return errors.FINISHED
+    if args.cfg:
+        _drop_job(args.overrides)
+    _say_that_it_runs(verb, args, words)
+    from lmtrain.config import environment
+
+    environment.trust(args.trust)
+    if args.info:
+        return _show_info(args)
+    if any(word.startswith("pipeline=") for word in args.overrides):
+        raise UserError(f"pipelines are run by `lmtrain pipeline`, and `lmtrain {verb}` is one stage: leave it out")
+    read = _read_words(verb, args, words)
+    try:
+        if args.multirun:
+            return _sweep(verb, args)
+        checked = _composed(verb, args, read)
+        terminal.status.stop()
+        return errors.FINISHED if args.cfg else action(checked)
+    except BrokenPipeError as error:
+        if verb != "train" or args.cfg:
+            raise
+        reader = "most likely by the reader of the output"
+        raise RunError(f"a pipe was closed, {reader}, so the run ended; the same command continues it") from error
 
 
 def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> None:
@@ -389,7 +351,7 @@ def main(argv: list[str] | None = None) -> int:
     if verb not in VERBS | OTHERS:
         errors.print_error(_no_verb(verb, rest))
         return errors.WRONG_INPUT
-    job = _imported(f"lmtrain.{verb}:main")
+    job = pkgutil.resolve_name(f"lmtrain.{verb}:main")
     if verb in ("train", "evaluate") and ranks.started_by() is not None:
         ranks.leave_after(lambda: job(rest))
     return job(rest)

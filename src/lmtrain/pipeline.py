@@ -48,13 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         text = (cli.HELP / "pipeline.txt").read_text(encoding="utf-8").removesuffix("\n")
         print(text.format(what=cli.OTHERS["pipeline"], known=known))
         return errors.FINISHED
-    try:
-        return cli.plain(lambda: run(args))
-    except KeyboardInterrupt:
-        errors.print_error("interrupted (Ctrl-C); no stage was running, and the same command continues")
-        return 130
-    finally:
-        terminal.status.stop()
+    return cli.plain(lambda: run(args))
 
 
 cli.run_as_program(__name__, main)
