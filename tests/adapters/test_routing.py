@@ -9,7 +9,7 @@ import torch
 from inprocess import message, run, train_tiny
 from lmtrain.adapters import memory
 from lmtrain.callbacks.routing import MOST, use
-from lmtrain.reports.curves import LEVELS, HeatMap, drawn, heat_maps, level
+from lmtrain.reports.curves import LEVELS, HeatMap, heat_maps, level, paths
 from support import TINY, Run, rows
 
 SHAPE = [
@@ -130,5 +130,5 @@ def test_cells_are_darker_the_more_they_are_chosen() -> None:
     assert len(heat.cells) == 120
     assert heat.cells[0] == [1.0, 0.0]
     assert heat.cells[-1] == [0.0, 1.0]
-    assert drawn(HeatMap("t", 1, 2, [[1.0, 0.0], [0.0, 1.0]])).count("<path") == 1
+    assert paths(HeatMap("t", 1, 2, [[1.0, 0.0], [0.0, 1.0]])) == {5: "M0 0h1M1 1h1"}
     assert heat_maps([{"step": 1, "train/loss": 2.0}]) == []

@@ -128,19 +128,11 @@ def level(share: float, choices: int) -> int:
     return sum(share * choices >= least for least in LEVELS)
 
 
-def drawn(heat: HeatMap) -> str:
-    """Draws the heat map as SVG with one path per level of darkness."""
-    wide, high = len(heat.cells), len(heat.cells[0])
-    paths: dict[int, list[str]] = {}
+def paths(heat: HeatMap) -> dict[int, str]:
+    """Returns an SVG path through the cells of each level of darkness; a cell is a unit wide and high."""
+    found: dict[int, str] = {}
     for x, column in enumerate(heat.cells):
         for y, share in enumerate(column):
-            if dark := level(share, high):
-                paths.setdefault(dark, []).append(f"M{x} {y}h1")
-    lines = "".join(
-        f'<path d="{"".join(cells)}" transform="translate(0 .5)" stroke-opacity="{dark / len(LEVELS):.2f}"/>'
-        for dark, cells in sorted(paths.items())
-    )
-    return (
-        f'<svg class="heat" viewBox="0 0 {wide} {high}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{heat.title} by step">{lines}</svg>'
-    )
+            if dark := level(share, len(column)):
+                found[dark] = f"{found.get(dark, '')}M{x} {y}h1"
+    return dict(sorted(found.items()))

@@ -17,7 +17,7 @@ from lmtrain.data.examples.row_counts import Counts, bad_lines, remark_lines, to
 from lmtrain.data.examples.rows import PackedRows
 from lmtrain.data.text.windows import IGNORE, Windows
 from lmtrain.errors import UserError
-from lmtrain.reports.report_page import asset, document, rendered, write_page
+from lmtrain.reports.report_page import document, rendered, write_page
 from lmtrain.reports.token_view import TokenPiece, has_colour, legend, marked, pieces, show_chapters
 from lmtrain.run_folder import trained
 
@@ -254,6 +254,5 @@ def page(found: Inspection) -> str:
     """Builds a self-contained HTML page that loads no other files and follows the reader's light or dark mode."""
     bars = found.histogram() if found.lengths is not None else []
     lengths = {"percentiles": found.percentiles(), "most": max(bar[2] for bar in bars)} if bars else {}
-    return document(
-        f"{found.split} split", asset("inspection.css"), [rendered("inspect.html", found=found, bars=bars, **lengths)]
-    )
+    body = rendered("inspect.html", found=found, bars=bars, **lengths)
+    return document(f"{found.split} split", "inspection.css", body)

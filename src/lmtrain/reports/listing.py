@@ -85,18 +85,11 @@ def read(run: RunDir, ended: bool = False) -> Listed:
     best = best_row(run, summary, config["checkpoint"]["monitor"], config["checkpoint"]["mode"])
     last = max((row["step"] for row in last_rows(run.metrics)), default=0) if run.metrics.is_file() else 0
     status, step = _status(run, summary, ended), max(last, whole(summary.get("step")) or 0)
-    files = [p for p in (run.config, run.metrics, run.summary) if p.exists()]
-    return Listed(
-        run.path,
-        status,
-        step,
-        _planned(config, status, step),
-        "{} {:.4f} at step {:,}".format(*lead(best, headline(run, summary)), best["step"])
-        if best is not None
-        else None,
-        max(p.stat().st_mtime for p in files),
-        trained(config),
-    )
+    score = None
+    if best is not None:
+        score = "{} {:.4f} at step {:,}".format(*lead(best, headline(run, summary)), best["step"])
+    changed = max(p.stat().st_mtime for p in (run.config, run.metrics, run.summary) if p.exists())
+    return Listed(run.path, status, step, _planned(config, status, step), score, changed, trained(config))
 
 
 def headline(run: RunDir, summary: dict[str, Any]) -> list[str]:

@@ -264,9 +264,8 @@ def _samples(run: RunDir) -> dict[str, list[ShownSample]]:
         reward, reference = row.get("reward"), row.get("reference")
         notes = [f"reward {reward}"] if reward is not None else []
         notes += [str(row["reading"])] if "reading" in row else []
-        heading = (
-            f"{row.get('which')} completion of a rollout" if reward is not None else prompt
-        )  # whose prompts differ
+        # Prompts of rollouts differ from step to step.
+        heading = prompt if reward is None else f"{row.get('which')} completion of a rollout"
         if heading in found or len(found) < _PROMPTS:
             is_answer = bool(row.get("is_answer")) or reward is not None
             sample = ShownSample(step, prompt, str(row.get("text", "")), reference, is_answer, notes)

@@ -4,12 +4,9 @@ The pages are Jinja templates beside this file: run.html, compared.html, pipelin
 """
 
 import itertools
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from markupsafe import Markup
 
 from lmtrain.data.chat.turns import is_exact
 from lmtrain.errors import UserError, reason
-from lmtrain.reports.curves import FIRST, LEVELS, Curve, HeatMap, drawn
+from lmtrain.reports.curves import FIRST, LEVELS, Curve, HeatMap, paths
 from lmtrain.terminal import visible
 
 _LONG = 3000  # maximum number of characters shown of a sample
@@ -85,7 +82,7 @@ def page(runs: Sequence[Told]) -> str:
     body = rendered("run.html" if one else "compared.html", curves=curves, lead=lead, others=others, **values)
     title = runs[0].name if one else f"{len(runs)} runs compared"
     clocks = {name: run.clock for name, run in zip(names, runs, strict=True)}
-    return document(title, asset("report.css"), [body, script(curves, clocks)])
+    return document(title, "report.css", body, curves, clocks)
 
 
 def _one(runs: Sequence[Told], names: list[str]) -> dict[str, Any]:
@@ -127,26 +124,15 @@ def _names(runs: Sequence[Told]) -> list[str]:
     return names if tells else [run.name for run in runs]
 
 
-def script(
-    curves: dict[str, list[dict[str, Any]]], clocks: dict[str, list[tuple[int, int, float]]] | None = None
+def document(
+    title: str, style: str, body: str, curves: Any = None, clocks: dict[str, list[tuple[int, int, float]]] | None = None
 ) -> str:
-    """Returns the script that draws the page's charts, with the curves' data and each run's clock."""
-    data = ""
-    for name, value in (("curves", curves), ("clocks", clocks or {})):
-        text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
-        data += f'<script type="application/json" id="{name}">{text}</script>\n'
-    return f"{data}<script>{asset('report.js')}</script>"
+    """Builds a complete HTML document around `body`, markup, with the style sheet `style` of this folder.
 
-
-def document(title: str, style: str, body: Iterable[str]) -> str:
-    """Builds a complete HTML document; `body` holds blocks of markup, one per line."""
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{as_text(title)}</title><style>{style}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
+    Args:
+        curves: the data of the charts in it, which a script draws, by each run's clock; None: there are none.
+    """
+    return rendered("page.html", title=title, style=style, body=Markup(body), curves=curves, clocks=clocks or {})
 
 
 def write_page(page: str, path: str) -> Path:
@@ -159,14 +145,9 @@ def write_page(page: str, path: str) -> Path:
     return file
 
 
-def asset(name: str) -> str:
+def asset(name: str) -> Markup:
     """Reads a style sheet or script from the folder of this module."""
-    return (files("lmtrain.reports") / name).read_text(encoding="utf-8")
-
-
-def as_text(text: str) -> str:
-    """Escapes text for HTML, as the contents of a run are not markup."""
-    return escape(visible(text))
+    return Markup(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 def broken(text: str) -> str:
@@ -224,12 +205,13 @@ _PAGES.filters |= {
     "broken": broken,
     "cut": _cut,
     "sparse": lambda text: re.sub(r"\n\s*\n", "\n\n", text),  # models that have learned little write many empty lines
-    "drawn": drawn,
+    "paths": paths,
     "visible": visible,
     "title": lambda chart: FIRST.get(chart, (chart, ""))[0],
     "axis": lambda chart: FIRST.get(chart.rpartition(": ")[2], ("", chart.rpartition("/")[2]))[1],
 }
-_PAGES.globals["levels"] = LEVELS
+_PAGES.globals |= {"levels": LEVELS, "asset": asset}
+_PAGES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
 
 def rendered(template: str, **values: Any) -> str:

@@ -16,7 +16,7 @@ from lmtrain.adapters.memory import memory_blocks
 from lmtrain.data.chat.special_text import following
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
-from lmtrain.reports.report_page import asset, document, rendered, write_page
+from lmtrain.reports.report_page import document, rendered, write_page
 from lmtrain.terminal import visible
 
 LEARNED = ("black on #9be09b", "black on #79cf79")  # two shades that alternate between neighbouring tokens
@@ -148,4 +148,4 @@ def _write_chapters(path: str, words: list[str], read: dict[int, list[list[int]]
         most = Counter(chosen[0] for chosen in chapters).most_common(_IN_LEGEND)
         layers.append((layer, tokens, [(chapter, _rgb(chapter), times) for chapter, times in most]))
     body = rendered("chapters.html", title=title, about=about, layers=layers)
-    write_page(document(title, asset("inspection.css"), [body]), path)
+    write_page(document(title, "inspection.css", body), path)

@@ -50,12 +50,9 @@ def show_plan(plan: PipelinePlan, statuses: dict[str, str]) -> None:
 
 def _what(one: PlannedStage, status: str) -> Row:
     c = one.config
-    begins = list(one.stage.needs)
-    model = (
-        f"of {', '.join(begins)}"
-        if c.model.init == "pretrained" and begins
-        else str(getattr(c.model, "name_or_path", None) or c.model.name)
-    )
+    model = str(getattr(c.model, "name_or_path", None) or c.model.name)
+    if c.model.init == "pretrained" and one.stage.needs:
+        model = f"of {', '.join(one.stage.needs)}"
     data = Path(str(c.data.path)).name if c.data.path else str(c.data.name or c.data.source.rpartition(".")[2])
     what = f"{c.objective.name}, {c.peft.method}" if c.peft.method != "none" else c.objective.name
     return [one.name, status, what, *map(shown, (model, data))]
@@ -166,8 +163,7 @@ def _page(plan: PipelinePlan, state: State, stages: list[Row], scores: list[Row]
         header=_STAGES,
         stages=stages,
     )
-    script = [report_page.script(charts)] if charts else []
-    return report_page.document(title, report_page.asset("report.css"), [body, *script])
+    return report_page.document(title, "report.css", body, charts or None)
 
 
 def _facts(plan: PipelinePlan, state: State, stages: list[Row], answers: Answers) -> list[tuple[str, str]]:
