@@ -1,9 +1,9 @@
 """The README.md of an export: a model card with hub metadata, from the run's config and its validation scores.
 
-Its text is the Jinja template beside this file.
+Its text and code are the Jinja templates beside this file.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,18 +19,6 @@ from lmtrain.files import read_jsonl, read_regular
 from lmtrain.run_folder.folder import brings_code, gives_rewards, loading_class, predicts_masked_tokens
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import visible
-
-_DONE = {"causal_lm": "pretrained", "sft": "fine-tuned on conversations", "dpo": "tuned on preferences",
-         "reward": "which gives answers rewards, trained on preferences"}  # fmt: skip
-_FURTHER = {**_DONE, "causal_lm": "trained further"}
-# Rows of the settings table: label and config key.
-_SETTINGS = (
-    ("rows a step", "data.global_batch_size"), ("tokens a row", "data.seq_len"),
-    ("optimizer", "optimizer.name"), ("learning rate", "optimizer.lr"), ("schedule", "schedule.name"),
-    ("weight decay", "optimizer.weight_decay"), ("adapter", "peft.method"), ("adapter rank", "peft.r"),
-    ("loss", "objective.loss"), ("beta", "objective.beta"), ("precision", "trainer.precision"), ("seed", "seed"),
-)  # fmt: skip
-
 
 HERE = '"."  # this folder, or its name on the hub'
 
@@ -52,16 +40,20 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
         task = "fill-mask"
     elif gives_rewards(folder):
         task = "text-classification"
-    base = config.get("model.name_or_path")
-    text = _TEMPLATE.render(
+    base = config.get("model.name_or_path") if config.get("model.init") == "pretrained" else None
+    text = _PAGES.get_template("model_card.jinja").render(
         metadata=_metadata(config, name, scores, adapter, task).to_yaml(line_break="\n"),
         name=name,
-        words=_words(config, parameters, adapter),
+        config=config,
+        parameters=parameters,
+        adapter=adapter,
+        base=base and (_hub_name(base) or Path(str(base)).name),
+        base_is_local=_hub_name(base) is None,
+        data=_data_name(config),
+        version=next((made.version for made in distributions(name="lmtrain")), ""),  # none if run from its source
         task=task,
         chat=chat,
         loading_code=loading_code(folder, HERE),
-        local_base=Path(str(base)).name if adapter and _hub_name(base) is None else None,
-        settings=[("steps", step), *((what, config.get(key)) for what, key in _SETTINGS)],
         scores=scores,
         step=step,
     )
@@ -106,26 +98,6 @@ def _scores(metrics: Path, step: int) -> dict[str, float]:
     return found
 
 
-def _words(config: dict[str, Any], parameters: int, adapter: bool) -> str:
-    base = config.get("model.name_or_path") if config.get("model.init") == "pretrained" else None
-    objective = str(config.get("objective.name"))
-    began = f"`{_plain(_hub_name(base) or Path(str(base)).name)}`, " if base else ""
-    kind = "An adapter of " if adapter else "" if began else f"A {_plain(config.get('model.name'))} model "
-    done = (_FURTHER if base else _DONE).get(objective, f"trained (objective {_plain(objective)})")
-    data = _data_name(config)
-    return (
-        f"{kind}{began}{'of ' if not began else ''}{parameters:,} parameters, {done} (`{_plain(data)}`) with "
-        f"{_program()}."
-    )
-
-
-def _program() -> str:
-    try:
-        return f"lmtrain {version('lmtrain')}"
-    except PackageNotFoundError:  # started from its source, by PYTHONPATH
-        return "lmtrain"
-
-
 def _data_name(config: dict[str, Any]) -> Any:
     path = config.get("data.path")
     if not path:
@@ -148,17 +120,9 @@ def loading_code(folder: Path, named: str) -> str:
     An adapter's folder has no config of the model, so the code sets what a reward adapter was trained with.
     """
     package, cls = loading_class(folder)
-    between = "\nfrom transformers import " if package == "peft" else ", "
-    trust = ", trust_remote_code=True" if brings_code(folder) else ""  # lets transformers run the code in this folder
     rewards = package == "peft" and gives_rewards(folder)
-    return (
-        f"from {package} import {cls}{between}AutoTokenizer\n\n"
-        f"folder = {named}\n"
-        f"model = {cls}.from_pretrained(folder{', num_labels=1' * rewards}{trust})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})"
-        + "\nmodel.config.pad_token_id = tokenizer.pad_token_id  # where an answer ends"
-        * rewards
-    )
+    values = {"package": package, "cls": cls, "named": named, "rewards": rewards, "trust": brings_code(folder)}
+    return _PAGES.get_template("loading_code.jinja").render(values)
 
 
 def _plain(value: Any) -> str:
@@ -172,4 +136,3 @@ _PAGES = jinja2.Environment(
     undefined=jinja2.StrictUndefined,
 )  # fmt: skip
 _PAGES.filters["plain"] = _plain
-_TEMPLATE = _PAGES.get_template("model_card.jinja")
