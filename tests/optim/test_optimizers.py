@@ -5,6 +5,7 @@ import dataclasses
 import io
 import math
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -504,20 +505,20 @@ def test_every_key_of_a_yaml_is_an_option_of_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "wrong"),
     [
-        ("adamw", {"eps": -1.0}, "optimizer.name=adamw: Invalid epsilon"),
-        ("lion", {"betas": [0.9, 1.0]}, "optimizer.name=lion: betas"),
-        ("muon", {"momentum": 1.0}, "optimizer.name=muon: momentum=1.0"),
-        ("muon", {"ns_steps": 0}, "optimizer.name=muon: ns_steps=0"),
-        ("adafactor", {"beta2_decay": 0.8}, "optimizer.name=adafactor: beta2_decay=0.8"),
-        ("adafactor", {"clip_threshold": 0.0}, "clip_threshold=0.0"),
+        ("adamw", "eps=-1.0"),
+        ("lion", "betas=[0.9,1.0]"),
+        ("muon", "momentum=1.0"),
+        ("muon", "ns_steps=0"),
+        ("adafactor", "beta2_decay=0.8"),
+        ("adafactor", "clip_threshold=0.0"),
     ],
 )
-def test_wrong_values_are_explained(name: str, changes: dict[str, Any], message: str) -> None:
-    cfg = dataclasses.replace(config(name), **changes)
-    with pytest.raises(UserError, match=message):
-        build_optimizer(Net().named_parameters(), cfg)
+def test_values_out_of_range_are_explained(name: str, wrong: str) -> None:
+    key, _, value = wrong.partition("=")
+    with pytest.raises(UserError, match=re.escape(f"optimizer.{key}={value}".replace(",", ", "))):
+        rules.check(rules.compose([f"optimizer={name}", f"optimizer.{wrong}"]))
 
 
 @pytest.mark.parametrize(

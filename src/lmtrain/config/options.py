@@ -147,7 +147,7 @@ class AdamW8bitConfig(AdamWConfig):
 
 @dataclass(kw_only=True)
 class AdafactorConfig(OptimizerConfig):
-    beta2_decay: Annotated[float, TRAJECTORY]
+    beta2_decay: Annotated[float, TRAJECTORY, not_positive]
     eps: Annotated[float, TRAJECTORY, not_negative]
     min_parameter_rms: Annotated[float, TRAJECTORY, not_negative]
     clip_threshold: Annotated[float, TRAJECTORY, above_zero]

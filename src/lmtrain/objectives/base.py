@@ -59,7 +59,7 @@ class Objective(pl.LightningModule):
         self,
         model: LanguageModel,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-        schedule: Callable[[int, int | None], float],
+        schedule: Callable[[int, int], float],
         *,
         seed: int,
         total_steps: int,

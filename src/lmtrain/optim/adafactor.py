@@ -32,14 +32,6 @@ class Adafactor(SkippingOptimizer):
         clip_threshold: float = 1.0,
         weight_decay: float = 0.0,
     ) -> None:
-        for name, value, right in (
-            ("beta2_decay", beta2_decay, beta2_decay <= 0),
-            ("eps", eps, eps >= 0),
-            ("min_parameter_rms", min_parameter_rms, min_parameter_rms >= 0),
-            ("clip_threshold", clip_threshold, clip_threshold > 0),
-        ):
-            if not right:
-                raise ValueError(f"{name}={value} is out of range")
         defaults = {
             "lr": lr,
             "beta2_decay": beta2_decay,

@@ -122,10 +122,6 @@ class Muon(SkippingOptimizer):
         ns_steps: int = 5,
         weight_decay: float = 0.0,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum}: at least 0 and below 1 is needed")
-        if ns_steps < 1:
-            raise ValueError(f"ns_steps={ns_steps}: at least 1 is needed")
         defaults = {
             "lr": lr,
             "momentum": momentum,

@@ -60,7 +60,7 @@ class LRSchedule(ABC):
 
 def build_schedule(
     cfg: ScheduleConfig, total_steps: int, allow_target: Sequence[str] = ()
-) -> Callable[[int, int | None], float]:
+) -> Callable[[int, int], float]:
     """Returns the schedule as a function of the step about to be taken and the number of steps of the run.
 
     Args:
@@ -85,8 +85,7 @@ def build_schedule(
     return schedule
 
 
-def _own_factor(own: LRSchedule, step: int, total_steps: int | None) -> float:
-    assert total_steps is not None
+def _own_factor(own: LRSchedule, step: int, total_steps: int) -> float:
     target, warmup = str(own.options._target_), warmup_steps(own.options, total_steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -97,35 +96,29 @@ def _own_factor(own: LRSchedule, step: int, total_steps: int | None) -> float:
     return float(value)
 
 
-def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int | None) -> float:
+def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
     """Returns the factor of every group's base learning rate at optimizer step `step`, in [0, 1].
 
     Args:
         step: the step about to be taken, from 0.
-        total_steps: optimizer steps of the whole run; None only for constant and inverse_sqrt without warmup_ratio.
+        total_steps: optimizer steps of the whole run.
 
     Sources: cosine and restarts, Loshchilov & Hutter 2017 (arXiv:1608.03983); inverse square root, Vaswani et al.
     2017 (arXiv:1706.03762) with a timescale independent of the warmup; warmup-stable-decay, Hu et al. 2024
     (arXiv:2404.06395), its `sqrt` shape from Hägele et al. 2024 (arXiv:2405.18392). `range_test` rises geometrically
     from the floor at step 0 to 1 at step T-1, without a warmup (Smith 2017, arXiv:1506.01186).
-
-    Raises UserError for a missing total_steps.
     """
+    if isinstance(schedule, options.RangeTestConfig):
+        return schedule.min_lr_ratio ** (1 - min(1.0, step / max(1, total_steps - 1)))
+    if isinstance(schedule, options.ToFloorConfig) and step >= total_steps:
+        return schedule.min_lr_ratio
     warmup = warmup_steps(schedule, total_steps)
-    if isinstance(schedule, options.RangeTestConfig | options.ToFloorConfig):
-        if total_steps is None:
-            raise UserError(f"schedule.name={schedule.name} needs the run's length: set trainer.max_steps")
-        if isinstance(schedule, options.RangeTestConfig):
-            return schedule.min_lr_ratio ** (1 - min(1.0, step / max(1, total_steps - 1)))
-        if step >= total_steps:
-            return schedule.min_lr_ratio
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if isinstance(schedule, options.InverseSqrtConfig):
         return math.sqrt(schedule.timescale / (schedule.timescale + step - warmup))
     if not isinstance(schedule, options.ToFloorConfig):
         return 1.0
-    assert total_steps is not None
     start, floor = warmup, schedule.min_lr_ratio
     if isinstance(schedule, options.WarmupStableDecayConfig):
         decay_from = schedule.decay_from
@@ -137,17 +130,10 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int | None) -> f
     return floor + (1 - floor) * _decay(schedule, (step - start) / (total_steps - start))
 
 
-def warmup_steps(schedule: ScheduleConfig, total_steps: int | None) -> int:
+def warmup_steps(schedule: ScheduleConfig, total_steps: int) -> int:
     """Returns the number of warmup steps: `warmup_steps`, or `warmup_ratio` of the run, rounded up; else 0."""
     if schedule.warmup_ratio is None:
         return schedule.warmup_steps or 0
-    if schedule.warmup_ratio == 0:
-        return 0
-    if total_steps is None:
-        raise UserError(
-            f"schedule.warmup_ratio={schedule.warmup_ratio} needs the run's length: set trainer.max_steps, or "
-            f"schedule.warmup_steps instead"
-        )
     return _share(schedule.warmup_ratio, total_steps)
 
 

@@ -56,7 +56,7 @@ from lmtrain.strategies import lightning_private, sharding
 from lmtrain.strategies.choose import build_strategy, for_lightning
 from lmtrain.terminal import quiet_libraries
 
-Schedule = Callable[[int, int | None], float]
+Schedule = Callable[[int, int], float]
 
 
 @dataclass
