@@ -35,7 +35,6 @@ def screen(width: int, *, validated: bool) -> str:
     bar = RichBar(console, 1000, clock=lambda: now[0])
     trainer: Any = SimpleNamespace(global_step=0)
     bar.on_train_start(trainer, None)  # type: ignore[arg-type]
-    assert bar.progress is not None
     bar.progress.stop()
     for step in range(10, 251, 10):
         now[0] += 4.0
@@ -121,10 +120,8 @@ def test_validations_stay_above_the_bar_and_an_interrupted_one_leaves_a_single_b
     bar.listen({"step": 250, "val/loss": 2.5})
     assert "step  250  loss 2.3457  val 2.5000\n" in out.getvalue()
     bar.on_validation_start(trainer, None)  # type: ignore[arg-type]
-    assert bar.progress is not None
-    progress = bar.progress
     bar.on_exception(trainer, None, KeyboardInterrupt())  # type: ignore[arg-type]
-    assert [task.description for task in progress.tasks] == ["train"]
+    assert [task.description for task in bar.progress.tasks] == ["train"]
 
 
 def test_a_quiet_run_prints_its_result_alone(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

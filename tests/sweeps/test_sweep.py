@@ -307,11 +307,11 @@ def test_scores_that_measure_different_things_are_not_ranked_together(tmp_path: 
 
 def test_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,4,5,7")
-    assert [share_of_gpus(slot, 2) for slot in range(2)] == ["0,1", "4,5"]
-    assert share_of_gpus(0, 1) is None
-    assert share_of_gpus(0, 6) is None
+    assert [share_of_gpus(slot, 2) for slot in range(2)] == [{"CUDA_VISIBLE_DEVICES": gpus} for gpus in ("0,1", "4,5")]
+    assert share_of_gpus(0, 1) == {}
+    assert share_of_gpus(0, 6) == {}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert share_of_gpus(0, 2) is None
+    assert share_of_gpus(0, 2) == {}
 
 
 @pytest.mark.slow

@@ -85,70 +85,69 @@ class RichBar(pl.Callback):
         headline: Sequence[str] = ("loss",),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console, self.total_steps, self.headline, self.clock = console, total_steps, headline, clock
+        self.console, self.total_steps, self.headline = console, total_steps, headline
         self.latest: Row = {}  # the latest of each number, whatever its step
         self.of_step: Row = {}  # those of the latest step
-        self.progress: Progress | None = None
-        self.train: TaskID | None = None
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.percentage:>3.0f}%"),
+            Numbers(console, self.latest, total_steps, headline),
+            TextColumn("left"),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            console=console,
+            get_time=clock,
+            refresh_per_second=4,
+            expand=True,
+        )
+        self.train = self.progress.add_task("train", total=total_steps, start=False)
         self.val: TaskID | None = None
         self._updated = 0.0
 
     def listen(self, row: Row) -> None:
         self.latest.update(row)
         self.of_step = joined(self.of_step, row)
-        if "val/loss" in row and self.progress is not None:  # this line remains above the bar
+        if "val/loss" in row and self.progress.live.is_started:  # this line remains above the bar
             step = f"step {row['step']:>{len(str(self.total_steps))}}"
             numbers = parts({**self.of_step, "lr": None, "tokens_per_s": None, "mfu": None}, self.headline)
             self.console.print("  ".join([step, *numbers]), soft_wrap=True, highlight=False)
-        if self.progress is not None and self.train is not None:
-            self.progress.update(self.train, completed=row["step"])
+        self.progress.update(self.train, completed=row["step"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            TextColumn("{task.percentage:>3.0f}%"),
-            Numbers(self.console, self.latest, self.total_steps, self.headline),
-            TextColumn("left"),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
-            console=self.console,
-            get_time=self.clock,
-            refresh_per_second=4,
-            expand=True,
-        )
-        self.train = self.progress.add_task("train", total=self.total_steps, completed=trainer.global_step)
+        self.progress.start_task(self.train)
+        self._update(trainer.global_step)
         self.progress.start()
+
+    def _update(self, step: int) -> None:
+        self.progress.update(self.train, completed=step, total=self.total_steps)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         now = time.perf_counter()
-        if self.progress is not None and self.train is not None and now - self._updated > _SECONDS_BETWEEN_UPDATES:
-            self.progress.update(self.train, completed=trainer.global_step, total=self.total_steps)
+        if now - self._updated > _SECONDS_BETWEEN_UPDATES:
+            self._update(trainer.global_step)
             self._updated = now
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.progress is not None:
-            total = sum(int(n) for n in trainer.fit_loop.epoch_loop.val_loop.max_batches)
-            self.val = self.progress.add_task("validate", total=total)
+        total = sum(int(n) for n in trainer.fit_loop.epoch_loop.val_loop.max_batches)
+        self.val = self.progress.add_task("validate", total=total)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        if self.progress is not None and self.val is not None:
+        if self.val is not None:
             self.progress.advance(self.val)
 
     def on_validation_end(self, *_: Any) -> None:
-        if self.progress is not None and self.val is not None:
+        if self.val is not None:
             self.progress.remove_task(self.val)
             self.val = None
 
     def _stop(self) -> None:
         self.on_validation_end()  # so that a run interrupted in a validation leaves one bar
-        if self.progress is not None:
+        if self.progress.live.is_started:
             self.progress.stop()
-            self.progress = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.progress is not None and self.train is not None:
-            self.progress.update(self.train, completed=trainer.global_step, total=self.total_steps)
+        self._update(trainer.global_step)
         self._stop()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

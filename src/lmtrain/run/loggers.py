@@ -32,27 +32,20 @@ class TensorBoard(Joined, TensorBoardLogger):
 
     params: dict[str, Any]  # the run's config, for the hparams page
     _validated: Row | None = None
-    _ends = False
 
     def write_record(self, row: Row, validation: bool) -> None:
         super().write_record(row, validation)
         if validation:
             self._validated = row
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        if self._ends:
-            TensorBoardLogger.log_metrics(self, dict(metrics), step)
-        else:
-            super().log_metrics(metrics, step)
-
     def finalize(self, status: str = "success") -> None:
         """Logs the config with the last validation's metrics (hparams page) if the run succeeded; closes the logger."""
         if status == "success" and self._validated is not None and self in self.records.joined:
             final = {f"final/{k}": v for k, v in self._validated.items() if k.startswith("val/")}
-            self._ends = True
             with self.records.outliving(self):
+                self.log_metrics = super(Joined, self).log_metrics  # type: ignore[method-assign]  # these join no record
                 self.log_hyperparams(self.params, final, step=self._validated["step"])
-            self._ends, self._validated = False, None
+            self._validated = None
         super().finalize(status)
 
     def open_run(self, after: int, tell: Callable[[str], None]) -> None:

@@ -37,9 +37,8 @@ class RunDir:
         self.samples = path / "samples.jsonl"
         self.plan = path / "plan.txt"
         self.summary = path / "summary.json"
-        self.starts = (
-            path / "starts.jsonl"
-        )  # a line for each start or resumption of training: {"time", "step", "headline"}
+        # A line for each start or resumption of training: {"time", "step", "headline"}.
+        self.starts = path / "starts.jsonl"
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
@@ -225,13 +224,11 @@ def nothing_to_do(folder: RunDir) -> str:
     if stopping.get("enabled"):
         more, reached = f"patience={2 * stopping['patience']}", stopping.get("stop_at") is not None
         key = f"callbacks.early_stopping.{'enabled=false' if reached else more}"
-    finished = (
-        f"{folder.path} {'stopped early' if early else 'is finished'}: nothing to do after {counted(step, 'step')}"
-    )
+    how = "stopped early" if early else "is finished"
+    finished = f"{folder.path} {how}: nothing to do after {counted(step, 'step')}"
     if summary.get("ended_by") is not None:
-        by = (
-            f"trainer.max_epochs={epochs} ends" if summary["ended_by"] != "data.mixture" else "its mixture's epochs end"
-        )
+        of_mixture = summary["ended_by"] == "data.mixture"
+        by = "its mixture's epochs end" if of_mixture else f"trainer.max_epochs={epochs} ends"
         return (
             f"{finished}, where {by} it: more minutes add no step, and further passes over "
             f"its data rarely help. For a new run, another run.name"

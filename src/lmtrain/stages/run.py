@@ -12,7 +12,7 @@ from lmtrain.secrets import command
 from lmtrain.stages import checks, report, state
 from lmtrain.stages.plan import PipelinePlan, PlannedEvaluation, PlannedStage
 from lmtrain.stages.state import State
-from lmtrain.sweeps.processes import POLL_SECONDS, Children, locked, refuse_strange_files, start
+from lmtrain.sweeps.processes import POLL_SECONDS, Children, locked, refuse_strange_files
 from lmtrain.sweeps.trials import placed
 
 
@@ -23,7 +23,7 @@ class Work(Children):
         """Runs `python -m lmtrain.VERB words` and returns its exit code, or 75 if it ended because of a signal."""
         if self.stopping:
             return errors.PREEMPTED
-        child = self.add(log, lambda: start(verb, words, log, **{TRIAL: "stage"}))
+        child = self.start(verb, words, log, **{TRIAL: "stage"})
         while (code := child.code()) is None:
             time.sleep(POLL_SECONDS)
             child.show()

@@ -51,9 +51,8 @@ def shard(
         root_mesh: the mesh for everything outside the blocks, if it differs from `mesh`.
         split: splits the layers of a block, which are unsharded at that point, over a tensor-parallel group.
     """
-    offload = (
-        fsdp.CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else fsdp.OffloadPolicy()
-    )
+    to_host = fsdp.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    offload = to_host if options.cpu_offload else fsdp.OffloadPolicy()
     plain = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
     half = fsdp.MixedPrecisionPolicy(_HALF.get(precision), torch.float32, cast_forward_inputs=False)
     policy = half if _in_half(precision, mesh.device_type) else plain

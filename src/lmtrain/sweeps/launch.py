@@ -34,7 +34,8 @@ def run_here(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Tri
             while not children.stopping and len(places) < jobs and (trial := next(todo, None)) is not None:
                 started.append(trial)
                 place = next(n for n in range(jobs) if n not in places)
-                places[place] = trial, _start(plan, children, trial, share_of_gpus(place, jobs))
+                words, log = rows.command(trial, plan.folder), plan.folder / f"{trial.number}.log"
+                places[place] = trial, children.start(plan.verb, words, log, **share_of_gpus(place, jobs))
             if not places:
                 return started
             time.sleep(POLL_SECONDS)
@@ -53,17 +54,12 @@ def run_here(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Tri
                         children.stop()  # the machine is being taken away: no other trial is started
 
 
-def _start(plan: SweepPlan, children: Children, trial: Trial, gpus: str | None) -> Child:
-    words, log = rows.command(trial, plan.folder), plan.folder / f"{trial.number}.log"
-    visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-    return children.add(log, lambda: start(plan.verb, words, log, **visible))
-
-
-def share_of_gpus(slot: int, jobs: int) -> str | None:
-    """Returns one parallel trial's share of CUDA_VISIBLE_DEVICES, or None if the GPUs can't be divided."""
+def share_of_gpus(slot: int, jobs: int) -> dict[str, str]:
+    """Returns CUDA_VISIBLE_DEVICES with one parallel trial's share of the GPUs; {} if these can't be divided."""
     gpus = [g for g in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
     each = len(gpus) // jobs
-    return ",".join(gpus[slot * each : (slot + 1) * each]) if jobs > 1 and each else None
+    share = ",".join(gpus[slot * each : (slot + 1) * each])
+    return {"CUDA_VISIBLE_DEVICES": share} if jobs > 1 and each else {}
 
 
 def run(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Trial]:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,10 +118,10 @@ class Children:
             else:
                 end_session(child.process)
 
-    def add(self, log: Path, start: Callable[[], subprocess.Popen[bytes]]) -> Child:
-        """Starts a process that appends its output to `log`."""
+    def start(self, verb: str, words: list[str], log: Path, **variables: str) -> Child:
+        """Starts a verb, see `start`."""
         shown, started = log.stat().st_size if log.exists() else 0, time.monotonic()  # earlier output is not shown
-        child = Child(start(), log, shown, started)
+        child = Child(start(verb, words, log, **variables), log, shown, started)
         self.running.append(child)
         if self.stopping:  # a signal came while the process was being started
             child.process.terminate()
