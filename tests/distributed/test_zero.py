@@ -141,7 +141,10 @@ def same(one: Path, other: Path) -> None:
             "optimizer=adafactor does not go with trainer.strategy",
         ),
         (["trainer.strategy=deepspeed", "trainer.deepspeed.offload_parameters=cpu"], "deepspeed.stage=3"),
-        (["trainer.strategy=deepspeed", "trainer.deepspeed.offload_optimizer=nvme"], "stage=3, or set it to cpu"),
+        (
+            ["trainer.strategy=deepspeed", "trainer.deepspeed.offload_optimizer=nvme"],
+            "=nvme needs trainer.deepspeed.stage=3",
+        ),
         (["trainer.strategy=deepspeed", "trainer.spike_factor=2.0"], "Set trainer.spike_factor=null"),
         (["trainer.strategy=fsdp", "optimizer=adamw_8bit"], "Set optimizer=adamw"),
         (["trainer.strategy=fsdp", "trainer.precision=16-mixed"], "bf16-mixed"),

@@ -13,8 +13,11 @@ from lmtrain.errors import UserError
 # It raises for duplicate names.
 _TABLES = configparser.ConfigParser(delimiters=("->",), interpolation=None, allow_no_value=True)
 _TABLES.read_string(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
-NEIGHBOURS, _SWITCHES, OPTIONS, WITHOUT, HYDRA_FLAGS, LIGHTNING, VERBS = (
-    dict(_TABLES[name]) for name in ("keys", "switches", "options", "without", "hydra_flags", "lightning", "verbs")
+NEIGHBOURS, _SWITCHES, OPTIONS, WITHOUT, HYDRA_FLAGS = (
+    dict(_TABLES[name]) for name in ("keys", "switches", "options", "without", "hydra_flags")
+)
+LIGHTNING, VERBS, WANTED, SHARES, DEEPSPEED = (
+    dict(_TABLES[name]) for name in ("lightning", "verbs", "wanted", "shares", "deepspeed")
 )
 SECTIONS, _AMBIGUOUS, _ALIKE = (tuple(_TABLES[name]) for name in ("sections", "ambiguous", "alike"))
 

@@ -12,6 +12,7 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import check_devices, ranks_per_part
 from lmtrain.errors import UserError
+from lmtrain.terminal import counted
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,11 @@ class BatchSplit:
         return self.global_batch_size // (self.micro_batch_size * self.parts)
 
     def __str__(self) -> str:
-        word = "device" if self.devices_per_part == 1 else "group"
-        readers = f"{self.parts} {word}{'s' if self.parts > 1 else ''}"
+        readers = counted(self.parts, "device")
         if self.devices_per_part > 1:
-            readers += f" of {self.devices_per_part} devices"
-        return (
-            f"{self.global_batch_size} rows = {readers} x {self.accumulation} micro-batch"
-            f"{'es' if self.accumulation > 1 else ''} x {self.micro_batch_size} rows"
-        )
+            readers = f"{counted(self.parts, 'group')} of {self.devices_per_part} devices"
+        micro_batches = f"{self.accumulation} micro-batch{'es' if self.accumulation > 1 else ''}"
+        return f"{self.global_batch_size} rows = {readers} x {micro_batches} x {self.micro_batch_size} rows"
 
 
 def split_over(config: Config, processes: int) -> BatchSplit:
@@ -58,10 +56,10 @@ def batch_split(global_batch_size: int, micro_batch_size: int, parts: int, devic
     fixes = [f"data.global_batch_size={nearest}"]
     if global_batch_size % parts == 0:
         fixes.insert(0, f"data.micro_batch_size={nearest_divisor(global_batch_size // parts, micro_batch_size)}")
+    readers = "device(s)" if devices_per_part == 1 else f"group(s) of {devices_per_part} devices"
+    layout = f"{parts} {readers} x data.micro_batch_size={micro_batch_size}"
     raise UserError(
-        f"data.global_batch_size={global_batch_size} does not split into {parts} "
-        f"{'device(s)' if devices_per_part == 1 else f'group(s) of {devices_per_part} devices'} x "
-        f"data.micro_batch_size={micro_batch_size}: set {' or '.join(fixes)}"
+        f"data.global_batch_size={global_batch_size} does not split into {layout}: set {' or '.join(fixes)}"
     )
 
 
@@ -143,23 +141,15 @@ def row_lengths(data: DataConfig) -> Stages | None:
 
 def check_growth(c: Config) -> None:
     """Raises UserError for invalid settings of data.curriculum (row length) or data.batch_warmup (rows per step)."""
-    d = c.data
+    d, end = c.data, c.data.curriculum.end_length
     if d.curriculum.by == "length":
-        _check_lengths(d)
+        assert d.curriculum.start_length is not None  # see clashes.yaml
+        if end not in (None, d.seq_len):
+            raise UserError(f"data.curriculum.end_length={end}: rows grow up to data.seq_len={d.seq_len}; leave it out")
+        _check_divides("data.curriculum.start_length", d.curriculum.start_length, "data.seq_len", d.seq_len)
     start = d.batch_warmup.start_size
     if start is not None:
         _check_divides("data.batch_warmup.start_size", start, "data.global_batch_size", d.global_batch_size)
-
-
-def _check_lengths(d: DataConfig) -> None:
-    c = d.curriculum
-    assert c.start_length is not None
-    if c.end_length not in (None, d.seq_len):
-        raise UserError(
-            f"data.curriculum.end_length={c.end_length}: rows grow up to data.seq_len={d.seq_len}; leave it out, or "
-            f"set data.seq_len={c.end_length}"
-        )
-    _check_divides("data.curriculum.start_length", c.start_length, "data.seq_len", d.seq_len)
 
 
 def _check_divides(key: str, first: int, of: str, last: int) -> None:
@@ -179,10 +169,8 @@ def check_reached(c: Config, total_steps: int) -> None:
     found = {"data.curriculum.steps": row_lengths(c.data), "data.batch_warmup.steps": step_sizes(c.data)}
     for key, stages in found.items():
         if stages is not None and stages.starts[-1] >= total_steps:
-            raise UserError(
-                f"{key}={stages.starts[-1]}: the run ends after {total_steps:,} steps, before that: set {key}="
-                f"{max(1, total_steps // 2)} or less, or train longer (trainer.max_steps)"
-            )
+            late = f"{key}={stages.starts[-1]}: the run ends after {total_steps:,} steps, before that"
+            raise UserError(f"{late}: set {key}={max(1, total_steps // 2)} or less, or raise trainer.max_steps")
 
 
 def rate_factor(sizes: Stages, scaling: str, step: int) -> float:

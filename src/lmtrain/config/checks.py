@@ -10,12 +10,11 @@ import yaml
 
 from lmtrain.config.batch import check_growth, nearest_divisor
 from lmtrain.config.constraints import choice
-from lmtrain.config.keys import check_constraints
+from lmtrain.config.keys import check_constraints, value_of
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.override_text import written
 from lmtrain.config.safe_yaml import FAST_LOADER
 from lmtrain.config.schema import Config, MemoryConfig
-from lmtrain.config.schema_data import ANSWERS
 from lmtrain.config.strategies import check_strategy, spell_out
 from lmtrain.config.targets import check_allowed, check_names
 from lmtrain.errors import UserError
@@ -30,7 +29,9 @@ def check_values(c: Config) -> None:
     _check_trainer(c)
     check_constraints(c)
     check_clashes(c)
-    _check_run(c)
+    time_limit_seconds(c.run.time_limit)
+    if c.run.cooldown_from is not None:
+        _settle_cooldown(c, c.run.cooldown_from)
     _check_positions(c)
     check_growth(c)
     _check_names(c)
@@ -38,7 +39,6 @@ def check_values(c: Config) -> None:
     _check_memory(c)
     _check_base(c)
     c.objective.check(c)
-    _check_pairs(c)
     _check_targets(c)
     check_strategy(c)
 
@@ -92,10 +92,7 @@ def _check_trainer(c: Config) -> None:
     if t.precision in short:
         raise UserError(f"trainer.precision={t.precision}: write {short[t.precision]}")
     if t.accelerator == "mps":
-        raise UserError(
-            "trainer.accelerator=mps: losses and metrics are summed in fp64, which Apple GPUs do not have; "
-            "set trainer.accelerator=cpu"
-        )
+        raise UserError("trainer.accelerator=mps: Apple GPUs lack fp64, in which losses are summed; set it to cpu")
     if isinstance(t.devices, str) and not t.devices.isdigit():
         choice("auto")("trainer.devices", t.devices)
     if t.devices != "auto" and int(t.devices) < 1:
@@ -103,12 +100,6 @@ def _check_trainer(c: Config) -> None:
     clip = t.gradient_clip_val
     if clip is not None and not clip > 0:
         raise UserError(f"trainer.gradient_clip_val={clip} would leave no gradient: null turns clipping off")
-
-
-def _check_run(c: Config) -> None:
-    time_limit_seconds(c.run.time_limit)
-    if c.run.cooldown_from is not None:
-        _settle_cooldown(c, c.run.cooldown_from)
 
 
 def _settle_cooldown(c: Config, checkpoint: str) -> None:
@@ -119,11 +110,8 @@ def _settle_cooldown(c: Config, checkpoint: str) -> None:
     """
     key, name = f"run.cooldown_from={checkpoint}", re.split(r"[/\\]", checkpoint.rstrip("/\\"))[-1]
     named = CHECKPOINT.fullmatch(name)
-    if named is None:
-        raise UserError(
-            f"{key}: name a checkpoint by its step, such as outputs/long/checkpoints/step_00004000, "
-            "because links to checkpoints change"
-        )
+    if named is None:  # links to checkpoints change
+        raise UserError(f"{key}: name a checkpoint by its step, such as outputs/long/checkpoints/step_00004000")
     step, last = int(named[1]), c.trainer.max_steps
     if last is not None and last <= step:
         raise UserError(f"{key}: trainer.max_steps={last} is not beyond that step; set the step at which to end")
@@ -137,10 +125,8 @@ def _check_positions(c: Config) -> None:
     if c.objective.rows != c.data.rows:
         return  # data for another objective, which is reported when the data is opened
     if c.model.init == "scratch" and positions is not None and c.data.seq_len > positions >= 1:
-        raise UserError(
-            f"data.seq_len={c.data.seq_len} exceeds model.max_position_embeddings={positions}: lower the first or "
-            f"raise the second"
-        )
+        found = f"data.seq_len={c.data.seq_len} exceeds model.max_position_embeddings={positions}"
+        raise UserError(f"{found}: lower the first or raise the second")
 
 
 def _check_peft(c: Config) -> None:
@@ -153,10 +139,8 @@ def _check_peft(c: Config) -> None:
     moves_base = str(p.init_weights).startswith(("pissa", "olora"))
     if moves_base and (p.quantization is not None or p.use_dora):
         other = "peft.use_dora=true" if p.use_dora else f"peft.quantization={p.quantization}"
-        raise UserError(
-            f"peft.init_weights={p.init_weights} moves part of the base into the adapter, which does not go with "
-            f"{other}: set peft.init_weights=default"
-        )
+        found = f"peft.init_weights={p.init_weights} moves part of the base into the adapter"
+        raise UserError(f"{found}, which does not go with {other}: set peft.init_weights=default")
 
 
 def _check_names(c: Config) -> None:
@@ -179,22 +163,9 @@ def _check_given(section: str, options: Any, *names: str) -> None:
             raise UserError(f"{section}.{name} has no value: set {section}.{name}=...")
 
 
-def _check_pairs(c: Config) -> None:
-    d = c.data
-    if d.rows == "pairs":
-        choice(*ANSWERS)("data.train_on", d.train_on)
-        choice("truncate_left", "truncate_right", "drop", "raise")("data.on_too_long", d.on_too_long)
-        choice("off")("data.packing", d.packing)
-
-
 def _check_targets(c: Config) -> None:
-    samples = c.callbacks.samples
-    for key, entries in {
-        "callbacks.extra": c.callbacks.extra,
-        "callbacks.samples.metrics": samples.metrics,
-        "evaluate.metrics": c.evaluate.metrics,
-    }.items():
-        for entry in entries:
+    for key in ("callbacks.extra", "callbacks.samples.metrics", "evaluate.metrics"):
+        for entry in value_of(c, key):
             if isinstance(entry, str):
                 _check_metric(key, entry)
             else:
@@ -246,16 +217,13 @@ def _check_memory(c: Config) -> None:
         raise UserError(f"memory.{missing[0]} has no value: set memory.{missing[0]}=..., or memory=none for no memory")
     assert m.memory_dim is not None and m.num_heads is not None and m.top_k is not None  # noqa: PT018
     if m.router != "soft" and m.top_k > m.num_chapters:
-        raise UserError(
-            f"memory.top_k={m.top_k} of memory.num_chapters={m.num_chapters}: a token can't read more chapters than "
-            f"there are; set memory.top_k={m.num_chapters} or less"
-        )
+        found = f"memory.top_k={m.top_k} of memory.num_chapters={m.num_chapters}"
+        raise UserError(f"{found}: a token can't read more; set memory.top_k={m.num_chapters} or less")
     if m.memory_dim % m.num_heads:
         fits = nearest_divisor(m.memory_dim, m.num_heads)
-        raise UserError(
-            f"memory.memory_dim={m.memory_dim} does not divide into memory.num_heads={m.num_heads}: set "
-            f"memory.num_heads={fits} or memory.memory_dim={m.num_heads * max(1, round(m.memory_dim / m.num_heads))}"
-        )
+        width = m.num_heads * max(1, round(m.memory_dim / m.num_heads))
+        found = f"memory.memory_dim={m.memory_dim} does not divide into memory.num_heads={m.num_heads}"
+        raise UserError(f"{found}: set memory.num_heads={fits} or memory.memory_dim={width}")
     _check_memory_layers(m.layers)
 
 
@@ -270,15 +238,11 @@ def _check_base(c: Config) -> None:
     if not trains_base(c):
         return
     if c.memory.num_chapters is None:
-        raise UserError(
-            "optimizer.groups: {name: base} with peft.method=lora and no memory: the export would be the adapter "
-            "alone, without the trained base; leave the entry out, or train the whole model (peft=none)"
-        )
+        found = "optimizer.groups: {name: base} with peft.method=lora: the export would be the adapter alone"
+        raise UserError(f"{found}; leave the entry out, or train the whole model (peft=none)")
     if c.peft.quantization is not None:
-        raise UserError(
-            f"optimizer.groups: {{name: base}} with peft.quantization={c.peft.quantization}: quantised weights can't "
-            f"be trained; leave the entry out, or set peft.quantization=null"
-        )
+        found = f"optimizer.groups: {{name: base}} with peft.quantization={c.peft.quantization}"
+        raise UserError(f"{found}: quantised weights can't be trained; leave one of the two out")
 
 
 def _check_memory_layers(layers: object) -> None:

@@ -137,14 +137,12 @@ def _check_model_name(name: str, model: DictConfig, folders: list[Path]) -> None
     if "_target_" in model or name == model.get("name"):
         return
     known = options_of("model", folders)
-    found = f"model.name={name} changes nothing but what is shown: the model stays {model.get('name')}. "
+    found = f"model.name={name} changes only what is shown: the model stays {model.get('name')}"
     if name in known:
-        raise UserError(f"{found}Choose model={name}")
+        raise UserError(f"{found}. Choose model={name}")
+    instead = f"set model=pretrained model.name_or_path={name}"
     scratch = ", ".join(option for option in known if option != "pretrained")
-    raise UserError(
-        f"{found}For a model of the hub or of a folder set model=pretrained model.name_or_path={name}; from "
-        f"scratch choose one of model={scratch}"
-    )
+    raise UserError(f"{found}: {instead}; from scratch choose one of model={scratch}")
 
 
 def _keep_texts(composed: DictConfig, overrides: list[str], config_dir: str | None, config_name: str) -> None:

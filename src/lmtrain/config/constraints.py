@@ -75,16 +75,17 @@ _PART = r"[A-Za-z0-9_+][A-Za-z0-9._+-]*"
 
 def name_of_file(key: str, value: Any) -> None:
     """Raises UserError unless the value is null or a file name, without folders, that needs no quotes."""
-    if value is not None and not re.fullmatch(_PART, str(value)):
-        raise UserError(f"{key}={value!r}: use a-z, A-Z, digits, '.', '_', '-' and '+' only, no '.' or '-' in front")
+    _check_name(key, value, _PART, "")
 
 
 def name_of_folder(key: str, value: Any) -> None:
     """Raises UserError unless the value is null or a relative path whose parts pass `name_of_file`."""
-    if value is not None and not re.fullmatch(rf"{_PART}(/{_PART})*", str(value)):
-        raise UserError(
-            f"{key}={value!r}: use a-z, A-Z, digits, '.', '_', '-', '+' and '/' only, no '.' or '-' in front"
-        )
+    _check_name(key, value, rf"{_PART}(/{_PART})*", " '/'")
+
+
+def _check_name(key: str, value: Any, pattern: str, more: str) -> None:
+    if value is not None and not re.fullmatch(pattern, str(value)):
+        raise UserError(f"{key}={value!r}: use a-z, A-Z, digits, '.' '_' '-' '+'{more} only, no '.' or '-' in front")
 
 
 def not_empty(key: str, value: Any) -> None:

@@ -69,10 +69,8 @@ def _of_another_verb(verb: str, key: str, config: Config) -> str | None:
     if verb == "evaluate" and "." in key and TRAINING in annotations:
         return "in `lmtrain evaluate`, which trains nothing (evaluate.limit=100 takes fewer rows)"
     if verb == "evaluate" and key.startswith("data.") and PREPARED in annotations and not names_data(config):
-        return (
-            "in `lmtrain evaluate` on what the run held out, with the run's own settings: name the data too (data=text "
-            "data.val_path=test.txt), or set evaluate.data=named"
-        )
+        instead = "name the data too (data=text data.val_path=test.txt), or set evaluate.data=named"
+        return f"in `lmtrain evaluate` on what the run held out, with the run's own settings: {instead}"
     if verb in _OF_EXPORTS:
         own = ("run_dir", verb, "seed", *CLOSED)
         if any(key == name or key.startswith(f"{name}.") for name in own):
@@ -169,10 +167,8 @@ def _weights_of(name: str) -> str:
             f"lmtrain.export {shell_word('run_dir', name)} export.merge=true; to go on training the adapter, name its "
             f"base in model= and set peft=lora {shell_word('peft.adapter', str(path / 'export'))}"
         )
-    raise UserError(
-        f"model={name}: the folder holds no model (config.json). Of a run, python -m lmtrain.export "
-        f"{shell_word('run_dir', name)} writes it"
-    )
+    written = f"Of a run, python -m lmtrain.export {shell_word('run_dir', name)} writes it"
+    raise UserError(f"model={name}: the folder holds no model (config.json). {written}")
 
 
 def fit_rows(composed: Any, is_named: bool) -> None:
@@ -292,15 +288,11 @@ def inference_note(overrides: Sequence[str], config: Config, proposed: str = "")
     inferred = (bool(proposed) or "data.path" in typed) and not {"data", "data.source"} & typed.keys()
     no_length = not _LENGTHS & typed.keys() and config.budget.chosen is None
     if inferred and no_length and t.max_epochs in EPOCHS.values():
-        notes.append(
-            f"no length was given: the run ends after {t.max_epochs} epochs, or trainer.max_steps={t.max_steps} where "
-            f"that is earlier; trainer.max_epochs=... or trainer.max_steps=... changes it"
-        )
+        ends = f"the run ends after trainer.max_epochs={t.max_epochs}, or trainer.max_steps={t.max_steps} if earlier"
+        notes.append(f"no length was given: {ends}; each of them can be set")
     if inferred and "experiment" not in typed and config.data.path and not proposed:
-        notes.append(
-            f"data.path={typed['data.path']} chose its reader, {config.data.source} ({config.data.format}), and is "
-            "the only data of this run; data=... chooses another reader"
-        )
+        reader = f"its reader, {config.data.source} ({config.data.format})"
+        notes.append(f"data.path={typed['data.path']} chose {reader}; data=... chooses another reader")
     return notes
 
 
@@ -311,11 +303,8 @@ def check_suffix(overrides: Sequence[str]) -> None:
     held = _READ_AS.get(suffix_of(path))
     if "data.format" in typed or held is None or option not in ("text", "jsonl", "parquet", *_RECORDS.values()):
         return
-    wrong = held == "text" if option in _RECORDS.values() else held != option
-    if wrong:
+    of_records = option in _RECORDS.values()
+    if held == "text" if of_records else held != option:
         kind = "plain text" if held == "text" else suffix_of(path)[1:]
-        instead = f"data={held}, or " if option not in _RECORDS.values() else ""
-        raise UserError(
-            f"data={option} data.path={path}: the file's name says {kind}; write {instead}data.format=... if it holds "
-            f"something else"
-        )
+        instead = f"data.format=... if it holds something else{'' if of_records else f', or data={held}'}"
+        raise UserError(f"data={option} data.path={path}: the file's name says {kind}; write {instead}")

@@ -14,6 +14,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lmtrain.config import aliases
 from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, absent, misspelt, used_here, with_value
 from lmtrain.config.defaults import PARTS, options_of
 from lmtrain.errors import UserError
@@ -138,10 +139,8 @@ def unreadable(override: str) -> str:
             "quotes, and the whole argument in single quotes for the shell: 'optimizer.groups=[{pattern: "
             '"a|(b)", lr: 1e-4}]\''
         )
-    return (
-        f"cannot read {override!r}: a value that holds {holds} needs quotes twice, for the shell and for Hydra: "
-        f"'{key}=\"{value}\"'"
-    )
+    twice = f"a value that holds {holds} needs quotes twice, for the shell and for Hydra"
+    return f"cannot read {override!r}: {twice}: '{key}=\"{value}\"'"
 
 
 def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str:
@@ -175,10 +174,8 @@ def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str
             f"python -m lmtrain.{verb} {_as_command(settings)}{why}"
         )
     example = settings[0] if settings else "trainer.max_steps=100"
-    return (
-        f"{flags[0] if flags else unknown[0]} is not an option: settings are written without dashes, {example} "
-        f"(--help lists options and keys)"
-    )
+    wrong = flags[0] if flags else unknown[0]
+    return f"{wrong} is not an option: settings are written without dashes, {example} (--help lists all)"
 
 
 def _as_command(settings: Sequence[str]) -> str:
@@ -268,15 +265,11 @@ def _wrong_value(override: Override, groups: set[str], folders: list[Path]) -> s
     group = override.key_or_group
     if override.is_sweep_override():
         key, _, value = (override.input_line or "").partition("=")
-        return (
-            f"{key}={value}: several values are a sweep, started with -m; for one list write '{key}=[{value}]', for "
-            f"one text '{key}=\"{value}\"'"
-        )
+        one = f"for one list write '{key}=[{value}]', for one text '{key}=\"{value}\"'"
+        return f"{key}={value}: several values are a sweep, started with -m; {one}"
     if group in groups and not isinstance(override.value(), str | list):
-        return (
-            f"{override.input_line}: {group} is a group, set by the name of an option "
-            f"({', '.join(options_of(group, folders))}); single keys are set as {group}.<key>=<value>"
-        )
+        options = ", ".join(options_of(group, folders))
+        return f"{override.input_line}: {group} is set by the name of an option ({options}), keys by {group}.<key>="
     return None
 
 
@@ -284,25 +277,6 @@ def _on_one_line(error: Exception) -> str:
     cause = error.__cause__
     text = str(error) if cause is None or str(cause) in str(error) else f"{error}: {cause}"
     return "; ".join(line.strip().rstrip(".") for line in text.splitlines() if line.strip())
-
-
-_WANTED = {  # part of OmegaConf's message -> what is needed
-    "to Integer": "a whole number is needed",
-    "to Float": "a number is needed",
-    "not a valid bool": "true or false is needed",
-    "not a ListConfig": "a list is needed, such as [a,b]",
-    "to string": "one text is needed",
-    "to Dict": "a mapping is needed, such as {key: value}",
-    "with type hint 'typing.Dict": "a mapping is needed, such as {key: value}",
-    "to Union[int, str]": "one value is needed",
-    "is not a subclass of": "this is a section: set its keys one by one",
-}
-
-
-_SHARES = {  # keys for which Lightning also accepts a fraction
-    "trainer.val_check_interval": "it counts optimizer steps, not a share of an epoch (250: every 250 steps)",
-    "trainer.limit_val_batches": "it counts micro-batches, not a share of the split (null: all of it)",
-}
 
 
 def wrong_type(error: OmegaConfBaseException, tree: Any, valid: Iterable[str]) -> str:
@@ -316,14 +290,14 @@ def wrong_type(error: OmegaConfBaseException, tree: Any, valid: Iterable[str]) -
         pretrained = key == "data.seq_len" and OmegaConf.select(tree, "model.init") == "pretrained"
         why = " (a pretrained model brings none; 1024 is usual)" if pretrained else ""
         return f"{key} has no value here: set {key}=...{why}"
-    wanted = next((words for part, words in _WANTED.items() if part in message), None)
+    wanted = next((words for part, words in aliases.WANTED.items() if part in message.lower()), None)
     if not key:  # OmegaConf gives no key for an entry of a list of mappings
         return f"an entry of callbacks.extra or optimizer.groups: {wanted or message}"
     if wanted is None:
         return f"{key}: {message}"
     value = OmegaConf.select(tree, key, default=None)
-    if isinstance(value, float) and key in _SHARES:
-        return f"{key}={value}: a whole number is needed: {_SHARES[key]}"
+    if isinstance(value, float) and key in aliases.SHARES:
+        return f"{key}={value}: a whole number is needed: {aliases.SHARES[key]}"
     if key == "trainer.devices" and OmegaConf.is_list(value):
         which = ",".join(map(str, value))
         there = f"CUDA_VISIBLE_DEVICES={which} and {key}={len(value)}"

@@ -78,10 +78,8 @@ def _check(key: str, text: str) -> None:
         raise UserError(f"{key}: {text!r} is not an interpolation ({said}); for the text itself write \\${{") from None
     wrong = next((name for name in names if name not in RESOLVERS), None)
     if wrong is not None:
-        raise UserError(
-            f"{key}: ${{{wrong}:...}} can't be used in a config (the resolvers are {', '.join(RESOLVERS)}): write its "
-            f"value, or \\${{ for the text itself"
-        )
+        known = ", ".join(RESOLVERS)
+        raise UserError(f"{key}: ${{{wrong}:...}} can't be used ({known} can): write its value, or \\${{ for text")
 
 
 def _resolvers(node: Any) -> Iterator[str]:

@@ -59,10 +59,8 @@ def keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
             continue
         shapes = [mark for mark in marks if isinstance(mark, Shapes)]
         if len(shapes) != 1:
-            raise TypeError(
-                f"{key}: say in the schema what it shapes, {name}: Annotated[..., TRAJECTORY] say, one of "
-                f"{', '.join(s.name for s in Shapes)} (constraints.py)"
-            )
+            names = ", ".join(s.name for s in Shapes)
+            raise TypeError(f"{key}: say in the schema what it shapes, {name}: Annotated[..., one of {names}]")
         constraints = tuple(mark for mark in marks if callable(mark))
         found.append(Key(key, type_, shapes[0], CONTENT in marks, name in absent, constraints))
     return tuple(found)

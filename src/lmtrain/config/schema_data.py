@@ -43,10 +43,7 @@ def _from_hub(c: Any) -> bool:
     return c.data.source == "mixture" or (c.data.source == "hub" and not c.data.path)
 
 
-_HUB = (
-    "it names data of the hub, but this data comes from elsewhere: choose data=wikitext or other data of the "
-    "hub, or leave it out"
-)
+_HUB = "it names data of the hub, which this data isn't: choose data=wikitext, say, or leave it out"
 _OF_HUB = ReadWhere(_from_hub, _HUB)
 _IS_STREAM = ReadWhere(
     lambda c: c.data.ring_bytes is not None or _from_hub(c),
@@ -55,10 +52,7 @@ _IS_STREAM = ReadWhere(
 _OF_RING = ReadWhere(lambda c: c.data.ring_bytes is not None, "set data.ring_bytes too")
 _OF_WHOLE_TEXT = ReadWhere(
     lambda c: c.data.rows == "text" and c.data.ring_bytes is None and c.data.source != "bins",
-    (
-        "it needs to read all of the text before tokenizing, but bins are tokenized already and a stream "
-        "(data.ring_bytes) is tokenized during training"
-    ),
+    "it needs all of the text before tokenizing: leave it out for bins and for a stream (data.ring_bytes)",
 )
 _OF_FILES = ReadWhere(
     lambda c: c.data.source not in ("python_stdlib", "mixture") and "." not in c.data.source,

@@ -101,10 +101,8 @@ def _objective(section: DictConfig, allow_target: list[str]) -> type[ObjectiveCo
     _check_given("objective", section)
     name, target = section.get("name"), str(section["_target_"])
     if name in OBJECTIVES and OBJECTIVES[name][0] != target:
-        raise UserError(
-            f"objective.name={name} stands for {OBJECTIVES[name][0]}, and objective._target_ is {target}: choose "
-            f"objective={name}, or objective=custom objective._target_={target}"
-        )
+        found = f"objective.name={name} stands for {OBJECTIVES[name][0]}, and objective._target_ is {target}"
+        raise UserError(f"{found}: choose objective={name}, or objective=custom objective._target_={target}")
     own = next((options for path, options in OBJECTIVES.values() if path == target), None)
     return own or options_beside(target, "objective", ObjectiveConfig, allow_target)
 
@@ -117,10 +115,8 @@ def _model(section: DictConfig, allow_target: list[str]) -> type[ModelConfig]:
         return MODELS[str(init)]
     _check_given("model", section)
     if init != "scratch":
-        raise UserError(
-            f"model.init={init}: a class that model._target_ names starts from scratch; to train its export on: "
-            f"model=pretrained model.name_or_path=<the export> model.trust_remote_code=true"
-        )
+        instead = "model=pretrained model.name_or_path=<the export> model.trust_remote_code=true"
+        raise UserError(f"model.init={init}: a model._target_ starts from scratch; to train its export on: {instead}")
     types = model_arguments(str(section["_target_"]), _own_arguments(section, CustomModelConfig), allow_target)
     declared = [(name, Annotated[type_, MODEL]) for name, type_ in types.items()]
     return dataclasses.make_dataclass("CustomModel", declared, bases=(CustomModelConfig,), kw_only=True)
@@ -189,10 +185,8 @@ def options_beside(target: str, section: str, base: type[Any], allow_target: lis
     """
     options = getattr(class_named(target, section, allow_target), "Options", None)
     if not isinstance(options, type) or not issubclass(options, base):
-        raise UserError(
-            f"{section}: _target_={target} is not {a_or_an(section)}: it has no Options, a dataclass derived from "
-            f"{base.__module__}.{base.__qualname__}"
-        )
+        lacks = f"it has no Options, a dataclass derived from {base.__module__}.{base.__qualname__}"
+        raise UserError(f"{section}: _target_={target} is not {a_or_an(section)}: {lacks}")
     try:
         keys_of(options, f"{section}.")
     except TypeError as error:

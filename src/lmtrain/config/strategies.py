@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lmtrain.config.aliases import DEEPSPEED as OVERRULED
 from lmtrain.config.override_text import leaves_of
 from lmtrain.config.schema import FP8, Config, DeepSpeedConfig, TrainerConfig
 from lmtrain.errors import UserError
@@ -71,10 +72,8 @@ def check_strategy(c: Config) -> None:
     if context_parallel(t) > 1:
         _check_context_parallel(c)
     if t.strategy == "fsdp" and stored is not None and not torch_is_at_least(2, 13):
-        raise UserError(
-            f"peft.quantization={stored} with trainer.strategy=fsdp needs torch 2.13, which can shard parameters "
-            f"of bytes (here {version('torch')}): upgrade torch, or set trainer.strategy=ddp"
-        )
+        found = f"peft.quantization={stored} with trainer.strategy=fsdp needs torch 2.13 (here {version('torch')})"
+        raise UserError(f"{found}: upgrade torch, or set trainer.strategy=ddp")
 
 
 def check_devices(t: TrainerConfig) -> None:
@@ -96,10 +95,8 @@ def _check_heads(c: Config, key: str, size: int, names: Sequence[str]) -> None:
     for name in names:
         heads = getattr(c.model, name, None)
         if heads is not None and heads % size:
-            raise UserError(
-                f"{key}={size} does not divide model.{name}={heads}: each device of a group computes attention of "
-                f"whole heads. Change one of the two"
-            )
+            found = f"{key}={size} does not divide model.{name}={heads}"
+            raise UserError(f"{found}: each device of a group computes attention of whole heads. Change one of the two")
 
 
 def _check_context_parallel(c: Config) -> None:
@@ -109,21 +106,8 @@ def _check_context_parallel(c: Config) -> None:
     lengths = {"data.seq_len": c.data.seq_len, "data.curriculum.start_length": c.data.curriculum.start_length}
     for name, length in lengths.items():
         if length is not None and length % size and c.data.packing != "off":
-            raise UserError(
-                f"{key}={size} does not divide {name}={length}: each device of a group has equally many tokens of a "
-                f"row. Set {name}={-(-length // size) * size}"
-            )
-
-
-# Fields of a user's DeepSpeed file that are ignored -> the config keys that take precedence.
-OVERRULED = {
-    "train_batch_size": "data.global_batch_size", "train_micro_batch_size_per_gpu": "data.micro_batch_size",
-    "gradient_accumulation_steps": "data.global_batch_size and data.micro_batch_size",
-    "gradient_clipping": "trainer.gradient_clip_val", "optimizer": "optimizer.*", "scheduler": "schedule.*",
-    "fp16": "trainer.precision", "bf16": "trainer.precision", "amp": "trainer.precision",
-    "torch_autocast": "trainer.precision", "zero_allow_untested_optimizer": "optimizer.*",
-    "zero_force_ds_cpu_optimizer": "optimizer.*",
-}  # fmt: skip
+            found = f"{key}={size} does not divide {name}={length}"
+            raise UserError(f"{found}: each device has equally many tokens. Set {name}={-(-length // size) * size}")
 
 
 def engine_config(t: TrainerConfig) -> dict[str, Any]:
@@ -190,9 +174,8 @@ def adopt_file(t: TrainerConfig) -> None:
         d.stage = zero["stage"]
         d.offload_optimizer = _device(zero, "offload_optimizer")
         d.offload_parameters = _device(zero, "offload_param")
-        paths = [
-            zero[key].get("nvme_path") for key in zero if key.startswith("offload_") and _device(zero, key) == "nvme"
-        ]
+        on_nvme = [zero[key] for key in ("offload_optimizer", "offload_param") if _device(zero, key) == "nvme"]
+        paths = [offload.get("nvme_path") for offload in on_nvme]
         d.nvme_path = str(next(filter(None, paths), d.nvme_path))
         _check_options(d)
     if "nvme" in (d.offload_optimizer, d.offload_parameters) and not os.access(d.nvme_path, os.W_OK | os.X_OK):
@@ -204,10 +187,8 @@ def _check_options(d: DeepSpeedConfig) -> None:
     for name, place in (("offload_optimizer", d.offload_optimizer), ("offload_parameters", d.offload_parameters)):
         if place not in (None, "cpu", "nvme"):
             raise UserError(f"trainer.deepspeed.{name}={place}: null, cpu or nvme is needed")
-        if place == "nvme" and d.stage != 3:
-            raise UserError(f"trainer.deepspeed.{name}=nvme needs trainer.deepspeed.stage=3, or set it to cpu")
-    if d.offload_parameters is not None and d.stage != 3:
-        raise UserError("trainer.deepspeed.offload_parameters needs trainer.deepspeed.stage=3")
+        if d.stage != 3 and (place == "nvme" or (place and name == "offload_parameters")):
+            raise UserError(f"trainer.deepspeed.{name}={place} needs trainer.deepspeed.stage=3")
 
 
 def check_frozen_copy(t: TrainerConfig) -> None:

@@ -57,13 +57,10 @@ def check_names(key: str, entry: Any, allow_target: Sequence[str]) -> None:
 
 def check_allowed(key: str, target: Any, allow_target: Sequence[str]) -> None:
     """Raises UserError for a target that is not in KNOWN or `allow_target`, or is not a valid dotted path."""
-    allowed = (*KNOWN, *allow_target)
+    allowed, parts = (*KNOWN, *allow_target), str(target).split(".")
     if not _is_in(str(target), allowed):
-        raise UserError(
-            f"{key}: _target_={target} is outside the known packages ({', '.join(allowed)}); "
-            f"if you trust it: run.allow_target=[{str(target).split('.')[0]}]"
-        )
-    parts = str(target).split(".")
+        found = f"{key}: _target_={target} is outside the known packages ({', '.join(allowed)})"
+        raise UserError(f"{found}; if you trust it: run.allow_target=[{parts[0]}]")
     if not all(part.isidentifier() and not part.startswith("__") for part in parts):
         raise UserError(f"{key}: _target_={target} is not a class's path, package.module.Class")
 
@@ -282,10 +279,8 @@ def _check_argument(cls: type, key: str, allow_target: Sequence[str]) -> None:
     from torch import nn
 
     if not issubclass(cls, nn.Module | Callback) and not _is_in(f"{cls.__module__}.", allow_target):
-        raise UserError(
-            f"{key}: _target_={_path(cls)} can't be an argument: there modules, metrics and callbacks can be named, "
-            f"and classes of packages in run.allow_target"
-        )
+        fits = "modules, metrics and callbacks can, and classes of packages in run.allow_target"
+        raise UserError(f"{key}: _target_={_path(cls)} can't be an argument: {fits}")
 
 
 def check_arguments(cls: type, target: str, arguments: dict[str, Any], key: str, positional: int) -> None:

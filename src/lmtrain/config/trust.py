@@ -53,11 +53,7 @@ def refuse_unasked(tree: DictConfig, grants: Grants, where: str) -> None:
     wanted = {key: value for key, value in asked.items() if value and not _within(key, value, grants)}
     if wanted:
         words = [_typed(key, value) for key, value in wanted.items()]
-        raise UserError(
-            f"{_file_of(where, wanted)} sets {' and '.join(words)}, which lets code run that is not part of "
-            "lmtrain: that counts only where you type it, on the command line. If you trust it, add "
-            f"{' '.join(words)}, or --trust FILE with that yaml file"
-        )
+        raise UserError(f"{_refusal(_file_of(where, wanted), words)}, or --trust FILE with that yaml file")
     for key, value in asked.items():
         if value is not None:
             OmegaConf.update(tree, key, interpolations.escaped(value), merge=False)
@@ -117,10 +113,14 @@ def refuse_words(words: Iterable[str], typed: Iterable[str], where: str) -> None
     for word in words:
         key = key_in(word)
         if key is not None and key not in given:
-            raise UserError(
-                f"{where} sets {word}, which lets code run that is not part of lmtrain: that counts only where "
-                f"you type it, on the command line. If you trust it, add {word}"
-            )
+            raise UserError(_refusal(where, [word]))
+
+
+def _refusal(where: str, words: list[str]) -> str:
+    return (
+        f"{where} sets {' and '.join(words)}, which lets code run that is not part of lmtrain: that counts only where "
+        f"you type it, on the command line. If you trust it, add {' '.join(words)}"
+    )
 
 
 def _typed(key: str, value: Any) -> str:
