@@ -255,7 +255,7 @@ def test_a_generation_prompt_that_the_answer_doesnt_begin_with(chatml) -> None:
     (example,) = encoder.encode(conversation(TURNS[0], {**TURNS[1], "content": "Two and two</think>4"}))
     assert stretches(example, encoder.tokenizer) == ["Two and two</think>4<|im_end|>"]
     asks = UNMARKED.replace("assistant\n{% endif", "assistant\nWell: {% endif")
-    with pytest.raises(UserError, match=r"then 'Well: '; with the answer 'Four.*Possible fixes: choose another"):
+    with pytest.raises(UserError, match=r"with 'Well: ', where the text with .* has 'Four.*Possible fixes: mark"):
         chatml(asks).encode(conversation(*TURNS[:2]))
 
 

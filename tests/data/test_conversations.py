@@ -105,7 +105,7 @@ def test_columns_that_fit_no_format(data_config) -> None:
         UserError, match=r"fits the columns title, body.*messages \(messages\).*data.columns=.*prompt_temp"
     ):
         detect_format(["title", "body"], data_config("chat"))
-    with pytest.raises(UserError, match=r"data.conversation_format=sharegpt is unknown; there are auto, messages"):
+    with pytest.raises(UserError, match=r"data.conversation_format=sharegpt is not known .options: auto, messages"):
         detect_format(["conversations"], data_config("chat", conversation_format="sharegpt"))
     with pytest.raises(UserError, match=r"needs the column messages, and the rows have chat: .*\{messages: chat\}"):
         detect_format(["chat"], data_config("chat", conversation_format="messages"))

@@ -100,7 +100,8 @@ def test_an_unreachable_hub_names_the_way_out(data_config, tokenizer_config):
 
 
 def test_a_commit_needs_no_question():
-    assert commit_of("dataset", "any/thing", "0123456789abcdef" * 2 + "01234567") == "0123456789abcdef" * 2 + "01234567"
+    commit = "0123456789abcdef" * 2 + "01234567"
+    assert commit_of("dataset", "any/thing", commit) == (commit, "")
 
 
 CHILD = """

@@ -91,7 +91,7 @@ BAD = [
     ({"prompt": [USER], "chosen": [GOOD, USER], "rejected": [WORSE]}, "chosen ends with a turn from user"),
     ({"prompt": [USER], "chosen": [{"role": "poet", "content": "x"}], "rejected": [WORSE]}, "unknown role"),
     ({"prompt": [GOOD], "chosen": [GOOD], "rejected": [WORSE]}, "first turn must be the user's"),
-    ({"chosen": "Four.", "rejected": "Five."}, "answers without a prompt"),
+    ({"chosen": "Four.", "rejected": "Five."}, "answer no prompt"),
     ({**HH, "rejected": "\n\nHuman: Two plus two?\n\nAssistant: "}, "rejected, turn 2 is empty"),
     ({**TEXTS, "score_chosen": "good", "score_rejected": 1}, "score_chosen must be a number"),
 ]

@@ -127,19 +127,12 @@ def fit_to_model(
     elif data.isolate_documents and data.packing != "off":
         advice = "isolate_documents=false" if data.packing is None else "packing=off"
         chosen = " or model.attention=auto" if unpacked_because.startswith("model.attention=") else ""
-        raise UserError(
-            f"data.isolate_documents=true: this model can't isolate the documents of a row ({unpacked_because}): "
-            f"set data.{advice}{chosen}"
-        )
+        found = f"this model can't isolate the documents of a row ({unpacked_because})"
+        raise UserError(f"data.isolate_documents=true: {found}: set data.{advice}{chosen}")
 
 
 # The row formats of lmtrain; data.rows is one of these names or the import path of another row format's class.
 ROW_FORMATS: dict[str, type[RowEncoder]] = {"conversations": ChatRows, "pairs": PairRowEncoder}
-_DATA_OF = {  # options of the config group `data` that provide each kind of rows
-    "text": "data=text data.path=book.txt, data=wikitext, ...",
-    "conversations": "data=chat_jsonl data.path=chats.jsonl, data=alpaca, ...",
-    "pairs": "data=preference_jsonl data.path=pairs.jsonl, data=hh_rlhf, ...",
-}
 
 
 def build_corpus(config: Config) -> Corpus:
@@ -162,12 +155,9 @@ def check_rows(config: Config) -> None:
     objective, held = config.objective, config.data.rows
     if objective.rows == held:
         return
-    needed, options = objective.rows, _DATA_OF.get(objective.rows)
-    if options is None:
-        options = f"an option of the group data with rows: {needed}"
-        option = option_holding(needed, [conf_dir()])
-        if option:
-            options, needed = f"data={option} data.path=rows.jsonl", f"rows such as data={option} reads"
+    option = "text" if objective.rows == "text" else option_holding(objective.rows, [conf_dir()])
+    options = f"data={option} data.path=..." if option else f"an option of the group data with rows: {objective.rows}"
+    needed = f"rows such as data={option} reads" if option and "." in objective.rows else objective.rows
     others = [name for name, (_, made) in OBJECTIVES.items() if made.rows == held]
     instead = f", or train on it with objective={others[0]}" if others else ""
     raise UserError(f"objective={objective.name} needs {needed}, and this data holds {held}: choose {options}{instead}")
@@ -183,10 +173,8 @@ def row_format(config: Config) -> type[RowEncoder]:
     cls = class_named(rows, "data.rows", config.run.allow_target)
     missing = lacking(cls, ("group", "encode", "decode", "make_rows", "words", "finish_tokenizer"))
     if missing:
-        raise UserError(
-            f"data.rows={rows} is not a row format: it lacks {', '.join(missing)} "
-            f"(lmtrain.data.examples.row_format.RowEncoder says what they do)"
-        )
+        found = f"data.rows={rows} is not a row format: it lacks {', '.join(missing)}"
+        raise UserError(f"{found} (lmtrain.data.examples.row_format.RowEncoder says what they do)")
     return cls
 
 

@@ -9,9 +9,11 @@ import itertools
 import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -24,14 +26,7 @@ except ImportError:  # there is no wheel for this machine
 
 ENOUGH = 1 << 20  # characters; loading fastokens takes longer than it saves on less text
 _SAMPLE, _SAMPLES = 4096, 8  # characters of a text, and texts, that are compared
-_PARTS = (
-    *"aZ019'.,;!?(){}<>#\\/_-=@$%^&*+|~`\"", " ", "  ", "   ", "\n", "\n\n", "\t", "\r", "\r\n", "\x0b", "\x0c",
-    "word", " word", "Wörter", "CamelCase", "1234", " 1", "3.14", "'s", "'LL", "'ſ", "’t", "é", "e\u0301", "\u0301",
-    "ß", "ſ", "ﬁ", "½", "ⅷ", "٣", "日本語", "，。", "　", "한국어", "\u1112\u1161\u11ab", "ไทย", "हिन्दी", "العربية",
-    "\u00a0", "\u2028", "\u0085", "\u00ad", "\u200b", "\u200c", "\u200d", "\u2060", "\ufeff", "\ufffd", "🙂",
-    "👩\u200d👧", "🏳️\u200d🌈", "\x00", "\x1c", "\x7f", "\u1c89", "\U00010d40", "\ue000", "\U000f8000",
-    "\U0010ffff", "\uffff", "<0x0A>", "▁", "Ġ", "##a",
-)  # fmt: skip
+_PARTS: list[str] = yaml.safe_load(Path(__file__).with_name("hostile.yaml").read_text(encoding="utf-8"))
 
 
 @functools.cache

@@ -12,11 +12,7 @@ from typing import Any, Literal
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
 
-from lmtrain.errors import UserError
-
-
-class Unreachable(Exception):
-    """The hub did not answer; the message is the reason."""
+from lmtrain.errors import UserError, first_line
 
 
 def endpoint() -> str:
@@ -39,46 +35,34 @@ def optional_file(name_or_path: str, file: str, **options: Any) -> Path | None:
         return None
 
 
-def commit_of(kind: Literal["dataset", "tokenizer", "model"], name: str, revision: str | None) -> str:
-    """Returns the commit hash that the name and revision of a dataset, tokenizer or model resolve to.
+def commit_of(
+    kind: Literal["dataset", "tokenizer", "model"], name: str, revision: str | None
+) -> tuple[str | None, str]:
+    """Returns the commit hash that the name and revision of a dataset, tokenizer or model resolve to, and "".
+
+    Without an answer, within HF_HUB_ETAG_TIMEOUT seconds (10 unless set) or offline, it is None and the reason. Then a
+    cached copy may do.
 
     Raises:
         UserError: the hub answers that the name or revision doesn't exist or that access is denied.
-        Unreachable: no answer within HF_HUB_ETAG_TIMEOUT seconds (10 unless set), or offline mode.
     """
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
-        return revision
+        return revision, ""
     api = huggingface_hub.HfApi()
     what = "model or tokenizer" if kind == "tokenizer" else kind  # a model's name is looked up for its tokenizer first
+    log_in = "set HF_TOKEN or run `hf auth login`"
     ask = api.dataset_info if kind == "dataset" else api.model_info
     try:
         info = ask(name, revision=revision, timeout=huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT)
     except hub_errors.GatedRepoError:
-        raise UserError(
-            f"{what} {name!r} is gated: accept its terms at {endpoint()}, then set HF_TOKEN or run `hf auth login`"
-        ) from None
+        raise UserError(f"{what} {name!r} is gated: accept its terms at {endpoint()}, then {log_in}") from None
     except hub_errors.RevisionNotFoundError:
         raise UserError(f"{what} {name!r} has no revision {revision!r} on {endpoint()}") from None
     except (hub_errors.RepositoryNotFoundError, hub_errors.HFValidationError):
-        raise UserError(
-            f"{what} {name!r} doesn't exist on {endpoint()}, or is private (then set HF_TOKEN or run `hf auth login`)"
-        ) from None
+        raise UserError(f"{what} {name!r} doesn't exist on {endpoint()}, or is private (then {log_in})") from None
     except Exception as error:  # versions of huggingface_hub differ in their HTTP library and thus in its errors
-        raise Unreachable(first_line(error)) from None
-    return str(info.sha)
-
-
-def why_unreachable(model: str, revision: str | None) -> str | None:
-    """Returns why the hub doesn't answer, in which case a cached copy may do, or None if it has the model.
-
-    Raises:
-        UserError: see `commit_of`.
-    """
-    try:
-        commit_of("model", model, revision)
-    except Unreachable as error:
-        return str(error)
-    return None
+        return None, first_line(error)
+    return str(info.sha), ""
 
 
 def explain_unreachable(kind: str, name: str, reason: str) -> str:
@@ -93,7 +77,3 @@ def explain_unreachable(kind: str, name: str, reason: str) -> str:
         f"{os.environ.get('HF_HOME', '~/.cache/huggingface')}. Set HF_ENDPOINT to a mirror, HF_HOME to a folder with a "
         f"cached copy, or choose {instead}"
     )
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"

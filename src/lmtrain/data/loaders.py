@@ -191,10 +191,8 @@ def check_descriptors(workers: int) -> None:
     if hard == resource.RLIM_INFINITY or hard >= needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         return
-    raise UserError(
-        f"data.num_workers={workers} needs about {needed} open files, and this shell allows {hard} (ulimit -n): raise "
-        f"that limit, or set data.num_workers={max(0, (hard - 64) // 16)}"
-    )
+    found = f"data.num_workers={workers} needs about {needed} open files, and this shell allows {hard} (ulimit -n)"
+    raise UserError(f"{found}: raise that limit, or set data.num_workers={max(0, (hard - 64) // 16)}")
 
 
 def start_worker(trains: int, _worker: int) -> None:

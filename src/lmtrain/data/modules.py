@@ -85,10 +85,8 @@ class TokenDataModule(pl.LightningDataModule):
         if trainer is None:
             return self._loader(self._step_dataset(self.max_epochs), StepSampler(self.total_steps))
         if trainer.overfit_batches > 0:
-            raise UserError(
-                f"Trainer(overfit_batches={trainer.overfit_batches}): the steps of a run are overfitted by its config: "
-                f"trainer.overfit_batches={trainer.overfit_batches:g}"
-            )
+            key = f"overfit_batches={trainer.overfit_batches:g}"
+            raise UserError(f"Trainer({key}): the steps of a run are overfitted by its config: trainer.{key}")
         most = trainer_steps(trainer, self.total_steps)
         mixture = getattr(self.train_rows, "mixture", None)
         end = mixture.end if mixture is not None and most > self.total_steps else None

@@ -71,11 +71,8 @@ def identity(cfg: TokenizerConfig) -> Identity:
     if name.startswith(("/", "./", "../", "~")):
         raise UserError(f"tokenizer.name_or_path={name}: no such folder")
     settings |= {"name_or_path": name, "revision": cfg.revision}
-    label = name.split("/")[-1]
-    try:
-        return Identity(settings, hub.commit_of("tokenizer", name, cfg.revision), label)
-    except hub.Unreachable as error:
-        return Identity(settings, None, label, str(error))
+    commit, unreachable = hub.commit_of("tokenizer", name, cfg.revision)
+    return Identity(settings, commit, name.split("/")[-1], unreachable)
 
 
 def _digest(paths: list[Path]) -> str:
@@ -259,10 +256,8 @@ def _load(cfg: TokenizerConfig, named: Identity) -> PreTrainedTokenizerFast:
             raise UserError(hub.explain_unreachable("tokenizer", name, named.unreachable)) from None
         raise UserError(f"tokenizer {name!r} can't be loaded: {error}") from None
     if not tokenizer.is_fast:
-        raise UserError(
-            f"tokenizer {name!r} is written in Python ({type(tokenizer).__name__}) and has no fast version: "
-            f"choose one with a tokenizer.json"
-        )
+        kind = type(tokenizer).__name__
+        raise UserError(f"tokenizer {name!r} ({kind}) has no fast version: choose one with a tokenizer.json")
     return tokenizer
 
 
@@ -292,10 +287,8 @@ def _train_bpe(cfg: TokenizerConfig, text: Iterator[str]) -> Backend:
     """Trains a byte-level BPE; raises UserError if the vocabulary is too small for all bytes."""
     size, smallest = cfg.vocab_size or 0, len(training.ALPHABET) + 1
     if size < smallest:
-        raise UserError(
-            f"tokenizer.vocab_size={cfg.vocab_size} is too small for a BPE: {smallest - 1} bytes and {END_OF_TEXT} "
-            f"take {smallest}; set tokenizer.vocab_size={smallest} or more"
-        )
+        found = f"tokenizer.vocab_size={cfg.vocab_size} is too small for a BPE of all bytes and {END_OF_TEXT}"
+        raise UserError(f"{found}; set tokenizer.vocab_size={smallest} or more")
     return training.train(text, size, cfg.min_frequency or 0, END_OF_TEXT)
 
 

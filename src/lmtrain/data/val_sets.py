@@ -55,10 +55,7 @@ def build_val_sets(config: Config, corpus: Corpus) -> dict[str, ValSet]:
 
 def _check(name: str, keys: Any) -> None:
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or name == TRAIN_ROWS:
-        raise UserError(
-            f"data.val_sets.{name}: a name of letters, digits and _ is needed, other than {TRAIN_ROWS}: its loss is "
-            f"val/<name>/loss"
-        )
+        raise UserError(f"data.val_sets.{name}: a name of letters, digits and _ is needed, other than {TRAIN_ROWS}")
     if not isinstance(keys, dict) or not (keys.get("path") or keys.get("name")):
         raise UserError(f"data.val_sets.{name}={keys}: name its data, {{path: file.txt}} or {{name: wikitext}}")
     check_keys(keys, KEYS, f"data.val_sets.{name}")

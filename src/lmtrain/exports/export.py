@@ -15,8 +15,8 @@ from lmtrain.config import compose as rules
 from lmtrain.config import trust
 from lmtrain.config.schema import Config, ExportConfig
 from lmtrain.data.chat.templates import end_ids, own_template
-from lmtrain.data.hub import endpoint, first_line
-from lmtrain.errors import RunError, UserError
+from lmtrain.data.hub import endpoint
+from lmtrain.errors import RunError, UserError, first_line
 from lmtrain.exports import model_card
 from lmtrain.exports.hf_folder import command_for, export_model
 from lmtrain.generation.sampling import positions

@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTraine
 from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lmtrain.config.batch import nearest_divisor
 from lmtrain.config.checks import check_pretrained_name
 from lmtrain.config.options import CustomModelConfig, LoadedModelConfig, ScratchModelConfig
 from lmtrain.config.schema import ModelConfig
@@ -165,14 +166,14 @@ def _custom_config(cfg: CustomModelConfig, fields: dict[str, Any], allow_target:
     """
     config_class = model_class(cfg._target_, allow_target).config_class
     positions = cfg.max_position_embeddings
-    if positions is not None and "max_position_embeddings" not in fields_of(config_class):
+    if positions is not None and MAX_POSITIONS not in fields_of(config_class):
         raise UserError(
-            f"model.max_position_embeddings={positions}: {config_class.__qualname__} has no such field; make it null"
+            f"model.{MAX_POSITIONS}={positions}: {config_class.__qualname__} has no such field; make it null"
         )
     general = {field.name for field in dataclasses.fields(CustomModelConfig)}
     options = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in general}
     if positions is not None:
-        options["max_position_embeddings"] = positions
+        options[MAX_POSITIONS] = positions
     with building("model", cfg._target_):
         return config_class(**fields, **options)
 
@@ -219,17 +220,12 @@ def _check_shape(cfg: ScratchModelConfig) -> None:
         raise UserError(f"model.hidden_act={cfg.hidden_act} is not known{hint}")
     width, heads, groups = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads
     if width and heads and cfg.head_dim is None and width % heads:
-        divisors = [d for d in range(1, width + 1) if width % d == 0]
-        fits = min(divisors, key=lambda d: abs(d - heads))
-        raise UserError(
-            f"model.hidden_size={width} does not divide into model.num_attention_heads={heads}: "
-            f"set model.num_attention_heads={fits} or model.hidden_size={heads * max(1, round(width / heads))}"
-        )
+        fits = f"model.num_attention_heads={nearest_divisor(width, heads)}"
+        found = f"model.hidden_size={width} does not divide into model.num_attention_heads={heads}"
+        raise UserError(f"{found}: set {fits} or model.hidden_size={heads * max(1, round(width / heads))}")
     if heads and groups and heads % groups:
-        raise UserError(
-            f"model.num_attention_heads={heads} is not a multiple of model.num_key_value_heads={groups}: "
-            f"set model.num_key_value_heads to a divisor of {heads}"
-        )
+        found = f"model.num_attention_heads={heads} is not a multiple of model.num_key_value_heads={groups}"
+        raise UserError(f"{found}: set model.num_key_value_heads to a divisor of {heads}")
     experts, chosen = cfg.num_experts, cfg.num_experts_per_tok
     if experts and chosen and chosen > experts:
         raise UserError(f"model.num_experts_per_tok={chosen} of model.num_experts={experts}: lower the first")
@@ -238,9 +234,8 @@ def _check_shape(cfg: ScratchModelConfig) -> None:
 def _pretrained_config(cfg: LoadedModelConfig) -> PretrainedConfig:
     check_pretrained_name(cfg.init, cfg.name_or_path)
     if cfg.max_position_embeddings is not None:
-        raise UserError(
-            f"model.{MAX_POSITIONS}={cfg.max_position_embeddings}: {cfg.name_or_path} has its own; make it null"
-        )
+        own = f"{cfg.name_or_path} has its own; make it null"
+        raise UserError(f"model.{MAX_POSITIONS}={cfg.max_position_embeddings}: {own}")
     here = Path(str(cfg.name_or_path))
     config = base_config(here) if is_exported(here) else _from_hub(AutoConfig.from_pretrained, cfg)
     outermost(config, scalar_head=False)
@@ -278,7 +273,7 @@ def _from_hub(function: Any, cfg: LoadedModelConfig, **options: Any) -> Any:
     name = str(cfg.name_or_path)
     is_path = Path(name).is_dir() or name.startswith((".", "/", "~"))
     # A single request first, since transformers would retry an unreachable hub for half a minute.
-    unreachable = None if is_path else hub.why_unreachable(name, cfg.revision)
+    unreachable = "" if is_path else hub.commit_of("model", name, cfg.revision)[1]
     options |= {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     try:
         return function(name, local_files_only=bool(unreachable), **options)
@@ -291,10 +286,7 @@ def _from_hub(function: Any, cfg: LoadedModelConfig, **options: Any) -> Any:
 def _explain_loading(cfg: LoadedModelConfig, error: Exception) -> str:
     name = str(cfg.name_or_path)
     if (Path(name).expanduser() / "adapter_config.json").is_file():
-        return (
-            f"model.name_or_path={name} is an adapter: name its base there, and set peft=lora peft.adapter={name} to "
-            f"go on training it"
-        )
+        return f"model.name_or_path={name} is an adapter: name its base there, and set peft=lora peft.adapter={name}"
     reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if "trust_remote_code" in str(error):
         return f"model.name_or_path={name} brings its own code: if you trust it, set model.trust_remote_code=true"
@@ -339,10 +331,8 @@ def _check_vocabulary(cfg: ModelConfig, config: PretrainedConfig, vocab_size: in
     if vocab_size <= rows or (cfg.init == "pretrained" and set(range(rows, vocab_size)) <= set(new_tokens)):
         return
     if isinstance(cfg, LoadedModelConfig):
-        raise UserError(
-            f"the tokenizer has {vocab_size} tokens, {cfg.name_or_path} has embeddings for {rows}: use its own "
-            f"tokenizer (tokenizer=hub tokenizer.name_or_path={cfg.name_or_path})"
-        )
+        found = f"the tokenizer has {vocab_size} tokens, {cfg.name_or_path} has embeddings for {rows}"
+        raise UserError(f"{found}: use its own, tokenizer=hub tokenizer.name_or_path={cfg.name_or_path}")
     raise UserError(f"model.vocab_size={rows} is less than the tokenizer's {vocab_size} tokens: make it null")
 
 

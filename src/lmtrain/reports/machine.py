@@ -177,9 +177,9 @@ def _hub() -> Finding:
         return Finding("hub", False, "HF_HUB_OFFLINE is set: only what is cached can be loaded")
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "5")  # seconds
     try:
-        hub.commit_of("model", "openai-community/gpt2", None)
-    except hub.Unreachable as error:
-        return Finding("hub", False, f"{hub.endpoint()} doesn't answer ({error}): local files and cached copies only")
+        _, why = hub.commit_of("model", "openai-community/gpt2", None)
     except UserError as error:
         return Finding("hub", True, f"{hub.endpoint()} answers ({error})")
+    if why:
+        return Finding("hub", False, f"{hub.endpoint()} doesn't answer ({why}): local files and cached copies only")
     return Finding("hub", True, f"{hub.endpoint()} answers")

@@ -75,7 +75,7 @@ def asked(prompt: Any) -> list[dict[str, Any]]:
 def load(name: str, key: str) -> tuple[PreTrainedModel, Any]:
     """Loads a frozen model with a scalar head, and its tokenizer, without running code that comes with it."""
     # If the hub doesn't answer, a cached copy may do.
-    offline = not Path(name).is_dir() and hub.why_unreachable(name, None) is not None
+    offline = not Path(name).is_dir() and hub.commit_of("model", name, None)[0] is None
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": offline}
     try:
         model = _load(name, options)

@@ -182,7 +182,7 @@ def _on_hub(name: str, path: Path) -> bool:
         near = difflib.get_close_matches(path.name, there, n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else "; python -m lmtrain.runs lists the runs"
         raise UserError(f"{name}: no such folder{hint}")
-    return hub.why_unreachable(name, None) is None
+    return hub.commit_of("model", name, None)[0] is not None
 
 
 def load_asked(config: Config) -> tuple[PreTrainedModel, Any]:

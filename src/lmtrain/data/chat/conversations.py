@@ -6,10 +6,12 @@ a format's columns to the names that a dataset uses instead.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from lmtrain.config.constraints import choice
 from lmtrain.config.schema_data import DataConfig
+from lmtrain.data.chat import TABLES
 from lmtrain.data.chat.turns import BadRow, Remark, check, drop_first_answers, text_of, tools_of, truth_of, turns_of
 from lmtrain.errors import UserError
 
@@ -42,20 +44,15 @@ class Completion:
 class Format:
     """The `required` and `optional` columns of a row; alternative names of a column are joined by |."""
 
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
+    required: list[str]
+    optional: list[str] = field(default_factory=list)
+
+    @property
+    def columns(self) -> list[str]:
+        return [*self.required, *self.optional]
 
 
-# In the order in which they are tried; `template` takes its columns from the templates.
-FORMATS = {
-    "messages": Format(("messages",), ("tools", "system")),
-    "conversations": Format(("conversations|conversation|dialog|dialogue",), ("tools", "system")),
-    "alpaca": Format(("instruction", "output|response"), ("input|context", "system", "history")),
-    "prompt_response": Format(("prompt|question", "response|answer"), ("system",)),
-    "prompt_completion": Format(("prompt", "completion"), ("tools",)),
-    "text": Format(("text",)),
-    "template": Format(()),
-}
+FORMATS = {name: Format(**columns) for name, columns in TABLES["conversations"].items()}
 _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")  # {column}, and {{ or }} for a brace
 
 
@@ -68,8 +65,7 @@ def detect_format(columns: Iterable[str], cfg: DataConfig) -> str:
     """
     names = list(columns)
     wanted = cfg.conversation_format or "auto"
-    if wanted != "auto" and wanted not in FORMATS:
-        raise UserError(f"data.conversation_format={wanted} is unknown; there are auto, {', '.join(FORMATS)}")
+    choice("auto", *FORMATS)("data.conversation_format", wanted)
     for column, name in (cfg.columns or {}).items():
         if name not in names:
             raise UnfitColumns(f"data.columns.{column}={name}: the rows have no such column, but {', '.join(names)}")

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from lmtrain.data.chat import TABLES
 from lmtrain.data.chat.conversations import Conversation
 from lmtrain.data.chat.special_text import special_tokens
 from lmtrain.data.chat.turns import BadRow
@@ -214,10 +215,8 @@ class Template:
         # Without an end-of-turn token in the template, the tokenizer's end-of-text token ends the last answer.
         self.added_end = "" if self.end_of_turn else tokenizer.eos_token
         if not self.end_of_turn and not self.added_end:
-            raise UserError(
-                f"the chat template ({label}) writes no special token after an answer and the tokenizer has no end of "
-                f"text, so the model could never learn to stop: choose another with data.chat_template"
-            )
+            found = f"the chat template ({label}) writes no special token after an answer"
+            raise UserError(f"{found}, nor has the tokenizer an end of text: choose another with data.chat_template")
 
     def prompt(self, messages: list[dict[str, Any]], tools: Any, where: str, ask: bool = True) -> str:
         """Renders the messages with the generation prompt, or without it if `ask` is false."""
@@ -251,9 +250,8 @@ class Template:
         """
         keys = [repr((messages, tools, options)) for messages in chats]
         new = {key: messages for key, messages in zip(keys, chats, strict=True) if key not in self._known}
-        known = dict(
-            zip(new, self._rendered(list(new.values()), tools, where, **options)[0] if new else (), strict=True)
-        )
+        rendered = self._rendered(list(new.values()), tools, where, **options)[0] if new else []
+        known = dict(zip(new, rendered, strict=True))
         texts = [known[key] if key in known else self._known[key] for key in keys]
         self._known = known if len(self._known) > _REMEMBERED else self._known | known
         return texts
@@ -295,10 +293,9 @@ class Template:
                     conversations=spelt, tools=tools, chat_template=self.text, **self._special, **options
                 )
         except TookTooLong:
-            raise Endless(
-                f"{where + ': ' if where else ''}the chat template ({self.label}) has not rendered a conversation "
-                f"after {PATIENCE:g} seconds; it loops too often: choose another with data.chat_template"
-            ) from None
+            found = f"{where + ': ' if where else ''}the chat template ({self.label}) has not rendered a conversation"
+            advice = "it loops too often: choose another with data.chat_template"
+            raise Endless(f"{found} after {PATIENCE:g} seconds; {advice}") from None
         except _REFUSALS as error:
             reason = "it takes more memory than there is" if isinstance(error, MemoryError) else str(error)
             raise BadRow(where, f"the chat template ({self.label}) refuses it: {reason}") from None
@@ -328,19 +325,7 @@ def thought_of(turn: dict[str, Any]) -> str:
 
 
 _FOLDER = Path(__file__).parent / "jinja"
-# The special tokens that each template writes besides beginning and end of text; the tokenizer must have them.
-NAMED: dict[str, tuple[str, ...]] = {
-    "alpaca": (),  # Stanford Alpaca; an end of text after each answer
-    "chatml": ("<|im_start|>", "<|im_end|>"),  # OpenAI's ChatML; tool calls as Hermes writes them
-    # Few tokens, and a space before each turn, so that the words of a tokenizer trained on text remain the same ones.
-    "compact": ("<|user|>", "<|assistant|>"),
-    "gemma": ("<start_of_turn>", "<end_of_turn>"),  # Gemma 1 to 3; the system turn goes into the first user turn
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),  # Llama 3, without its tool calls
-    "mistral": (),  # Mistral 7B Instruct v0.1 to v0.3; the system turn goes into the first user turn
-    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),  # Phi-3
-    "vicuna": (),  # Vicuna 1.1 and later
-    "zephyr": (),  # Zephyr 7B; its <|user|> is plain text, an end of text ends each turn
-}
+NAMED: dict[str, list[str]] = TABLES["templates"]  # the special tokens that each template writes
 
 
 def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
@@ -372,8 +357,7 @@ def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple
     missing = [token for token in NAMED[name] if token not in vocabulary]
     if missing:
         raise UserError(
-            f"data.chat_template={name} is made of the tokens {' '.join(NAMED[name])}, and the tokenizer has no "
-            f"{' '.join(missing)}: add them with 'tokenizer.add_tokens=[{','.join(missing)}]', or choose a template "
-            f"that needs none (alpaca, zephyr, vicuna)"
+            f"data.chat_template={name}: the tokenizer has no {' '.join(missing)}: add them with 'tokenizer.add_tokens="
+            f"[{','.join(missing)}]', or choose a template that needs none (alpaca, zephyr, vicuna)"
         )
     return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), name

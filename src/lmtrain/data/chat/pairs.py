@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lmtrain.config.constraints import choice
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat import conversations
+from lmtrain.data.chat import TABLES, conversations
 from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, described
-from lmtrain.data.chat.turns import BadRow, check, common, drop_first_answers, text_of, tools_of, turns_of
-from lmtrain.errors import UserError
+from lmtrain.data.chat.turns import BadRow, check, common, drop_first_answers, shown, text_of, tools_of, turns_of
 
 Turns = list[dict[str, Any]]
 
@@ -32,15 +32,7 @@ class Pair:
     dropped_turns: int = 0  # before the first user turn (data.on_assistant_first)
 
 
-# In the order in which they are tried. Strings become user and assistant turns, except in preference_text.
-PAIR_FORMATS = {
-    "preference": Format(
-        ("prompt|question|instruction|conversations|messages", "chosen", "rejected"),
-        ("margin", "score_chosen", "score_rejected", "input", "system", "tools"),
-    ),
-    "preference_text": Format(("prompt", "chosen", "rejected"), ("margin", "score_chosen", "score_rejected")),
-    "implicit_prompt": Format(("chosen", "rejected"), ("margin", "score_chosen", "score_rejected", "system", "tools")),
-}
+PAIR_FORMATS = {name: Format(**columns) for name, columns in TABLES["pairs"].items()}
 # In conversations of hh-rlhf (Anthropic), each turn begins with a blank line and the name of the speaker.
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -55,10 +47,9 @@ def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
     """
     names = list(columns)
     wanted = cfg.conversation_format or "auto"
-    if wanted != "auto" and wanted not in PAIR_FORMATS:
-        raise UserError(f"data.conversation_format={wanted}: formats of pairs are auto, {', '.join(PAIR_FORMATS)}")
+    choice("auto", *PAIR_FORMATS)("data.conversation_format", wanted)
     formats = list(PAIR_FORMATS) if wanted == "auto" else [wanted]
-    columns = [c for name in formats for c in (*PAIR_FORMATS[name].required, *PAIR_FORMATS[name].optional)]
+    columns = [column for name in formats for column in PAIR_FORMATS[name].columns]
     conversations.check_renamed(cfg, "pairs have" if wanted == "auto" else f"the format {wanted} has", columns)
     for name in formats:
         # data.prompt_template replaces the prompt column.
@@ -91,9 +82,7 @@ def to_pair(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) ->
     elif "prompt" in values:
         given = prompt_turns(values, where)
     else:
-        raise BadRow(
-            where, "chosen and rejected are answers without a prompt: name its column with data.columns.prompt"
-        )
+        raise BadRow(where, "chosen and rejected answer no prompt: name its column with data.columns.prompt")
     return replace(_pair(given, chosen_turns, rejected_turns, values, cfg, where), margin=margin)
 
 
@@ -114,11 +103,8 @@ def _check_prompt(values: dict[str, Any], given: Turns, where: str) -> None:
     begins = prompt[: len(shared)] == shared  # for a column that holds the whole conversation
     if not begins and not any(shared[at : at + len(prompt)] == prompt for at in range(len(shared))):
         said = prompt[-1][1]
-        raise BadRow(
-            where,
-            f"chosen and rejected are conversations that don't begin with the prompt of the row, "
-            f"{said[:60] + ('...' if len(said) > 60 else '')!r}: fix it, or leave that column out",
-        )
+        said = said[:60] + ("..." if len(said) > 60 else "")
+        raise BadRow(where, f"chosen and rejected don't begin with the row's prompt, {said!r}: fix or drop that column")
 
 
 def prompt_turns(values: dict[str, Any], where: str) -> Turns:
@@ -178,14 +164,14 @@ def _split(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Tu
 
 def _pair(given: Turns, chosen: Turns, rejected: Turns, values: dict[str, Any], cfg: DataConfig, where: str) -> Pair:
     answers = {"chosen": chosen, "rejected": rejected}
-    for name, turns in answers.items():
-        if not turns:
+    for name, answer in answers.items():
+        if not answer:
             raise BadRow(where, f"{name} ends where the other goes on: it has no answer of its own")
-    for name, turns in answers.items():
-        if turns[0]["role"] != "assistant":
-            raise BadRow(where, f"{name} goes on with a turn from {turns[0]['role']}; two answers can be compared only")
-        if turns[-1]["role"] != "assistant":
-            raise BadRow(where, f"{name} ends with a turn from {turns[-1]['role']}, not with an answer")
+    for name, answer in answers.items():
+        if answer[0]["role"] != "assistant":
+            raise BadRow(where, f"{name} goes on with a turn from {answer[0]['role']}; only two answers are compared")
+        if answer[-1]["role"] != "assistant":
+            raise BadRow(where, f"{name} ends with a turn from {answer[-1]['role']}, not with an answer")
     given, dropped = drop_first_answers(given, cfg.on_assistant_first, where)
     system = values.get("system") or cfg.system_prompt
     if system and given[0]["role"] != "system":
@@ -235,6 +221,5 @@ def _number(value: Any, name: str, where: str) -> float:
     if math.isnan(number):
         raise BadRow(where, f"{name} is NaN: leave out the row, or give it a number")
     if math.isinf(number) or isinstance(value, bool):
-        shown = repr(value)
-        raise BadRow(where, f"{name} must be a number and is {shown if len(shown) <= 60 else shown[:60] + '...'}")
+        raise BadRow(where, f"{name} must be a number and is {shown(value)}")
     return number

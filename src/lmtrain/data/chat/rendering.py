@@ -75,7 +75,11 @@ class ChatTemplate(Template):
         """
         texts = self.render(conversation, turns)
         if len(texts) > 1 or texts[0].shown < len(conversation.messages):
-            raise UserError(self._rewrites(conversation, turns))
+            raise self._unfit(
+                conversation,
+                f"renders a conversation differently while it goes on, so its {len(turns)} answers can't be learned "
+                "from one text. Possible fixes: data.train_on=last_assistant, for conversations also assistant, or",
+            )
         return texts[0]
 
     def _finish(self, made: Rendered, messages: list[dict[str, Any]]) -> None:
@@ -88,10 +92,8 @@ class ChatTemplate(Template):
                 made.answers[last] = (made.answers[last][0], len(made.text))
         ends = [end for _, end in made.answers.values()]
         if any(not made.text[:end].rstrip().endswith(self.special_tokens) for end in ends):
-            made.remarks.append(
-                f"answers that the chat template ({self.label}) ends without a special token: the model doesn't learn "
-                f"to stop there"
-            )
+            ended = f"answers that the chat template ({self.label}) ends without a special token"
+            made.remarks.append(f"{ended}: the model doesn't learn to stop there")
         if "strftime_now" in self.text:
             made.remarks.append(f"rendered with the day they were prepared, for the chat template ({self.label})")
         after = self.after_turn
@@ -111,10 +113,10 @@ class ChatTemplate(Template):
             text = _that_continues(own.text.removesuffix(self.after_turn), texts, own)
             answers = answers_of(conversation.messages[: text.shown])
             if len(text.marked) != len(answers):
-                raise UserError(
-                    f"{conversation.where}: the chat template ({self.label}) marks {len(text.marked)} stretches with "
-                    f"{{% generation %}} where the conversation has {len(answers)} assistant turns: fix its markers, "
-                    f"or choose another with data.chat_template"
+                raise self._unfit(
+                    conversation,
+                    f"marks {len(text.marked)} stretches with {{% generation %}} where the conversation has "
+                    f"{len(answers)} assistant turns: fix its markers, or",
                 )
             start, end = text.marked[answers.index(turn)]
             missing = self.end_of_turn and text.text.startswith(self.end_of_turn, end)
@@ -163,7 +165,12 @@ class ChatTemplate(Template):
             return before, before + answer, _REWRITTEN
         same = common(before, own)
         if before[same:].strip() != OPEN:
-            raise UserError(self._not_a_prefix(before, own, conversation, turn))
+            raise self._unfit(
+                conversation,
+                f"asks for turn {turn + 1} with {before[same : same + 30]!r}, where the text with the answer has "
+                f"{own[same : same + 30]!r}, so the model would be trained on a text that it never sees. Possible "
+                "fixes: mark the answers in the template with {% generation %}, or",
+            )
         thought = thought_of(messages[turn])
         remark = (
             f"answers put behind the {OPEN} that the chat template writes only when it asks for an answer, after "
@@ -182,24 +189,9 @@ class ChatTemplate(Template):
         at = own.rfind(words, 0, common(own, text))
         return own[at + len(words) :] if at >= 0 else ""
 
-    def _not_a_prefix(self, before: str, own: str, conversation: Conversation, turn: int) -> str:
-        """Returns the error message that shows where an answer's text departs from its generation prompt."""
-        at = common(before, own)
-        return (
-            f"{conversation.where}: the chat template ({self.label}) ends its generation prompt with text that is "
-            "not in front of the answer itself, so the model would be trained on a text that it never sees when "
-            f"it answers. Before turn {turn + 1} it writes ...{before[max(0, at - 30) : at]!r}, then "
-            f"{before[at : at + 30]!r}; with the answer {own[at : at + 30]!r} is in that place. Possible fixes: "
-            "choose another with data.chat_template, or mark the answers in the template with {% generation %}"
-        )
-
-    def _rewrites(self, conversation: Conversation, turns: list[int]) -> str:
-        return (
-            f"{conversation.where}: the chat template ({self.label}) renders a conversation differently while it "
-            f"goes on than when it has ended, so its {len(turns)} answers can't be learned from one text. "
-            "Possible fixes: data.train_on=last_assistant, or for conversations assistant (which renders a "
-            "separate text for each answer), or choose another with data.chat_template"
-        )
+    def _unfit(self, conversation: Conversation, what: str) -> UserError:
+        template = f"{conversation.where}: the chat template ({self.label})"
+        return UserError(f"{template} {what} choose another with data.chat_template")
 
 
 def _that_continues(beginning: str, texts: list[Rendered], own: Rendered) -> Rendered:
@@ -244,11 +236,8 @@ def check_tools(template: ChatTemplate, conversation: Conversation) -> None:
             without.append(("tool calls", _with_turn(conversation, place, bare)))
     for words, other in without:
         if not template.differs(conversation, other, len(conversation.messages)):
-            raise BadRow(
-                conversation.where,
-                f"the row has {words}, which the chat template ({template.label}) never shows the model: choose one "
-                f"that does, such as data.chat_template=chatml",
-            )
+            found = f"the row has {words}, which the chat template ({template.label}) never shows the model"
+            raise BadRow(conversation.where, f"{found}: choose one that does, such as data.chat_template=chatml")
 
 
 def _has_content(conversation: Conversation, texts: list[Rendered], place: int, template: ChatTemplate) -> bool:

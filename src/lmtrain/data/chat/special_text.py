@@ -55,9 +55,8 @@ class PlainText:
         """
         if isinstance(value, str):
             if found := self._reserved.search(value):
-                code = f"U+{ord(found[0]):X}"
-                reason = f"a text holds the private-use character {code}, which data.allow_special_text=false reserves"
-                raise BadRow(where, reason)
+                held = f"a text holds the private-use character U+{ord(found[0]):X}"
+                raise BadRow(where, f"{held}, which data.allow_special_text=false reserves")
             return self._pattern.sub(lambda found: _masked(found[0], _IN_CONTENT + self._numbers[found[0]]), value)
         if isinstance(value, list):
             return [self.mask(item, where) for item in value]

@@ -51,11 +51,8 @@ def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: DataConfig
     if policy == "drop":
         return []
     if policy == "raise":
-        raise BadRow(
-            where,
-            f"it has {len(ids)} tokens and data.max_length is {most}: raise it, shorten the row, or let long rows "
-            f"be cut with data.on_too_long=truncate_right",
-        )
+        found = f"it has {len(ids)} tokens and data.max_length is {most}"
+        raise BadRow(where, f"{found}: raise it, or let long rows be cut with data.on_too_long=truncate_right")
     return _split(ids, trained, borders, most)
 
 
@@ -114,10 +111,8 @@ class ChatEncoder:
     @property
     def identity(self) -> dict[str, Any]:
         """What determines the tokens besides the rows, the settings and the tokenizer's rules."""
-        return {
-            "template": self.template,
-            "special_tokens": {k: str(v) for k, v in self.tokenizer.special_tokens_map.items()},
-        }
+        special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
+        return {"template": self.template, "special_tokens": special}
 
     def begin_row(self) -> None:
         """Resets `remarks` and `texts` for a new row."""
@@ -197,21 +192,16 @@ class ChatEncoder:
         answer: dict[str, Any] = {"role": "assistant", "content": ANSWER}
         called = [turn.get("name", "tool") for turn in messages if turn["role"] == "tool"]
         if called:  # templates may refuse results without calls
-            calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in called]
-            answer["tool_calls"] = calls
+            answer["tool_calls"] = [{"type": "function", "function": {"name": n, "arguments": {}}} for n in called]
         asked, where = [{"role": "user", "content": QUESTION}, answer], "a turn of the environment"
         said = messages if self._plain is None else self._plain.mask(messages, where)
         try:
             before = self.chat.render_texts([asked], tools, where)[0].removesuffix(self.chat.after_turn)
             after = self.chat.prompt([*asked, *said], tools, where)
+            if not after.startswith(before):
+                raise BadRow(where, f"the chat template ({self.chat.label}) renders the answer before it differently")
         except BadRow as bad:
             raise UserError(f"{bad}: choose another template with data.chat_template, such as chatml") from None
-        if not after.startswith(before):
-            raise UserError(
-                f"the chat template ({self.chat.label}) renders an answer differently once a turn of the environment "
-                f"follows, so the model could not go on from the tokens it wrote: choose another with "
-                f"data.chat_template, such as chatml"
-            )
         return self._tokens(after[len(before) :])[0]
 
     def as_decoded(self, content: str) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lmtrain.data.chat import TABLES
+
 
 @dataclass(frozen=True)
 class Remark:
@@ -37,15 +39,8 @@ class BadRow(Exception):
         return f"{self}; fix the row, or set data.on_bad_row=skip to leave such rows out"
 
 
+ROLES = {name: role for role, names in TABLES["roles"].items() for name in names}
 _CALLS = ("function_call", "tool_call")  # roles whose content is the call itself
-# The names of the four roles in datasets: OpenAI's, ShareGPT's, and those for tool calls.
-_NAMES = {
-    "system": ("system", "developer"),
-    "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "chatgpt", "model", "bot", *_CALLS),
-    "tool": ("tool", "function", "observation", "function_response", "tool_response"),
-}
-ROLES = {name: role for role, names in _NAMES.items() for name in names}
 _HALF = re.compile("[\ud800-\udfff]")  # surrogates: valid in JSON, but not in UTF-8 and so not in tokenizers
 _KEPT = ("name", "tool_call_id", "reasoning_content")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of the key with an answer's reasoning
@@ -64,12 +59,10 @@ def turns_of(value: Any, where: str, column: str = "messages") -> list[dict[str,
     """
     value = _from_json(value)
     if not isinstance(value, list | tuple) or not value:
-        raise BadRow(where, f"{column} must be a list of turns and is {_shown(value)}")
+        raise BadRow(where, f"{column} must be a list of turns and is {shown(value)}")
     if all(isinstance(turn, str) for turn in value):
         if len(value) == 1 and column not in ("messages", "conversations", "prompt"):
-            raise BadRow(
-                where, f"{column} is a list of one string, which doesn't say who speaks: write it without a list"
-            )
+            raise BadRow(where, f"{column} is a list of one string, which doesn't say who speaks: leave out the list")
         value = [{"role": ("user", "assistant")[i % 2], "content": said} for i, said in enumerate(value)]
     return [_turn(turn, f"turn {i}", where) for i, turn in enumerate(value, start=1)]
 
@@ -132,7 +125,7 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise BadRow(where, f"tools must be a list of function descriptions (or JSON of one) and is {_shown(value)}")
+        raise BadRow(where, f"tools must be a list of function descriptions (or JSON of one) and is {shown(value)}")
     wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
     return [whole_text(tool if is_text else _without_none(tool), "tools", where) for tool in wrapped]
 
@@ -146,12 +139,12 @@ def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> st
     if isinstance(value, list | tuple):
         for part in value:
             if not isinstance(part, Mapping) or "type" not in part:
-                raise BadRow(where, f"{what} must be text and is a list with {_shown(part)} in it")
+                raise BadRow(where, f"{what} must be text and is a list with {shown(part)} in it")
             if part["type"] != "text" or not isinstance(part.get("text"), str):
                 raise BadRow(where, f"{what} has a part of type {part['type']!r}; only text can be learned")
         value = "".join(part["text"] for part in value)
     if not isinstance(value, str):
-        raise BadRow(where, f"{what} must be text and is {_shown(value)}")
+        raise BadRow(where, f"{what} must be text and is {shown(value)}")
     if not value.strip() and not may_be_empty:
         raise BadRow(where, f"{what} is empty")
     return str(whole_text(value, what, where))
@@ -207,14 +200,14 @@ def unread(row: Mapping[str, Any]) -> list[Remark]:
 
 def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
-        raise BadRow(where, f"{name} must be a mapping with role and content and is {_shown(turn)}")
+        raise BadRow(where, f"{name} must be a mapping with role and content and is {shown(turn)}")
     found = {key: value for key, value in turn.items() if value is not None}
     said = _either(found, "role", "from", name, where)
     if said is None:
         raise BadRow(where, f"{name} has no role (its keys: {_keys(turn)})")
     role = ROLES.get(said.lower()) if isinstance(said, str) else None
     if role is None:
-        raise BadRow(where, f"{name} has the unknown role {_shown(said)}; known are {', '.join(ROLES)}")
+        raise BadRow(where, f"{name} has the unknown role {shown(said)}; known are {', '.join(ROLES)}")
     content = _either(found, "content", "value", name, where)
     calls = found.get("tool_calls") or None
     if said.lower() in _CALLS:
@@ -244,7 +237,7 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
 def _either(found: Mapping[str, Any], ours: str, theirs: str, name: str, where: str) -> Any:
     """Returns the value of whichever of two keys is present; raises BadRow if both are and differ."""
     if ours in found and theirs in found and found[ours] != found[theirs]:
-        both = f"{_shown(found[ours])} and {_shown(found[theirs])}"
+        both = f"{shown(found[ours])} and {shown(found[theirs])}"
         raise BadRow(where, f"{name} has {ours} and {theirs}, and they differ: {both}")
     return found.get(ours, found.get(theirs))
 
@@ -260,8 +253,8 @@ def _is_learned(found: Mapping[str, Any], name: str, where: str) -> bool:
     said = {key: truth_of(found[key]) for key in _LEARNED if key in found}
     for key, truth in said.items():
         if truth is None:
-            shown = f'"{key}": {_shown(found[key])}'
-            raise BadRow(where, f"{name} has {shown}; a turn is learned (true or 1) or not (false or 0)")
+            said_otherwise = f'{name} has "{key}": {shown(found[key])}'
+            raise BadRow(where, f"{said_otherwise}; a turn is learned (true or 1) or not (false or 0)")
     if len(set(said.values())) > 1:
         raise BadRow(where, f"{name} has {' and '.join(said)}, and they differ")
     return False not in said.values()
@@ -278,7 +271,7 @@ def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:
         given, called = function.get("arguments"), function.get("name")
         arguments = {} if given in (None, "") else _from_json(given)
         if not isinstance(arguments, Mapping) or not isinstance(called, str) or not called:
-            raise BadRow(where, f"{name} has a tool call that isn't {{name, arguments}}: {_shown(call)}")
+            raise BadRow(where, f"{name} has a tool call that isn't {{name, arguments}}: {shown(call)}")
         arguments = arguments if isinstance(given, str) else _without_none(arguments)
         made = {"type": "function", "function": {"name": called, "arguments": arguments}}
         calls.append({"id": call["id"], **made} if call.get("id") else made)
@@ -306,9 +299,10 @@ def _from_json(value: Any) -> Any:
         return value
 
 
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return f"{shown[:60]}... ({type(value).__name__})" if len(shown) > 60 else f"{shown} ({type(value).__name__})"
+def shown(value: Any) -> str:
+    """Returns the beginning of a value and its type, for messages."""
+    text = repr(value)
+    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"
 
 
 def _keys(turn: Mapping[str, Any]) -> str:

@@ -42,12 +42,10 @@ class PairRowEncoder(TemplateRows):
         if examples and examples[0] == examples[1]:
             raise BadRow(where, f"chosen and rejected are the same within data.max_length={cfg.max_length} tokens")
         asked = self.question(self._preferred(pair)) if question and examples else None
-        optional = PAIR_FORMATS[format].optional
         margin = None if pair.margin is None else repr(pair.margin)
-        columns = [*PAIR_FORMATS[format].required, *optional]
-        remarks = [*self.chat.remarks, *unread(row), *unread_columns(row, columns, cfg)]
+        remarks = [*self.chat.remarks, *unread(row), *unread_columns(row, PAIR_FORMATS[format].columns, cfg)]
         for column, name in (cfg.columns or {}).items():
-            if column in optional and name not in row:
+            if column in PAIR_FORMATS[format].optional and name not in row:
                 remarks.append(Remark(f"data.columns.{column}={name}: there is no such column"))
         if isinstance(pair.prompt, str) and cfg.system_prompt:  # plain text doesn't go through a chat template
             words = "preference_text is plain text; data.conversation_format=preference makes turns of it"
@@ -93,17 +91,13 @@ def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str) -> t
         if policy == "drop":
             return [], 0
         if policy == "raise":
-            raise BadRow(
-                where,
-                f"an answer with its prompt has {longest} tokens and data.max_length is {most}: raise it, shorten the "
-                f"row, or leave long pairs out with data.on_too_long=drop",
-            )
+            found = f"an answer with its prompt has {longest} tokens and data.max_length is {most}"
+            raise BadRow(where, f"{found}: raise it, or leave long pairs out with data.on_too_long=drop")
         if policy == "truncate_left":
             start += longest - most
-            room = prompt > start
         else:
             stop = start + most
-            room = prompt < stop
+        room = prompt > start if stop is None else prompt < stop
         if not room:
             raise BadRow(where, f"the prompt leaves no room for the answers within data.max_length={most} tokens")
     cut = [(ids[start:stop], trained[start:stop]) for ids, trained in pair]

@@ -295,9 +295,7 @@ class _Encoding:
             found, formats = there.result()
             self.encoder.formats.update(formats)  # type: ignore[attr-defined]
         except BrokenProcessPool:
-            raise RunError(
-                "a process that encodes rows was killed, maybe for lack of memory: set data.num_proc=1"
-            ) from None
+            raise RunError("a process that encodes rows was killed, maybe out of memory: set data.num_proc=1") from None
         except Exception:  # what can't be pickled
             pass
         for row, encoded in itertools.zip_longest(rows, found):

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, Format, check_renamed, column_of, values_of
@@ -18,7 +17,7 @@ from lmtrain.data.examples.row_format import Encoded, TemplateRows
 from lmtrain.errors import UserError
 
 PROMPT = "prompt|question|instruction|messages"
-_FORMAT = Format((PROMPT,))
+_FORMAT = Format([PROMPT])
 # Names under which rewards get something else than a column: rewards/base.py.
 RESERVED = frozenset(("self", "prompts", "completions", "completion_ids", "cut_off"))
 
@@ -35,8 +34,7 @@ class PromptRowEncoder(TemplateRows):
     _asks = False  # whether some row has shown that the template has a generation prompt
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
-        """Raises UserError for a column in data.columns that such rows don't have, or if long prompts are to be cut."""
-        choice("drop", "raise")("data.on_too_long", cfg.on_too_long)
+        """Raises UserError for a column in data.columns that such rows don't have."""
         check_renamed(cfg, "prompts have", _FORMAT.required)
         super().__init__(tokenizer, cfg)
         self.identity = {**self.identity, "prompts": 1 if cfg.on_assistant_first in (None, "raise") else 2}
@@ -49,13 +47,12 @@ class PromptRowEncoder(TemplateRows):
             UserError: the chat template has no generation prompt, or a column has a name of `RESERVED`.
         """
         self.chat.begin_row()
-        taken = RESERVED.intersection(row) - {column_of(PROMPT, row, cfg)}
+        taken = sorted(RESERVED.intersection(row) - {column_of(PROMPT, row, cfg)})
         if taken:
             raise UserError(
-                f"{where}: the rows have the column{'s' * (len(taken) > 1)} {' and '.join(sorted(taken))}, and rewards "
-                f"get something else under {'these names' if len(taken) > 1 else 'this name'}: rename or remove "
-                f"{'them' if len(taken) > 1 else 'it'} in the data (of a hub data set, save a copy: "
-                f"load_dataset(NAME, split='train').remove_columns({sorted(taken)}).to_json('prompts.jsonl'))"
+                f"{where}: the rows have the column {taken[0]}, and rewards get something else under this name: rename "
+                f"or remove it in the data (of a hub data set, save a copy: load_dataset(NAME, split='train')"
+                f".remove_columns({taken}).to_json('prompts.jsonl'))"
             )
         prompt = values_of(row, _FORMAT, cfg, where)["prompt"]
         if prompt == "" or prompt == []:
@@ -66,8 +63,8 @@ class PromptRowEncoder(TemplateRows):
         if most is not None and len(ids) > most:
             if cfg.on_too_long == "drop":
                 return Encoded([])
-            raise BadRow(where, f"the prompt has {len(ids)} tokens and data.max_prompt_length is {most}: shorten it, "
-                         f"or leave such prompts out with data.on_too_long=drop")  # fmt: skip
+            found = f"the prompt has {len(ids)} tokens and data.max_prompt_length is {most}"
+            raise BadRow(where, f"{found}: shorten it, or leave such prompts out with data.on_too_long=drop")
         try:
             kept = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
         except (TypeError, ValueError) as error:
@@ -95,11 +92,8 @@ class PromptRowEncoder(TemplateRows):
         ids = self.chat.prompt_ids(asked)
         self._asks = self._asks or ids != self.chat.prompt_ids(asked, ask=False)
         if not self._asks:
-            raise UserError(
-                f"{where}: the chat template writes nothing that asks for an answer (add_generation_prompt changes "
-                f"nothing), so the model would go on with the user's turn: name another with data.chat_template, or "
-                f"write prompts as text for a tokenizer without a template"
-            )
+            found = "the chat template writes nothing that asks for an answer (add_generation_prompt changes nothing)"
+            raise UserError(f"{where}: {found}: name another with data.chat_template, or write prompts as text")
         return ids, dropped
 
     @staticmethod

@@ -121,19 +121,16 @@ def remark_lines(counts: Counts) -> list[str]:
     if counts.split:
         lines.append(
             f"{counted(counts.split, 'conversation')} became {counts.split_into:,} examples: the chat template renders "
-            f"earlier turns differently once a conversation goes on, so each answer is trained on the text that the "
-            f"model sees when it gives it"
+            f"earlier turns differently later on, and each answer is trained on the text that the model sees then"
         )
-    return lines + [
-        f"{counted(n, 'row')}: {text}; first {counts.remarks_at[text]}" for text, n in counts.remarks.items()
-    ]
+    remarks = counts.remarks.items()
+    return lines + [f"{counted(n, 'row')}: {text}; first {counts.remarks_at[text]}" for text, n in remarks]
 
 
 def summary(name: str, counts: Counts) -> list[str]:
     """Summarizes a split's rows: a line of counts, then one line for each reason why rows were skipped."""
-    words = [
-        f"{name}: {counted(counts.rows, 'row')} -> {counted(counts.examples, 'example')}, {counts.tokens:,} tokens"
-    ]
+    rows, examples = counted(counts.rows, "row"), counted(counts.examples, "example")
+    words = [f"{name}: {rows} -> {examples}, {counts.tokens:,} tokens"]
     if counts.trained or not counts.examples:  # not of prompts
         words.append(f"{counts.trained / max(1, counts.tokens):.0%} learned")
     for number, what in ((counts.shortened, "shortened"), (counts.dropped, "too long and dropped"),

@@ -223,10 +223,8 @@ def example_rows(examples: Examples, config: Config, seed: int | None) -> tuple[
         return PaddedRows(examples, by_length=seed is None), "one example a row, padded to the longest of its batch"
     longest = int(examples.lengths.max())
     if longest > data.seq_len and method != "concat":
-        raise UserError(
-            f"an example has {longest} tokens, more than a row of data.seq_len={data.seq_len}: raise it, lower "
-            f"data.max_length={data.max_length}, or set data.packing=off or concat"
-        )
+        found = f"an example has {longest} tokens, more than a row of data.seq_len={data.seq_len}"
+        raise UserError(f"{found}: raise it, lower data.max_length={data.max_length}, or set data.packing=concat")
     packing = pack(examples.lengths, data.seq_len, method, seed)
     isolated = "isolated" if data.isolate_documents else "seeing each other (data.isolate_documents=false)"
     words = (

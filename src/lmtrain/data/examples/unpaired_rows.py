@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmtrain.config.constraints import choice
 from lmtrain.config.schema import Config
-from lmtrain.config.schema_data import ANSWERS, DataConfig
-from lmtrain.data.chat.conversations import Format, check_renamed, column_of, unread_columns, values_of
+from lmtrain.config.schema_data import DataConfig
+from lmtrain.data.chat import TABLES
+from lmtrain.data.chat.conversations import Conversation, Format, check_renamed, column_of, unread_columns, values_of
 from lmtrain.data.chat.pairs import answer_turns, opening
 from lmtrain.data.chat.templates import fit
 from lmtrain.data.chat.turns import BadRow, check, truth_of, turns_of, unread
@@ -16,8 +16,7 @@ from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
 
-_FORMAT = Format(("prompt|question|instruction", "completion|response|answer", "label"))
-_CONVERSATION = Format(("messages|conversations|conversation|dialog|dialogue", "label"), ("system",))
+_FORMAT, _CONVERSATION = (Format(**columns) for columns in TABLES["unpaired"].values())
 
 
 class UnpairedRowEncoder(TemplateRows):
@@ -28,12 +27,9 @@ class UnpairedRowEncoder(TemplateRows):
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         """
         Raises:
-            UserError: data.train_on=all, as the prompt is no part of the answer that is scored; data.on_too_long=split,
-                as parts would be answers to no prompt; or data.columns names a column that such rows don't have.
+            UserError: data.columns names a column that such rows don't have.
         """
-        choice(*ANSWERS)("data.train_on", cfg.train_on)
-        choice("truncate_left", "truncate_right", "drop", "raise")("data.on_too_long", cfg.on_too_long)
-        check_renamed(cfg, "unpaired answers have", _FORMAT.required + _CONVERSATION.required + _CONVERSATION.optional)
+        check_renamed(cfg, "unpaired answers have", [*_FORMAT.columns, *_CONVERSATION.columns])
         super().__init__(tokenizer, cfg)
         drops = cfg.on_assistant_first not in (None, "raise")
         self.identity = {**self.identity, "unpaired": 3 if drops else 2 if cfg.system_prompt else 1}
@@ -61,17 +57,10 @@ class UnpairedRowEncoder(TemplateRows):
         check([*turns, *answer], where)
         ids, trained = self.chat.pair(turns, answer, where=where)
         fitted = fit(ids, trained, [], cfg, where)
-        asked = {
-            "prompt_ids": ids[: trained.index(True)] if any(trained) else ids,
-            "prompt": turns[-1]["content"],
-            "reference": self.chat.as_decoded(str(answer[0]["content"])),
-            "chat": True,
-        }
         examples = [(e.input_ids, e.trained, int(label)) for e in fitted]
-        shown = asked if question and label else None
-        columns = format.required + format.optional
-        remarks = [*self.chat.remarks, *unread(row), *unread_columns(row, columns, cfg)]
-        return Encoded(examples, sum(e.cut for e in fitted), shown, dropped, remarks)  # type: ignore[arg-type]
+        asked = self.question(Conversation([*turns, answer[0]], None, where)) if question and label else None
+        remarks = [*self.chat.remarks, *unread(row), *unread_columns(row, format.columns, cfg)]
+        return Encoded(examples, sum(e.cut for e in fitted), asked, dropped, remarks)  # type: ignore[arg-type]
 
     @staticmethod
     def to_evaluate(examples: Examples) -> Examples:

@@ -127,10 +127,10 @@ def open_own(cfg: DataConfig) -> Any:
     reads = ["pieces", "text_bytes"] if cfg.rows == "text" else ["records"]
     missing = lacking(cls, ("label", "settings", "resolved", "notes", *reads))
     if missing:
+        kind = "text" if cfg.rows == "text" else "rows"
         raise UserError(
-            f"data.source={cfg.source} is not a source of {'text' if cfg.rows == 'text' else 'rows'}: it lacks "
-            f"{', '.join(missing)} (lmtrain.data.sources.choose.Source documents them; if __init__ sets one, also "
-            "declare it in the class body with its type, such as label: str)"
+            f"data.source={cfg.source} is not a source of {kind}: it lacks {', '.join(missing)} (see lmtrain.data."
+            "sources.choose.Source; one that __init__ sets has to be declared in the class body too: label: str)"
         )
     if "_target_" in options or "_args_" in options:
         raise UserError("data.source_options: _target_ and _args_ have no meaning here; data.source names the class")
@@ -138,10 +138,7 @@ def open_own(cfg: DataConfig) -> Any:
     with building("data.source", cfg.source):  # a property may raise
         settings = source.settings
         if not isinstance(settings, Mapping):
-            raise UserError(
-                f"data.source={cfg.source}: its settings are {settings!r}: make them a dict of the values that "
-                "its data depends on"
-            )
+            raise UserError(f"data.source={cfg.source}: its settings are {settings!r}: make them a dict")
         source.settings = {**settings, "class": cfg.source, "options": options, "code": _code_of(cls, cfg.cache_dir)}
     return source
 

@@ -10,11 +10,11 @@ from typing import Any
 import huggingface_hub
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.hub import Unreachable, commit_of, endpoint, explain_unreachable, first_line
+from lmtrain.data.hub import commit_of, endpoint, explain_unreachable
 from lmtrain.data.sources.pieces import Piece, join_rows
 from lmtrain.data.sources.tables import Record, check_columns, columns_of, text_of
 from lmtrain.data.store.contents import Facts
-from lmtrain.errors import ReadError, UserError, disk_full
+from lmtrain.errors import ReadError, UserError, disk_full, first_line
 
 _ROWS = 256  # rows read at a time
 _CONVERTED = "refs/convert/parquet"  # the hub's own conversion of datasets with a loading script
@@ -56,13 +56,10 @@ class HubSource:
         self.resolved: str | None = None
         self.unreachable = ""
         folder = Path(self.name).expanduser()
-        try:
-            if folder.is_dir():  # a local dataset repository
-                self.resolved = Facts(cfg.cache_dir).digest(sorted(p for p in folder.rglob("*") if p.is_file()))
-            else:
-                self.resolved = commit_of("dataset", self.name, cfg.revision)
-        except Unreachable as error:
-            self.unreachable = str(error)
+        if folder.is_dir():  # a local dataset repository
+            self.resolved = Facts(cfg.cache_dir).digest(sorted(p for p in folder.rglob("*") if p.is_file()))
+        else:
+            self.resolved, self.unreachable = commit_of("dataset", self.name, cfg.revision)
 
     @functools.cached_property
     def _splits(self) -> Any:
@@ -149,19 +146,15 @@ def _load_converted(name: str, config_name: str | None, options: dict[str, Any])
         # Its files lie in one folder per config, with one folder per split inside.
         return datasets.load_dataset(name, data_dir=config_name, revision=_CONVERTED, **options)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"dataset {name!r} comes as a loading script, which `datasets` doesn't run any more, and its conversion to "
-            f"parquet ({_CONVERTED}) can't be loaded ({first_line(error)}): download its text and set data.path"
-        ) from None
+        why = f"it is a loading script, and its conversion to parquet can't be loaded ({first_line(error)})"
+        raise UserError(f"dataset {name!r}: {why}: download its text and set data.path") from None
 
 
 def check_split(splits: Any, split: str, cfg: DataConfig) -> None:
     """Raises UserError if a dataset has no such split, listing those it has."""
     if split not in splits:
-        raise UserError(
-            f"dataset {cfg.name!r} has no split {split!r}; it has: {', '.join(splits)}. Set data.train_split (an entry "
-            f"of data.val_sets has the key split)"
-        )
+        known = ", ".join(splits)
+        raise UserError(f"dataset {cfg.name!r} has no split {split!r}; it has: {known}: set data.train_split, or split")
 
 
 def read_rows(splits: Any, split: str, cfg: DataConfig) -> Iterator[str]:

@@ -25,12 +25,7 @@ HELD_OUT = 10  # one combination of a name and a thing in this many is held out
 _THINGS = [f"{adjective} {noun}" for adjective in facts.WORDS["adjectives"] for noun in facts.WORDS["nouns"]]
 _PEOPLE, _AROUND = list(facts.NAMES), [place for place in facts.PLACES if place != "at home"]
 _IT = {"drop", "forget", "again", "look", "glad"}  # kinds whose thing may be called it
-# What happened and can be asked about: its kinds of sentences, with the verb as in an answer and as in a question.
-_EVENTS = {"find": ("found", "find"), "again": ("found", "find"), "drop": ("lost", "lose"),
-           "forget": ("forgot", "forget"), "give": ("gave", "give"), "present": ("gave", "give"),
-           "give_back": ("gave", "give")}  # fmt: skip
-_REASONS = {"sad": "{s} had lost the {t}", "robbed": "the {x} had taken the {t}", "glad": "{s} had the {t} again",
-            "given": "{b} had given {m} the {t}"}  # fmt: skip
+_EVENTS, _REASONS = facts.EVENTS, facts.REASONS
 
 
 class Question(NamedTuple):
@@ -160,7 +155,7 @@ def _asked_of_events(s: Story) -> Iterator[Question]:
     told = [(kind, slots) for kind, slots in s.told if kind in _EVENTS]
     for kind, slots in told:
         past, verb = _EVENTS[kind]
-        same = [o for k, o in told if _EVENTS[k] == (past, verb) and o["t"] == slots["t"]]
+        same = [o for k, o in told if _EVENTS[k] == _EVENTS[kind] and o["t"] == slots["t"]]
         if len(same) > 1:
             continue
         a, t = slots["a"], slots["t"]
@@ -278,19 +273,10 @@ class Stories:
         """
         if rows not in ROWS:
             raise UserError(f"data.source_options.rows={rows}: one of {', '.join(ROWS)}")
-        self.row, self.numbers, self.seed = (
-            functools.partial(ROWS[rows], asked=asked),
-            {"train": number, "val": held_out},
-            seed,
-        )
-        self.settings = {
-            "kind": "stories",
-            "rows": rows,
-            "number": number,
-            "held_out": held_out,
-            "seed": seed,
-            "asked": asked,
-        }
+        self.row, self.seed = functools.partial(ROWS[rows], asked=asked), seed
+        self.numbers = {"train": number, "val": held_out}
+        options = {"rows": rows, "number": number, "held_out": held_out, "seed": seed, "asked": asked}
+        self.settings = {"kind": "stories", **options}
 
     def _told(self, split: str) -> Iterator[Story]:
         return (story(self.seed, split, index) for index in range(self.numbers[split]))

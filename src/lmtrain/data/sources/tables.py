@@ -24,6 +24,7 @@ from lmtrain.errors import ReadError, UserError
 # A row's location (for error messages) and the row, or a string that says why the row can't be read.
 Record = tuple[str, dict[str, Any] | str]
 _ROWS = 256  # rows of a columnar file read at a time
+_NEEDED = "a list of objects, or an object per line, is needed"
 _BLANK = re.compile(r"[ \t\n\r]*")
 
 
@@ -76,7 +77,7 @@ def _json(path: File, columns: list[str] | None) -> Iterator[Record]:
     text, decoder = "".join(data_lines(path)), _Decoder(checked=columns is None)
     at = _start(text, 0)
     if not text.startswith("[", at):
-        raise UserError(f"{path} holds {_excerpt(text[:200])}; a list of objects, or an object per line, is needed")
+        raise UserError(f"{path} holds {_excerpt(text[:200])}; {_NEEDED}")
     number, line, counted = 0, 1, 0
     at = _start(text, at + 1)
     while not (text.startswith("]", at) and number == 0):
@@ -115,13 +116,9 @@ def _refuse_one_object(path: File) -> None:
         whole = json.loads("".join(data_lines(path)))
     except (ValueError, RecursionError):
         return  # lines of objects, of which the first is malformed
-    lists = [
-        f"; its key {key!r} has a list: write that list alone" for key, value in whole.items() if type(value) is list
-    ]
-    raise UserError(
-        f"{path} holds one object with {', '.join(map(repr, whole)) or 'no keys'}; a list of objects, or an object per "
-        f"line, is needed{''.join(lists[:1])}"
-    )
+    lists = [f"; its key {key!r} has a list: write that alone" for key in whole if type(whole[key]) is list]
+    keys = ", ".join(map(repr, whole)) or "no keys"
+    raise UserError(f"{path} holds one object with {keys}; {_NEEDED}{''.join(lists[:1])}")
 
 
 def _start(text: str, at: int) -> int:
@@ -202,10 +199,8 @@ def _header(names: list[str], where: str, delimiter: str) -> list[str]:
         raise UserError(f"{where}: the first line must name columns, each differently, and is {_excerpt(str(names))}")
     other = next((sign for sign in (";", "\t") if [delimiter, len(names)] == [",", 1] and sign in names[0]), None)
     if other is not None:
-        raise UserError(
-            f"{where}: the columns are separated by {other!r}, which is read as one column: separate them by commas, "
-            f"or by tabs with data.format=tsv"
-        )
+        found = f"{where}: the columns are separated by {other!r}, which is read as one column"
+        raise UserError(f"{found}: separate them by commas, or by tabs with data.format=tsv")
     return names
 
 
@@ -319,18 +314,13 @@ def text_of(row: Mapping[str, Any] | str, columns: list[str], separator: str, wh
         if value is None:
             continue
         if not isinstance(value, str):
-            raise UserError(
-                f"{where}: column {column!r} holds {type(value).__name__} ({str(value)[:60]!r}), not text; "
-                f"set data.text_column to a column of text (this row has: {', '.join(row)})"
-            )
+            held = f"{where}: column {column!r} holds {type(value).__name__} ({str(value)[:60]!r}), not text"
+            raise UserError(f"{held}; set data.text_column to a column of text (this row has: {', '.join(row)})")
         parts.append(value)
     text = separator.join(parts)
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UserError(
-                f"{where}: the text holds half a surrogate pair (\\ud800 to \\udfff), which is not a character: fix or "
-                f"remove that row"
-            ) from None
+            raise UserError(f"{where}: the text holds half a surrogate pair: remove that row") from None
     return text

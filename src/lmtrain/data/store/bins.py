@@ -154,11 +154,8 @@ def open_shards(folder: Path, dtype: str, split: SplitMeta) -> list[Shard]:
 
 def side_files(folder: Path, entry: ShardMeta) -> dict[str, Path]:
     """Returns the side files of a shard: its document ends, and its loss mask, labels and texts if it has them."""
-    return {
-        side: (folder / entry["file"]).with_suffix(f".{side}")
-        for side in SIDES
-        if side == "docs" or f"{side}_sha256" in entry
-    }
+    sides = [side for side in SIDES if side == "docs" or f"{side}_sha256" in entry]
+    return {side: (folder / entry["file"]).with_suffix(f".{side}") for side in sides}
 
 
 def _open_plain(folder: Path, split: str) -> SplitBins:
@@ -189,9 +186,8 @@ def check_tokenizer(made_with: str, found: str, where: Path | str, tokenizer_nam
     """
     if made_with != found:
         raise UserError(
-            f"the bins in {where} were made with another tokenizer (hash {made_with[:12]}) than "
-            f"{tokenizer_name} (hash {found[:12]}): use the one they came with, tokenizer=hub "
-            f"tokenizer.name_or_path={where}/tokenizer, or prepare them again"
+            f"the bins in {where} were made with another tokenizer than {tokenizer_name}: use the one they came with, "
+            f"tokenizer=hub tokenizer.name_or_path={where}/tokenizer, or prepare them again"
         )
 
 

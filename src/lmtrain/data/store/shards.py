@@ -73,10 +73,8 @@ class Shard:
 
     def _check_size(self, file: Path | None, holds: str, wanted: int) -> None:
         if file is not None and self._size(file) != wanted:
-            raise UserError(
-                f"{file} has {self._size(file)} bytes, but {holds} take {wanted}: the file was cut short or "
-                f"belongs to other data; delete its folder and prepare again"
-            )
+            found = f"{file} has {self._size(file)} bytes, but {holds} take {wanted}"
+            raise UserError(f"{found}: it was cut short or is of other data; delete its folder and prepare again")
 
     def _size(self, file: Path | None) -> int:
         return 0 if file is None else self._versions[file][0]

@@ -90,10 +90,8 @@ def _write_head(
                 break
         else:
             found = f"only {writer.tokens:,} tokens" if writer.tokens else "no text"
-            raise UserError(
-                f"{source.label} holds {found}, but its first data.ring_val_tokens={wanted} tokens are held out "
-                "for validation: use more text, or lower data.ring_val_tokens"
-            )
+            held_out = f"but its first data.ring_val_tokens={wanted} tokens are held out for validation"
+            raise UserError(f"{source.label} holds {found}, {held_out}: use more text, or lower data.ring_val_tokens")
         meta["splits"]["val"] = writer.close()
     (folder / _BEGIN).write_text(json.dumps(begin._asdict()), encoding="utf-8")
     bins.save_meta(meta, folder)

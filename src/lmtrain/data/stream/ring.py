@@ -62,10 +62,8 @@ def make_ring(config: Config, dtype: str) -> Ring:
     assert d.ring_window is not None
     shard_rows = (d.ring_shard_tokens - 1) // d.seq_len
     if shard_rows == 0:
-        raise UserError(
-            f"data.ring_shard_tokens={d.ring_shard_tokens} has no room for one row of data.seq_len={d.seq_len} tokens "
-            f"and the label of its last: set data.ring_shard_tokens={d.seq_len + 1} or more"
-        )
+        found = f"data.ring_shard_tokens={d.ring_shard_tokens} has no room for a row of data.seq_len={d.seq_len} tokens"
+        raise UserError(f"{found} and a label: set data.ring_shard_tokens={d.seq_len + 1} or more")
     ring = Ring(d.ring_bytes, shard_rows, d.ring_window, d.seq_len, d.global_batch_size, dtype, d.isolate_documents)
     needed = 2 * ring.window_shards * ring.shard_tokens * np.dtype(dtype).itemsize
     if needed > ring.bytes:
@@ -77,11 +75,9 @@ def make_ring(config: Config, dtype: str) -> Ring:
     # The rows of a step and those read ahead must lie in two windows; each loader worker reads two steps ahead.
     ahead = max(2, 1 + 2 * d.num_workers) * d.global_batch_size
     if ahead > ring.window_rows:
-        workers = f" and data.num_workers={d.num_workers}" if d.num_workers else ""
-        raise UserError(
-            f"a window of the stream has {ring.window_rows} rows, and data.global_batch_size={d.global_batch_size}"
-            f"{workers} may need {ahead} at once: raise data.ring_window or data.ring_shard_tokens"
-        )
+        keys = f"data.global_batch_size={d.global_batch_size} and data.num_workers={d.num_workers}"
+        found = f"a window of the stream has {ring.window_rows} rows, and {keys} may need {ahead} at once"
+        raise UserError(f"{found}: raise data.ring_window or data.ring_shard_tokens")
     return ring
 
 
@@ -129,10 +125,8 @@ class StreamRows:
     def _open(self, number: int, passed: bool = False) -> Shard:
         """Waits for a shard and opens it; RunError for one that was removed, of a window that training has `passed`."""
         if self.folder is None:
-            raise UserError(
-                "only training reads further in a stream (data.ring_bytes): to look at its rows set "
-                "data.ring_bytes=null, and for data of the hub data.num_samples=1000 too"
-            )
+            why = "only training reads a stream (data.ring_bytes)"
+            raise UserError(f"{why}: set data.ring_bytes=null, and for data of the hub data.num_samples=1000 too")
         file = shard_file(self.folder, number)
         while not file.exists():
             if not self.folder.exists():
@@ -249,10 +243,8 @@ class Producer:
         with self._changed:
             while sum(self._bytes.values()) + size > self.ring.bytes and not self._stopped:
                 if self._next < (self._oldest + 2) * self.ring.window_shards:
-                    raise RunError(
-                        f"data.ring_bytes={self.ring.bytes} holds less than two windows with the borders of their "
-                        f"documents (data.isolate_documents=true): raise it, or lower data.ring_window"
-                    )
+                    found = f"data.ring_bytes={self.ring.bytes} holds less than two windows with document ends"
+                    raise RunError(f"{found}: raise it, or lower data.ring_window")
                 self._changed.wait()
             return not self._stopped
 

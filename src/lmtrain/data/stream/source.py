@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.hub import Unreachable, commit_of, explain_unreachable
+from lmtrain.data.hub import commit_of, explain_unreachable
 from lmtrain.data.sources import files, hub
 from lmtrain.data.sources.addresses import Address, File
 from lmtrain.data.sources.lines import BOM, located_data_lines, text_blocks
@@ -110,10 +110,9 @@ class _HubStream:
     def __init__(self, cfg: DataConfig) -> None:
         self.cfg, name, self.label = cfg, *hub.named(cfg)
         folder = Path(name).expanduser()  # exists for a local dataset repository
-        try:
-            commit = None if folder.is_dir() else commit_of("dataset", name, cfg.revision)
-        except Unreachable as error:
-            raise UserError(explain_unreachable("dataset", name, str(error))) from None
+        commit, unreachable = (None, "") if folder.is_dir() else commit_of("dataset", name, cfg.revision)
+        if unreachable:
+            raise UserError(explain_unreachable("dataset", name, unreachable))
         on_disk = sorted([p.name, p.stat().st_size] for p in folder.rglob("*") if p.is_file()) if commit is None else []
         self.identity = [cfg.config_name, cfg.train_split, commit, on_disk]
         splits = hub.load_splits(cfg, commit or "", "")

@@ -57,10 +57,7 @@ def make_encoder(tokenizer: PreTrainedTokenizerFast, cfg: DataConfig) -> "Encode
         UserError: the tokenizer has no end-of-text token.
     """
     if cfg.append_eos and tokenizer.eos_token_id is None:
-        raise UserError(
-            "the tokenizer has no end-of-text token to put after each document: set data.append_eos=false, or choose "
-            "one that has"
-        )
+        raise UserError("the tokenizer has no end-of-text token: set data.append_eos=false, or choose one that has")
     return Encoder(tokenizer, tokenizer.eos_token_id if cfg.append_eos else None)
 
 

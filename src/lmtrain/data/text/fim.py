@@ -92,9 +92,8 @@ def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, se
     missing = [name for name in names if name not in vocabulary]
     if missing:
         raise UserError(
-            f"data.fim.rate={fim.rate}: the tokenizer has no {' '.join(map(str, missing))}: add with 'tokenizer."
-            f"add_tokens=[{','.join(map(str, missing))}]' (and prepare the bins again), or name its own with "
-            f"data.fim.prefix_token, suffix_token and middle_token"
+            f"data.fim.rate={fim.rate}: the tokenizer has no {' '.join(missing)}: add with 'tokenizer.add_tokens="
+            f"[{','.join(missing)}]', or name its own with data.fim.prefix_token, suffix_token and middle_token"
         )
     prefix, suffix, middle = (vocabulary[name] for name in names)
     return FillInTheMiddle(fim.rate, fim.spm_rate, prefix, suffix, middle, tokenizer.eos_token_id, seed)

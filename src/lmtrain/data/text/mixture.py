@@ -79,10 +79,8 @@ def _weights(entry: dict[str, Any], where: str) -> dict[int, float]:
     weights = given if isinstance(given, dict) else {0: given}
     for step, weight in weights.items():
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UserError(
-                f"{where}.weight={given}: {step!r} is not a step; a weight that changes is written as "
-                "{step: weight}, such as {0: 1.0, 8000: 0.2}"
-            )
+            example = "a weight that changes is written as {step: weight}, such as {0: 1.0, 8000: 0.2}"
+            raise UserError(f"{where}.weight={given}: {step!r} is not a step; {example}")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise UserError(f"{where}.weight={given}: a weight is a number from 0 up")
     if 0 not in weights:

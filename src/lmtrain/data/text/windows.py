@@ -30,12 +30,10 @@ class Windows:
         counts = [self._windows_in(s.tokens) for s in shards]
         self.first_row = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         if len(self) == 0:
-            tokens = max((s.tokens for s in shards), default=0)
+            tokens = max(s.tokens for s in shards)
             more = "use more text" if seed is not None else "hold out more with data.val_fraction"
-            raise UserError(
-                f"{shards[0].path if shards else 'the split'} holds {tokens} tokens, fewer than one row of "
-                f"data.seq_len={seq_len} (and a label): set data.seq_len={max(1, tokens - 1)} or less, or {more}"
-            )
+            found = f"{shards[0].path} holds {tokens} tokens, fewer than one row of data.seq_len={seq_len}"
+            raise UserError(f"{found} (and a label): set data.seq_len={max(1, tokens - 1)} or less, or {more}")
 
     def __len__(self) -> int:
         return int(self.first_row[-1])
