@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from lmtrain.errors import UserError
 from lmtrain.models.context import CONTEXT, Context
-from lmtrain.models.documents import Documents, causal_mask
+from lmtrain.models.documents import ALONE, Documents, causal_mask
 
 NAME = "lmtrain"  # the attn_implementation of models built here; transformers never writes it into config.json
 # The product of row length and head width from which a CPU trains attention faster in half precision than in fp32.
@@ -99,10 +99,8 @@ def attention(
     elif documents.method == "dense_mask":
         out = _sdpa(query, key, value, scores, documents.mask(sliding_window)).transpose(1, 2)
     elif not scores.plain:
-        raise UserError(
-            f"{type(module).__name__} caps its attention scores or has an attention sink, which "
-            "model.attention=varlen doesn't support on CUDA: set model.attention=slices"
-        )
+        capped = f"{type(module).__name__} caps its attention scores or has an attention sink"
+        raise UserError(f"{capped}, which model.attention=varlen doesn't support: set model.attention=slices")
     else:
         out = _varlen_documents(query, key, value, scaling, sliding_window, documents)
     if context is not None:
@@ -118,11 +116,8 @@ def _refuse_what_is_not_done_here(module: nn.Module, sliding_window: int | None,
     if sliding_window is None and (_is_sliding(module) if slides is None else slides):
         extras.append("a sliding window that it doesn't pass on")
     if extras:
-        raise UserError(
-            f"{type(module).__name__} asks its attention for {', '.join(extras)}, which lmtrain's attention "
-            "doesn't support: set model.attention=transformers, and data.packing=off or "
-            "data.isolate_documents=false where rows hold several documents"
-        )
+        found = f"{type(module).__name__} asks its attention for {', '.join(extras)}, which lmtrain's lacks"
+        raise UserError(f"{found}: set model.attention=transformers, and {ALONE}")
 
 
 def use_attention(model: PreTrainedModel) -> None:

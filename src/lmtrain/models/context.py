@@ -97,23 +97,15 @@ def check(model: PreTrainedModel, size: int) -> None:
         reason = "it mixes tokens outside of attention"
     if reason is not None:
         chosen = "model.attention=auto, or " if reason.startswith("model.attention=") else ""
-        raise UserError(
-            f"{KEY}={size}: it needs a model that mixes the tokens of a row only in attention and by lmtrain's "
-            f"code, which {family} doesn't ({reason}): set {chosen}{KEY}=1"
-        )
+        needs = "it needs a model that mixes the tokens of a row only in attention and by lmtrain's code"
+        raise UserError(f"{KEY}={size}: {needs}, which {family} doesn't ({reason}): set {chosen}{KEY}=1")
     if config.num_attention_heads % size:
         fits = [d for d in range(2, size) if config.num_attention_heads % d == 0]
-        raise UserError(
-            f"{KEY}={size} does not divide the {config.num_attention_heads} attention heads of {family}, which "
-            f"the devices of a group divide among themselves: set it to {fits[-1] if fits else 1}"
-        )
+        found = f"{KEY}={size} does not divide the {config.num_attention_heads} attention heads of {family}"
+        raise UserError(f"{found}: set it to {fits[-1] if fits else 1}")
     if rotary.limit(model) is not None:
-        raise UserError(
-            f"{KEY}={size}: {family}'s rotary embedding depends on the length of the whole row (longrope), but each "
-            f"device has only a slice of it: set {KEY}=1"
-        )
+        reason = "its rotary embedding depends on the length of a row"
     if getattr(config, "num_experts_per_tok", None):
-        raise UserError(
-            f"{KEY}={size}: the balance of {family}'s experts is computed from the tokens of whole rows, but each "
-            f"device has only a slice of a row: set {KEY}=1"
-        )
+        reason = "the balance of its experts is computed over whole rows"
+    if reason is not None:
+        raise UserError(f"{KEY}={size}: each device has a slice of a row, but of {family}, {reason}: set {KEY}=1")

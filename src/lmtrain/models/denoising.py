@@ -29,10 +29,8 @@ def set_mask_token(model: PreTrainedModel, token: int | None) -> None:
 def refuse_denoising(model: PreTrainedModel, doing: str) -> None:
     """Raises UserError if the model predicts masked tokens, for a caller (`doing`) that needs next-token prediction."""
     if mask_token(model) is not None:
-        raise UserError(
-            f"this model predicts masked tokens from both sides, and {doing} asks for the next token: its score is "
-            f"val/loss of its training, and python -m lmtrain.generate writes its texts"
-        )
+        found = f"this model predicts masked tokens from both sides, and {doing} asks for the next token"
+        raise UserError(f"{found}: its score is val/loss of its training, and lmtrain.generate writes its texts")
 
 
 def mark_folder(folder: Path) -> None:

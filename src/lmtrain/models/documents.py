@@ -21,6 +21,7 @@ from lmtrain.errors import UserError
 
 CHOICES = ("auto", "sdpa", "slices", "varlen", "dense_mask", "transformers")
 
+ALONE = "let no row hold several (data.packing=off; for text data.isolate_documents=false)"
 FLASH_CAPABILITY = (8, 0)  # flash attention's kernels need Ampere or newer, so not T4 (7.5) or V100 (7.0)
 MERGED = 256  # tokens of short documents with one prefix that are one call of attention, though most don't see others
 
@@ -238,10 +239,7 @@ def choose_method(choice: str, device: torch.device, dtype: torch.dtype, dropout
         # Slices would have to wait for the GPU, to read the documents' lengths.
         return "varlen" if half and dropout == 0 and why_not_varlen(device) is None else "dense_mask"
     if choice in ("sdpa", "transformers"):
-        raise UserError(
-            f"model.attention={choice} can't isolate packed documents: set model.attention=auto, or let no row hold "
-            f"several (data.packing=off; for text data.isolate_documents=false)"
-        )
+        raise UserError(f"model.attention={choice} can't isolate packed documents: set it to auto, or {ALONE}")
     if choice == "varlen":
         reason = why_not_varlen(device)
         if reason is None and not half:

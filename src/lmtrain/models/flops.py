@@ -127,9 +127,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or not outside_fp8(precision).startswith(("bf16", "16")):
         return None
     name = torch.cuda.get_device_name(device)
-    return next(
-        (peak * 1e12 for known, peak in DEVICES["teraflops"].items() if re.search(rf"{known}(?!\d)", name)), None
-    )
+    peaks = DEVICES["teraflops"].items()
+    return next((peak * 1e12 for known, peak in peaks if re.search(rf"{known}(?!\d)", name)), None)
 
 
 def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | None = None) -> dict[str, int]:

@@ -150,10 +150,9 @@ def from_pretrained(name: str, *, scalar_head: bool | None = None, **options: An
     model, info = cls.from_pretrained(name, output_loading_info=True, **options)
     missing = sorted(set(info["missing_keys"]) - ({f"{HEAD}.weight"} if scalar_head else set()))
     if missing and getattr(model.config, "quantization_config", None) is None:
-        raise UserError(
-            f"{name} lacks weights of the {type(model).__name__} that its config.json describes: {missing[0]} "
-            f"({len(missing)} in all), which would be random numbers; export or download it again"
-        )
+        found = f"{name} lacks weights of the {type(model).__name__} that its config.json describes"
+        wanting = f"{missing[0]} ({len(missing)} in all), which would be random numbers"
+        raise UserError(f"{found}: {wanting}; export or download it again")
     assert isinstance(model, PreTrainedModel)
     _check_quantised(model, name, options)
     return text_of(model, rewards)
@@ -164,7 +163,5 @@ def _check_quantised(model: PreTrainedModel, name: str, options: dict[str, Any])
     for layer, module in model.named_modules() if "quantization_config" not in options else ():
         known = {cls.__name__ for cls in type(module).__mro__} & _MARKS.keys()
         if known and getattr(module.weight, _MARKS[known.pop()], None) is None:
-            raise UserError(
-                f"{name}/config.json: by its quantization_config the weights are quantised, and those of {layer} are "
-                f"not: take quantization_config out, or download the model again"
-            )
+            found = f"{name}/config.json: by its quantization_config {layer} is quantised, and its weights are not"
+            raise UserError(f"{found}: take quantization_config out, or download the model again")

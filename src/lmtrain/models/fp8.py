@@ -102,15 +102,12 @@ def in_words(model: PreTrainedModel, config: Config) -> str:
     inside, layers = converted(model), linear_layers(model)
     outside = {n: m for n, m in layers.items() if n not in inside}
     weights_in_bf16 = config.trainer.fp8_recipe == "rowwise_with_gw_hp"
-    flops = sum(
-        m.weight.numel() * (6 if m.weight.requires_grad and not weights_in_bf16 else 4) for m in inside.values()
-    )
+    products = {m.weight: 6 if m.weight.requires_grad and not weights_in_bf16 else 4 for m in inside.values()}
+    flops = sum(weight.numel() * times for weight, times in products.items())
     share = flops / flops_per_token(model, config.data.seq_len)
     rest = f"; in bf16: {_kinds(outside)}, where 8 bits gain nothing" if outside else ""
-    return (
-        f"{config.trainer.fp8_recipe}, {len(inside)} of {len(layers)} linear layers of the blocks: {_kinds(inside)}, "
-        f"{share:.0%} of the FLOPs{rest}"
-    )
+    number = f"{len(inside)} of {len(layers)} linear layers of the blocks"
+    return f"{config.trainer.fp8_recipe}, {number}: {_kinds(inside)}, {share:.0%} of the FLOPs{rest}"
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -136,11 +133,8 @@ def _why_none(model: PreTrainedModel) -> str:
     if not layers:
         return f"the blocks of {type(model).__name__} have no nn.Linear, which is what torchao converts"
     widest = max(layers.values(), key=lambda m: m.weight.numel())
-    return (
-        f"none of the {len(layers)} linear layers of the blocks gains by it, of which the largest has "
-        f"{widest.in_features} inputs and {widest.out_features} outputs (both have to be multiples of {MULTIPLE}, and "
-        f"wide)"
-    )
+    size = f"{widest.in_features} inputs and {widest.out_features} outputs (both have to be multiples of {MULTIPLE})"
+    return f"none of the {len(layers)} linear layers of the blocks gains by it, of which the largest has {size}"
 
 
 def _kinds(layers: dict[str, nn.Linear]) -> str:

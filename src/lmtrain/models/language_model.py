@@ -23,7 +23,7 @@ from lmtrain.models import mixers
 from lmtrain.models.attention import SLIDES, autocast_dtype
 from lmtrain.models.blocks import at_head, decoder_blocks, evaluating, let_grow
 from lmtrain.models.context import Context
-from lmtrain.models.documents import Documents, Inputs, Prefixes, choose_method
+from lmtrain.models.documents import ALONE, Documents, Inputs, Prefixes, choose_method
 from lmtrain.models.rotary import Lengths
 from lmtrain.models.routers import Logits, RouterLosses, Routers
 from lmtrain.models.scalar_head import HEAD, has_scalar_head
@@ -262,10 +262,8 @@ class LanguageModel(nn.Module):
 
     def _documents(self, cu_seqlens: Tensor, input_ids: Tensor, prefixes: Prefixes | None) -> Documents:
         if self.unpacked_because is not None:
-            raise UserError(
-                f"{type(self.model).__name__} can't isolate packed documents: {self.unpacked_because}; let no row "
-                f"hold several (data.packing=off; for text data.isolate_documents=false)"
-            )
+            found = f"{type(self.model).__name__} can't isolate packed documents: {self.unpacked_because}"
+            raise UserError(f"{found}; {ALONE}")
         device = input_ids.device
         method = self._method(device)
         if self._compiled():
@@ -330,10 +328,8 @@ class LanguageModel(nn.Module):
                     ours = self.model.get_output_embeddings()(self.hidden_states(Inputs(ids))[0]) * self.logit_scale
         except Exception as error:  # a family's code may raise anything
             reason = str(error).partition("\n")[0][:120]
-            raise UserError(
-                f"{type(self.model).__name__} can't read plain rows of tokens ({type(error).__name__}: {reason}): this "
-                f"family can't be trained with its config as it is"
-            ) from error
+            found = f"{type(self.model).__name__} can't read plain rows of tokens ({type(error).__name__}: {reason})"
+            raise UserError(f"{found}: this family can't be trained with its config as it is") from error
         if self.logit_softcap is not None and not self.has_scalar_head:
             ours = self.logit_softcap * torch.tanh(ours / self.logit_softcap)
         difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()

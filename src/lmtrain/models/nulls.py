@@ -6,29 +6,18 @@ given, such as an inner width of 8,192 or 32 heads, whatever the hidden size.
 
 import contextlib
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lmtrain.config.options import ScratchModelConfig
 from lmtrain.errors import UserError
 
-# The families' names for these keys; GPT-2's other names are in its config's own attribute_map.
-ALIASES = {
-    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "dff",
-                          "d_inner"),
-    "hidden_act": ("hidden_act", "activation_function"),
-    "rope_theta": ("rope_parameters",),
-}  # fmt: skip
-# Settings that a family's code reads although its config class doesn't declare them.
-UNDECLARED = {"qwen3_moe": ("head_dim",)}
-MEANING = {
-    "intermediate_size": "4 x hidden_size",
-    "num_key_value_heads": "as many as query heads",
-    "head_dim": "hidden_size / num_attention_heads",
-}
+_TABLES = yaml.safe_load(Path(__file__).with_name("nulls.yaml").read_text(encoding="utf-8"))
+ALIASES, UNDECLARED, MEANING = (_TABLES[name] for name in ("aliases", "undeclared", "meaning"))
 
 
 def field_name(config: PretrainedConfig, key: str) -> str | None:
@@ -70,10 +59,9 @@ def filled(cfg: ScratchModelConfig, given: dict[str, Any], known: PretrainedConf
         config = type(known)(**(given | missing))
     for key, (name, value) in wanted.items():
         if name is not None and _differs(config, name, value):
-            raise UserError(
-                f"model.{key}=null means {MEANING[key]}, {value} here, and the family {cfg.family} has "
-                f"{getattr(config, name)} of its own: set model.{key}={getattr(config, name)}, or choose another family"
-            )
+            own = getattr(config, name)
+            found = f"model.{key}=null means {MEANING[key]}, {value} here, and the family {cfg.family} has its own"
+            raise UserError(f"{found}: set model.{key}={own}, or choose another family")
     if cfg.intermediate_size is None:
         _check_width(cfg, config, field_name(known, "intermediate_size"))
     return config
@@ -87,15 +75,12 @@ def _check_width(cfg: ScratchModelConfig, config: PretrainedConfig, name: str | 
     """Raises UserError if the family chooses a feed-forward width that no key of `model` determines."""
     if cfg.num_experts is not None:
         if name is not None and _dimensions(config) != _dimensions(config, **{name: getattr(config, name) + 8}):
-            raise UserError(
-                f"model.intermediate_size=null: the family {cfg.family} has layers, or experts, of that width, "
-                f"which by default would be {getattr(config, name)}: set model.intermediate_size"
-            )
+            found = f"the family {cfg.family} has layers, or experts, of that width, by default {getattr(config, name)}"
+            raise UserError(f"model.intermediate_size=null: {found}: set model.intermediate_size")
     elif cfg.family != "gpt2" and 4 * (cfg.hidden_size or 0) not in _dimensions(config):
-        raise UserError(
-            f"model.intermediate_size=null means {MEANING['intermediate_size']}, and the family {cfg.family} has "
-            f"layers of another width: set model.intermediate_size; for a mixture of experts see model=moe_small"
-        )
+        meant = f"means {MEANING['intermediate_size']}, and the family {cfg.family} has layers of another width"
+        advice = "set model.intermediate_size; for a mixture of experts see model=moe_small"
+        raise UserError(f"model.intermediate_size=null {meant}: {advice}")
 
 
 def _dimensions(config: PretrainedConfig, **changes: Any) -> set[int]:

@@ -66,10 +66,8 @@ def set_attention(choice: str, model: PreTrainedModel, seq_len: int) -> None:
     """
     name, found = type(model).__name__, support(model, seq_len)
     if found.causal is not None:
-        raise UserError(
-            f"{name} can't be trained to predict the next token: {found.causal} (in rows of data.seq_len={seq_len})"
-            f"{_if_said(model)}"
-        )
+        why = f"{found.causal} (in rows of data.seq_len={seq_len}){_if_said(model)}"
+        raise UserError(f"{name} can't be trained to predict the next token: {why}")
     if found.attention is not None and choice not in ("auto", "transformers"):
         raise UserError(f"model.attention={choice} doesn't go with {name}: {found.attention}; set it to auto")
     used = "transformers" if found.attention is not None else choice
@@ -213,10 +211,7 @@ class _Trial:
             return None
         if options:
             return MIXES
-        return (
-            "lmtrain's attention gives different results than the model's own, which may use a window or bias "
-            "that it doesn't pass on"
-        )
+        return "lmtrain's attention gives different results than the model's own, which may use a window or bias"
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:

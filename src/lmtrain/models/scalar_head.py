@@ -41,15 +41,11 @@ def give_scalar_head(config: PretrainedConfig, name: str) -> None:
         UserError: transformers has no scalar head for the family, or the model has a head with several labels.
     """
     if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-        raise UserError(
-            f"{name}: transformers has no {config.model_type} with a scalar head ({KIND}): choose another family for "
-            f"objective=reward"
-        )
+        found = f"{name}: transformers has no {config.model_type} with a scalar head ({KIND})"
+        raise UserError(f"{found}: choose another family for objective=reward")
     if says_scalar_head(config) and config.num_labels != 1:
-        raise UserError(
-            f"{name} tells {config.num_labels} classes apart, and a reward is one number: start from a model without "
-            f"a head, or with num_labels=1"
-        )
+        found = f"{name} tells {config.num_labels} classes apart, and a reward is one number"
+        raise UserError(f"{found}: start from a model without a head, or with num_labels=1")
     config.num_labels = 1
 
 
@@ -93,6 +89,5 @@ def refuse_scalar_head(model: nn.Module, doing: str) -> None:
     if has_scalar_head(model):
         raise UserError(
             f"this model gives a reward, one number for a conversation, and {doing} asks for the next token: "
-            f"python -m lmtrain.evaluate scores it on pairs (data=preference_jsonl), and objective=grpo learns from it "
-            f"with reward=model"
+            "lmtrain.evaluate scores it on pairs (data=preference_jsonl), and reward=model learns from it"
         )

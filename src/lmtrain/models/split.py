@@ -38,14 +38,8 @@ PACKED, BLOCKS = "packed_colwise", 3
 GATHERS_BLOCKS = torch_is_at_least(2, 13)
 COLUMNS, ROWS = ("colwise", PACKED, "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 PER_HEAD_NORM = "replicated_with_grad_allreduce"
-OWN_PLANS = {
-    "gpt2": {
-        "h.*.attn.c_attn": PACKED,
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    }
-}
+_GPT2 = {"attn.c_attn": PACKED, "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
+OWN_PLANS = {"gpt2": {f"h.*.{name}": style for name, style in _GPT2.items()}}
 Layer = Any  # nn.Linear, or GPT-2's Conv1D, whose weight is transposed
 INSTEAD = "Set trainer.strategy=fsdp, which shares out any model"
 TOKENS = Shard(1)  # splits [B, T, D] by tokens
@@ -150,11 +144,9 @@ def check(model: PreTrainedModel, size: int) -> dict[nn.Module, str]:
             if count is not None and count % size:
                 raise UserError(f"{key}: {family}'s {what}={count} is not a multiple of it. {divisors(count)}")
         if attention_dropout(config) > 0:
-            raise UserError(
-                f"{key}: dropout on attention weights would use the same mask for the heads of all devices of a "
-                f"group. Set model.dropout=0 (or only {family}'s own setting for it, as in "
-                f"+model.extra.{'attn_pdrop' if hasattr(config, 'attn_pdrop') else 'attention_dropout'}=0)"
-            )
+            own = "attn_pdrop" if hasattr(config, "attn_pdrop") else "attention_dropout"
+            why = "dropout on attention weights would use the same mask for the heads of all devices of a group"
+            raise UserError(f"{key}: {why}. Set model.dropout=0, or only +model.extra.{own}=0")
     for name, style in layers.items():
         if style != PER_HEAD_NORM:
             _check_layer(model.get_submodule(name), name, style, size)
@@ -165,10 +157,7 @@ def check_tokens(model: PreTrainedModel) -> None:
     """Raises UserError if the model does not support trainer.fsdp.sequence_parallel."""
     key, off = "trainer.fsdp.sequence_parallel=true", "set trainer.fsdp.sequence_parallel=false"
     if any(is_adapted(module) for module in model.modules()):
-        raise UserError(
-            f"{key} does not go with LoRA: its matrices are not split, so each device would compute "
-            f"only a part of their gradients: {off}"
-        )
+        raise UserError(f"{key} does not go with LoRA, whose matrices are not split: {off}")
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         raise UserError(f"{key}: each rank draws dropout for its slice of tokens. Set model.dropout=0, or {off[4:]}")
 
@@ -182,10 +171,8 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
         raise UserError(f"trainer.strategy=fsdp_tp does not split a mixture of experts. {INSTEAD}")
     unknown = sorted(set(plan.values()) - {*COLUMNS, *ROWS, PER_HEAD_NORM})
     if unknown:
-        raise UserError(
-            f"trainer.strategy=fsdp_tp can't split the family {config.model_type}: transformers' plan for it has "
-            f"{', '.join(unknown)}. {INSTEAD}"
-        )
+        found = f"transformers' plan for the family {config.model_type} has {', '.join(unknown)}"
+        raise UserError(f"trainer.strategy=fsdp_tp: {found}. {INSTEAD}")
     return plan
 
 
@@ -194,10 +181,8 @@ def _check_layer(module: nn.Module, name: str, style: str, size: int) -> None:
         raise UserError(f"trainer.strategy=fsdp_tp can't split DoRA: set peft.use_dora=false, or {INSTEAD[4:]}")
     layer: Layer = module.base_layer if is_adapted(module) else module
     if type(layer) not in (nn.Linear, Conv1D):
-        raise UserError(
-            f"trainer.strategy=fsdp_tp splits linear layers, and {name} is a {type(layer).__name__}: leave it out of "
-            f"peft.modules_to_save and the like. {INSTEAD}"
-        )
+        found = f"trainer.strategy=fsdp_tp splits linear layers, and {name} is a {type(layer).__name__}"
+        raise UserError(f"{found}: leave it out of peft.modules_to_save and the like. {INSTEAD}")
     outputs, inputs = layer.weight.T.shape if isinstance(layer, Conv1D) else layer.weight.shape
     width = inputs if style in ROWS else outputs // BLOCKS if style == PACKED else outputs
     if width % size:

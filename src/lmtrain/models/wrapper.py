@@ -98,10 +98,9 @@ def outermost(config: PretrainedConfig, scalar_head: bool) -> Any:
         return AutoModelForMultimodalLM
     multimodal = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys()
     if (name := config.model_type) in multimodal - modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
-        raise UserError(
-            f"{name} reads more than text, and its language model ({config.get_text_config().model_type}) is not one "
-            f"of transformers' causal language models, so it can't be trained on its own"
-        )
+        found = f"{name} reads more than text, and its language model ({config.get_text_config().model_type})"
+        causal = "is not one of transformers' causal language models"
+        raise UserError(f"{found} {causal}, so it can't be trained on its own")
     return auto_class(scalar_head)
 
 
@@ -123,10 +122,8 @@ def text_of(model: PreTrainedModel, scalar_head: bool = False) -> PreTrainedMode
     inside = next(name for name, module in text.named_children() if isinstance(module, PreTrainedModel))
     body = decoder if type(decoder) is not type(text) else getattr(decoder, inside)  # Llama 4's has its output layer
     if type(getattr(text, inside)) is not type(body) or head is None:
-        raise UserError(
-            f"{type(model).__name__}: its language model ({type(body).__name__}) is not that of a "
-            f"{type(text).__name__}, so it can't be trained on its own"
-        )
+        found = f"its language model ({type(body).__name__}) is not that of a {type(text).__name__}"
+        raise UserError(f"{type(model).__name__}: {found}, so it can't be trained on its own")
     _check_forward(type(model), decoder.config)
     here, there = [inside], [names[id(body)]]
     setattr(text, inside, body)
@@ -192,10 +189,8 @@ def write(model: PreTrainedModel, state: dict[str, Tensor], tied: dict[str, Tens
     assert wrapper is not None
     files = weight_files.of_model(wrapper.name_or_path, getattr(wrapper.config, "_commit_hash", None))
     if not files:
-        raise RunError(
-            f"the vision or audio tower can't be copied into the export: {wrapper.name_or_path}, from which the model "
-            f"was loaded, has no safetensors files any more; put them back and export again"
-        )
+        gone = f"{wrapper.name_or_path}, from which the model was loaded, has no safetensors files any more"
+        raise RunError(f"the vision or audio tower can't be exported: {gone}; put them back and export again")
     config = config_of(model, wrapper)
     with torch.device("meta"):
         shell: Any = wrapper.cls._from_config(config)
