@@ -86,6 +86,15 @@ def needing(package: str, key: str) -> Iterator[None]:
         raise UserError(f'{key} needs {package} ({error}): pip install "lmtrain[{package}]"') from None
 
 
+@contextlib.contextmanager
+def writing(what: str, remedy: str = "") -> Iterator[None]:
+    """Raises UserError if a file or folder can't be written within the context: `what` it is, the reason, a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} can't be written: {reason(error)}{remedy}") from None
+
+
 def print_error(message: str) -> None:
     """Prints "error: message" to stderr, with "error:" in red on a terminal; control characters are made visible."""
     status.stop()

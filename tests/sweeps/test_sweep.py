@@ -123,7 +123,7 @@ def test_a_value_written_twice_is_one_trial() -> None:
 REFUSED = {
     ("-m", "optimizer.lr=interval(1e-4,1e-3)"): "add sweep=optuna",
     ("-m", "sweep=optuna", "optimizer.lr=tag(log,interval(0,1e-3))"): "optimizer.lr=tag(log,interval(0,1e-3)): ",
-    ("-m", "sweep=optuna", "sweep.sampler=magic", "seed=1,2"): "choose tpe or random",
+    ("-m", "sweep=optuna", "sweep.sampler=magic", "seed=1,2"): "options: tpe, random",
     ("-m", "optimizer.lr=1e-3,1e-4", "sweep.n_trials=3"): "sweep.n_trials has no meaning with the sweep chosen here",
     ("-m", "optimizer.lr=1e-3,1e-4", "sweep.jobs=0"): "sweep.jobs=0: at least 1 is needed",
     ("-m", "optimizer.lr=1e-3,1e-4", "run.name=one"): "name the sweep: sweep.name=",

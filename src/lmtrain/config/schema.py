@@ -387,7 +387,7 @@ class SweepConfig:
     allow_failures: Annotated[bool, SHOWN]
     space: Annotated[dict[str, Any], SHOWN]  # {key: values in Hydra's sweep syntax}
     n_trials: Annotated[int | None, SHOWN] = None  # this and the following keys: optuna only
-    sampler: Annotated[str | None, SHOWN] = None  # tpe or random
+    sampler: Annotated[str | None, SHOWN, choice("tpe", "random")] = None
     startup_trials: Annotated[int | None, SHOWN] = None
     seed: Annotated[int | None, SHOWN] = None
 

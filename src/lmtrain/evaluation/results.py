@@ -13,7 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from lmtrain.config.schema import Config
-from lmtrain.errors import UserError, reason
+from lmtrain.errors import UserError, writing
 from lmtrain.evaluation.subject import Subject
 from lmtrain.files import write_atomic
 from lmtrain.run.summary import versions
@@ -186,14 +186,12 @@ class Results:
         if not e.dir:
             refuse_link_at(folder, base)
         tree = shown_in(self.as_dict())
-        try:
+        with writing(str(folder), "; set evaluate.dir to another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             name = e.name or _free(folder, f"{who.label}-{_label(self.words)}", tree, who.folder is not None)
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows())
             write_atomic(folder / f"{name}.rows.jsonl", "".join(lines))
             write_atomic(folder / f"{name}.json", json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise UserError(f"{folder} can't be written: {reason(error)}; set evaluate.dir to another folder") from None
         return folder / f"{name}.json"
 
     def _rows(self) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from lmtrain.config.schema import Config, GenerateConfig
 from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.chat.turns import BadRow
-from lmtrain.errors import UserError, reason
+from lmtrain.errors import UserError, writing
 from lmtrain.generation.sampling import continued, positions, sampling
 from lmtrain.models.denoising import refuse_denoising
 from lmtrain.run_folder import trained
@@ -111,24 +111,14 @@ class Talk:
         if not self.turns:
             raise UserError("there is nothing to save yet: ask something first")
         path = Path(file).expanduser().absolute()
-        try:
-            with path.open("a", encoding="utf-8") as out:
-                for row in self._rows():
-                    out.write(json.dumps(row, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise UserError(f"{path} can't be written: {reason(error)}") from None
+        with writing(str(path)), path.open("a", encoding="utf-8") as out:
+            for row in self._rows():
+                out.write(json.dumps(row, ensure_ascii=False) + "\n")
         return path
 
 
-HELP = """/reset           start over
-/system [TEXT]   set the system turn (without text: none) and start over
-/save [FILE]     add the conversation to FILE (chat.jsonl), as data=chat_jsonl reads it
-/exit            leave, as Ctrl-D does; Ctrl-C stops an answer"""
-
-
-HELP_OF_TEXT = """this model has no chat template: it continues each text that you type
-/save [FILE]     add the texts and what follows them to FILE (chat.jsonl)
-/exit            leave, as Ctrl-D does; Ctrl-C stops a text"""
+# What can be typed: in a chat, and to a model that only continues text.
+HELP, HELP_OF_TEXT = Path(__file__).with_name("chat_help.txt").read_text(encoding="utf-8").strip().split("\n\n")
 
 
 def chat(config: Config) -> int:

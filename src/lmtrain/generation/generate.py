@@ -16,7 +16,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.chat.templates import end_ids, own_template, user_turn
 from lmtrain.data.sources.lines import BOM
 from lmtrain.distributed.ranks import typed
-from lmtrain.errors import UserError, reason
+from lmtrain.errors import UserError, reason, writing
 from lmtrain.generation.sampling import positions, sample_text, sample_texts, settings_of
 from lmtrain.run_folder import trained
 
@@ -140,15 +140,14 @@ class AnswersFile:
                 )
 
     def _open(self, path: Path) -> BinaryIO:
-        try:
+        with writing(f"generate.out={self.name}"):
             path.touch()
             file = path.open("r+b")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends, however it ends
-        except BlockingIOError:
-            raise UserError(f"generate.out={path} is being written by another command: wait for it") from None
-        except OSError as error:
-            raise self._unwritable(error) from None
-        return file
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends, however it ends
+            except BlockingIOError:
+                raise UserError(f"generate.out={path} is being written by another command: wait for it") from None
+            return file
 
     def add(self, rows: Sequence[tuple[str, int, str]]) -> None:
         """Writes answers: the prompt, the number of its sample, the text."""
@@ -156,11 +155,6 @@ class AnswersFile:
         if self._file is None:
             print(text, end="", flush=True)
             return
-        try:
+        with writing(f"generate.out={self.name}"):
             self._file.write(text.encode())
             self._file.flush()
-        except OSError as error:
-            raise self._unwritable(error) from None
-
-    def _unwritable(self, error: OSError) -> UserError:
-        return UserError(f"generate.out={self.name} can't be written: {reason(error)}")

@@ -19,19 +19,17 @@ import torch
 
 from lmtrain import errors, terminal
 from lmtrain.config.schema import Config
-from lmtrain.errors import UserError, reason
+from lmtrain.errors import UserError, needing, reason
 from lmtrain.generation.conversation import Talk
 from lmtrain.models.flops import parameter_counts
 from lmtrain.run_folder import trained
 
-try:
+with needing("web", "chat.web=true"):
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
-except ImportError as error:
-    raise UserError(f'the page needs starlette and uvicorn ({error}): pip install "lmtrain[web]"') from None
 
 _LONGEST = 1_000_000  # maximum size of a conversation in bytes
 _POLICY = (

@@ -14,7 +14,7 @@ from lmtrain.config.override_text import written
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import build_corpus
 from lmtrain.distributed import devices, ranks
-from lmtrain.errors import RunError, UserError, reason
+from lmtrain.errors import RunError, UserError, writing
 from lmtrain.files import write_atomic
 from lmtrain.optim.schedules import Suggestion, suggest
 from lmtrain.planning import estimation, trial
@@ -158,7 +158,7 @@ def scaled(groups: list[dict[str, Any]], lr: float, new: float) -> list[dict[str
 
 def write(found: Found, folder: Path) -> list[Path]:
     """Writes tune.json and, if matplotlib is installed, lr.png to `folder`; returns the paths of the files."""
-    try:
+    with writing(str(folder), "; set tune.dir to another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         tree = {**asdict(found), "overrides": found.overrides()}
         if found.suggestion is not None:
@@ -167,8 +167,6 @@ def write(found: Found, folder: Path) -> list[Path]:
         files = [folder / "tune.json"]
         if found.suggestion is not None:
             files += _draw(found, folder / "lr.png")
-    except OSError as error:
-        raise UserError(f"{folder} can't be written: {reason(error)}; set tune.dir to another folder") from None
     return files
 
 

@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from lmtrain.data.chat.turns import is_exact
-from lmtrain.errors import UserError, reason
+from lmtrain.errors import writing
 from lmtrain.reports.curves import FIRST, LEVELS, Curve, HeatMap, paths
 from lmtrain.terminal import visible
 
@@ -138,10 +138,8 @@ def document(
 def write_page(page: str, path: str) -> Path:
     """Writes a page of lmtrain inspect and returns its absolute path; UserError if that fails."""
     file = Path(path).expanduser().absolute()
-    try:
+    with writing(f"inspect.html={path}"):
         file.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"inspect.html={path} can't be written: {reason(error)}") from None
     return file
 
 

@@ -71,7 +71,7 @@ class Session:
             run.objective.continue_from(saved)
             self.done = store.step_of(self.checkpoint)
         self.is_done = world.from_first(
-            lambda: self.done >= run.total_steps and run_dir.has_ended(self.folder, self.done)
+            lambda: self.done >= run.total_steps and (run_dir.ended(self.folder) or {}).get("step") == self.done
         )
         if self.is_done and self.checkpoint is not None:
             resume.refuse_other_rates(self.checkpoint, config)

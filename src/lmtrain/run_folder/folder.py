@@ -20,7 +20,7 @@ from lmtrain.config.fingerprint import read_config, trained_otherwise
 from lmtrain.config.keys import flat, keys_in, value_of
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import BUDGETS, Config
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, writing
 from lmtrain.files import CHECKPOINT, first_unused, read_regular, replacing, temporary_beside, write_atomic
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.secrets import shown_in
@@ -114,12 +114,10 @@ def locate(config: Config) -> Path:
 def folder_beside_runs(config: Config, name: str) -> Iterator[Path]:
     """Yields a temporary folder in run.root. Raises UserError if it can't be created."""
     root = Path(config.run.root).expanduser().absolute()
-    try:
+    with writing(str(root), "; set run.root to a folder you can write"):
         root.mkdir(parents=True, exist_ok=True)
         folder = temporary_beside(root / name)
         folder.mkdir()
-    except OSError as error:
-        raise UserError(f"cannot write {root}: {error.strerror}; set run.root to a folder you can") from None
     try:
         yield folder
     finally:
@@ -195,12 +193,6 @@ def last_start(run: RunDir, config: Config) -> dict[str, Any]:
         return read_config(config_rules.read(run.config), config)
     except UserError:
         return {}
-
-
-def has_ended(folder: RunDir, step: int) -> bool:
-    """Returns whether the run's summary says that it ended at this step."""
-    summary = ended(folder)
-    return summary is not None and summary.get("step") == step
 
 
 def ended(folder: RunDir) -> dict[str, Any] | None:

@@ -53,13 +53,12 @@ def locked(folder: Path, what: str, root: str) -> Iterator[None]:
     """
     if folder.is_dir():
         refuse_links(folder)
-    try:
+    with errors.writing(str(folder), f"; set {root} elsewhere"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / f"{what}.lock").acquire(timeout=0)
-    except Timeout:
-        raise UserError(f"{folder}: this {what} is running already, in another process") from None
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {errors.reason(error)}; set {root} elsewhere") from None
+        try:
+            lock = FileLock(folder / f"{what}.lock").acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"{folder}: this {what} is running already, in another process") from None
     with lock:
         yield
 
@@ -158,7 +157,6 @@ def start(verb: str, words: list[str], log: Path, **variables: str) -> subproces
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
     """Kills a process and its process group, which holds what it started."""
-    assert process.pid is not None, "it was started"
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()  # in case it has no session of its own yet

@@ -57,8 +57,6 @@ def combinations(swept: list[Override]) -> list[list[str]]:
 
 def check_optuna(swept: list[Override], sweep: SweepConfig) -> None:
     """Raises UserError if an Optuna search with these settings can't start."""
-    if sweep.sampler not in ("tpe", "random"):
-        raise UserError(f"sweep.sampler={sweep.sampler}: choose tpe or random")
     if not swept:
         raise UserError("sweep=optuna has nothing to search: add keys, such as 'optimizer.lr=interval(1e-4,1e-2)'")
     if find_spec("optuna") is None:
