@@ -106,15 +106,13 @@ class Metrics(pl.Callback):
         self._trained_until = 0.0
         self.records.start(trainer.global_step)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        assert isinstance(pl_module, Objective)
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Objective, *_: Any, **__: Any) -> None:
         self.records.begin(trainer.global_step + 1, trainer.is_global_zero)
         lightning_private.hide_logged(trainer, True)
         pl_module.set_rate(trainer.global_step)  # before callbacks read the learning rate
         self.clock.data_wait += self.clock.elapsed() - self._trained_until
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        assert isinstance(pl_module, Objective)
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Objective, *_: Any, **__: Any) -> None:
         result = pl_module.last_step
         assert result is not None
         self.tokens_seen += result.seen
@@ -196,8 +194,7 @@ class Metrics(pl.Callback):
         lightning_private.hide_logged(trainer, False)
         self.records.reopen()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, Objective)
+    def teardown(self, trainer: pl.Trainer, pl_module: Objective, stage: str) -> None:
         pl_module.logs_itself = True  # for use under another Trainer
         self.records.close()
 
@@ -229,8 +226,7 @@ class WriteRecords(pl.Callback):
             self.records.log_metrics(lightning_private.logged_over_epoch(trainer))
         self.records.close_step(trainer.is_global_zero)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, Objective)
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Objective) -> None:
         asked_to_stop = pl_module.stop.agreed or pl_module.stop.asked()
         self.records.end(trainer.is_global_zero, whole=not asked_to_stop)
 

@@ -47,8 +47,7 @@ class Rollouts(pl.Callback):
         self.idle_steps, self.warned = state_dict["idle_steps"], state_dict["warned"]
         self.told, self.first = list(state_dict["told"]), list(state_dict.get("first", []))
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        assert isinstance(pl_module, GRPO)
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: GRPO, *_: Any, **__: Any) -> None:
         step, groups = trainer.global_step, pl_module.rollout
         if self.kept is not None:
             keep(groups, self.data, self.kept / f"step_{step:08d}_rank{trainer.global_rank}.parquet")

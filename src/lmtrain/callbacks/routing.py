@@ -34,8 +34,7 @@ class Routing(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.in_a_row = {kind: torch.tensor(steps) for kind, steps in state_dict.items()}
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        assert isinstance(pl_module, Objective)
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Objective, *_: Any, **__: Any) -> None:
         chosen = pl_module.model.router_losses.chosen
         for kind, counts in chosen.items():
             top_k = pl_module.model.router_losses.kinds[kind].top_k

@@ -101,8 +101,7 @@ class BadSteps(pl.Callback):
     def __init__(self, folder: Path, max_bad_steps: int, log_every_n_steps: int) -> None:
         self.folder, self.max_bad_steps, self.log_every_n_steps = folder, max_bad_steps, log_every_n_steps
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        assert isinstance(pl_module, Objective)
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Objective, *_: Any, **__: Any) -> None:
         if pl_module.device.type != "cpu" and trainer.global_step % self.log_every_n_steps != 0:
             return
         total, in_a_row, start = pl_module.guard.counts()
@@ -174,8 +173,7 @@ class EndsEarly(pl.Callback):
         self.seconds, self.fewest = seconds, fewest
         self.first_step: float | None = None
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        assert isinstance(pl_module, Objective)
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Objective, *_: Any, **__: Any) -> None:
         numbers = pl_module.step_means()
         loss, step = numbers["train/loss"], trainer.global_step
         if trainer.is_global_zero:

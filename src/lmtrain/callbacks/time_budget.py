@@ -83,8 +83,7 @@ class TimeBudget(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.spent = state_dict["used"]
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, Objective)
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Objective) -> None:
         self._said, self._start = pl_module.total_steps, trainer.global_step
         self._begin_window(trainer.global_step)
 
@@ -99,8 +98,7 @@ class TimeBudget(pl.Callback):
         self.validation = time.perf_counter() - self._validation_began
         self._paused += self.validation
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        assert isinstance(pl_module, Objective)
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Objective, *_: Any, **__: Any) -> None:
         if self.samples is not None and trainer.global_step == self.samples.early:
             self._paused += self.samples.early_seconds
         done = trainer.global_step - self._start
@@ -167,8 +165,7 @@ class Forecast(pl.Callback):
         if state_dict["minutes"] == self.minutes:  # with another budget the run has another length
             self.made = state_dict["made"]
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, Objective)
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Objective) -> None:
         step, bits, steps = trainer.global_step, self.metrics.last_val.get(SCORE), pl_module.total_steps
         if bits is None or step <= warmup_steps(self.schedule, steps):
             return

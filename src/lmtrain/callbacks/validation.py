@@ -66,8 +66,7 @@ class Validation(pl.Callback):
                 self.metrics.records.forget_validation()
         self.metrics.records.validating = False
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, Objective)
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Objective) -> None:
         names = list(trainer.datamodule.val_sets)  # type: ignore[attr-defined]
         means = {name: pl_module.validation_means(loader) for loader, name in enumerate(names)}
         scores = self.samples.write(trainer, pl_module) if self.samples is not None else {}
