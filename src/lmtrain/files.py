@@ -96,10 +96,8 @@ def _remove(path: Path) -> None:
 def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # a process of another user
-        return True
+    except OSError as error:  # also for a process of another user
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

@@ -187,8 +187,9 @@ def quiet_libraries() -> None:
 
     import transformers
 
-    libraries = ("lightning.pytorch", "lightning.fabric", "lightning", "transformers", "datasets", "httpx")
-    for name in (*libraries, "bitsandbytes"):
+    libraries = ("lightning.pytorch", "lightning.fabric", "lightning", "transformers", "datasets", "httpx", "lm_eval")
+    # The last one warns for each parameter of a checkpoint that gathering it takes two collectives.
+    for name in (*libraries, "bitsandbytes", "torch.distributed.tensor._redistribute"):
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     # Saving a model imports DeepSpeed if it is installed, which sets its logger's level itself.

@@ -48,17 +48,7 @@ class Packed(nn.Module):
     @property
     def weight(self) -> Any:
         """A Params4bit view of the parts, gathered ones included, in place of Linear4bit's own parameter."""
-        from bitsandbytes.nn import Params4bit
-
-        form = self.form
-        return Params4bit(
-            self.packed,
-            quant_state=self._state(),
-            blocksize=form.blocksize,
-            compress_statistics=bool(form.scale_blocksize),
-            quant_type=form.quant_type,
-            bnb_quantized=True,
-        )
+        return _quantised(self.packed, self._state())
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight":  # peft's DoRA reads the weight, moves it to its current device and assigns it again
@@ -174,7 +164,6 @@ def pack_shapes(model: nn.Module) -> None:
 
 def _packed_shape(layer: Any) -> "Params4bit":
     from bitsandbytes.functional import QuantState
-    from bitsandbytes.nn import Params4bit
 
     numbers, old = layer.out_features * layer.in_features, layer.weight
     blocks = math.ceil(numbers / old.blocksize)
@@ -192,15 +181,21 @@ def _packed_shape(layer: Any) -> "Params4bit":
         offset=offset,
         state2=outer,
     )
-    packed = _meta(math.ceil(numbers / 2), 1, dtype=torch.uint8)
+    return _quantised(_meta(math.ceil(numbers / 2), 1, dtype=torch.uint8), state, module=layer)
+
+
+def _quantised(packed: Tensor, state: "QuantState", **options: Any) -> "Params4bit":
+    """Returns weights that are quantised already as a parameter of bitsandbytes."""
+    from bitsandbytes.nn import Params4bit
+
     return Params4bit(
         packed,
         quant_state=state,
-        blocksize=old.blocksize,
-        compress_statistics=old.compress_statistics,
-        quant_type=old.quant_type,
-        module=layer,
+        blocksize=state.blocksize,
+        compress_statistics=state.state2 is not None,
+        quant_type=state.quant_type,
         bnb_quantized=True,
+        **options,
     )
 
 

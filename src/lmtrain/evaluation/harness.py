@@ -1,9 +1,5 @@
 """Tasks of EleutherAI's lm-evaluation-harness, run on a loaded model through the harness's Hugging Face class."""
 
-import contextlib
-import importlib.util
-import logging
-from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -11,7 +7,7 @@ import numpy as np
 
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
-from lmtrain.errors import UserError, did_you_mean
+from lmtrain.errors import UserError, did_you_mean, needing
 from lmtrain.evaluation.results import Evaluated, Scores
 from lmtrain.evaluation.subject import Subject
 from lmtrain.generation.sampling import positions
@@ -24,16 +20,14 @@ def find(config: Config) -> Any:
     Raises:
         UserError: the harness is not installed, or a task is unknown.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError('evaluate.tasks needs lm-evaluation-harness: pip install "lmtrain[lm-eval]"')
-    from lm_eval.tasks import TaskManager
+    with needing("lm-eval", "evaluate.tasks"):
+        from lm_eval.tasks import TaskManager
 
     names, folder = config.evaluate.tasks, config.evaluate.task_folder
-    with _quiet():
-        own = TaskManager(include_path=folder, include_defaults=False) if folder else None
-        if own is not None and set(names) <= set(own.all_tasks):
-            return own
-        manager = TaskManager(include_path=folder)  # slow: reads the harness's thousands of tasks
+    own = TaskManager(include_path=folder, include_defaults=False) if folder else None
+    if own is not None and set(names) <= set(own.all_tasks):
+        return own
+    manager = TaskManager(include_path=folder)  # slow: reads the harness's thousands of tasks
     for name in names:
         if name not in manager.task_index:
             hint = did_you_mean(name, manager.all_tasks, most=3)
@@ -96,7 +90,7 @@ def _run(who: Subject, config: Config, manager: Any) -> dict[str, Any]:
 
     e = config.evaluate
     autocast = torch.autocast(who.model.model.device.type, torch.bfloat16, enabled=e.precision == "bfloat16")
-    with _quiet(), autocast:
+    with autocast:
         model = _model(who, config)
         try:
             found = simple_evaluate(
@@ -157,15 +151,3 @@ def _model(who: Subject, config: Config) -> Any:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, bool | int | float | np.number) else None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the harness's log messages below ERROR; its progress bars stay."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

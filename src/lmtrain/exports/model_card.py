@@ -34,7 +34,7 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
     """
     adapter = (folder / "adapter_config.json").exists()
     config = dict(leaves_of(shown_in(yaml.safe_load(read_regular(run_config)))))  # by dotted key
-    name, scores = run_config.parent.name, _scores(run_config.parent / "metrics.jsonl", step)
+    name, scores = run_config.parent.name, scores_at(run_config.parent / "metrics.jsonl", step)
     task = "text-generation"
     if predicts_masked_tokens(folder):
         task = "fill-mask"
@@ -89,13 +89,10 @@ def _hub_name(name: Any) -> str | None:
     return name
 
 
-def _scores(metrics: Path, step: int) -> dict[str, float]:
-    """Returns the val/ metrics of the validation at `step`, or {} if there was none."""
-    found: dict[str, float] = {}
-    for row in read_jsonl(metrics, b'"val/'):
-        numbers = {k: v for k, v in row.items() if k.startswith("val/") and isinstance(v, int | float)}
-        found = numbers if numbers and row["step"] == step else found
-    return found
+def scores_at(metrics: Path, step: int | None) -> dict[str, float]:
+    """Returns the val/ metrics of the validation at `step` that metrics.jsonl has, or {} if there was none."""
+    rows = [row for row in read_jsonl(metrics, b'"val/') if row.get("step") == step]
+    return {k: v for row in rows for k, v in row.items() if k.startswith("val/") and isinstance(v, int | float)}
 
 
 def _data_name(config: dict[str, Any]) -> Any:

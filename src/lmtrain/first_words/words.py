@@ -134,36 +134,32 @@ def _of_model(verb: str, bare: list[str], typed: list[str]) -> list[str]:
 
 
 def _too_many(verb: str, model: str, rest: list[str]) -> str:
-    said = f"{rest[0]!r} is one word too many: "
+    said, command = f"{rest[0]!r} is one word too many: ", f"python -m lmtrain.{verb} {quote(model)}"
     if verb == "evaluate" and Path(rest[0]).is_file():
-        file = shell_word("data.val_path", rest[0])
-        return f"{said}python -m lmtrain.evaluate {quote(model)} {file} scores the model on that file"
+        return f"{said}{command} {shell_word('data.val_path', rest[0])} scores the model on that file"
     if verb == "generate":
-        return f'{said}put the prompt between quotes, python -m lmtrain.generate {quote(model)} "{" ".join(rest)}"'
-    if verb == "chat":
-        return f"{said}python -m lmtrain.chat {quote(model)} begins a conversation, and what you say is typed there"
-    return f"{said}python -m lmtrain.{verb} takes one model, and key=value for the rest"
+        return f'{said}put the prompt between quotes, {command} "{" ".join(rest)}"'
+    return f"{said}{command}, and key=value for the rest"
 
 
 def _model_of(verb: str, word: str, rest: list[str]) -> str:
     """Returns the word if it is a folder or may be a hub name; raises UserError otherwise."""
-    path = Path(word).expanduser()
+    path, command = Path(word).expanduser(), f"python -m lmtrain.{verb}"
+    is_of_hub = _HUB_NAME.fullmatch(word) is not None and not path.parent.is_dir()
+    if verb == "export" and (path.is_dir() or is_of_hub) and not (path / "config.yaml").is_file():
+        raise UserError(
+            f"{word} is not a run (a folder with config.yaml), whose model it writes: {command} outputs/NAME"
+        )
     if path.is_dir():
-        if verb == "export" and not (path / "config.yaml").is_file():
-            raise UserError(f"{word} is not a run (it has no config.yaml): lmtrain.export writes the model of a run")
         return str(path) if word.startswith("~") else word
-    command = f"python -m lmtrain.{verb}"
     after = f' "{rest[0]}"' if rest else ""
     if path.is_file():
-        holding = next((p for p in path.absolute().parents if _holds_model(p)), None)
-        near = f"{command} {quote(str(holding))}{after}" if holding else f"{command} outputs/NAME{after}"
-        raise UserError(f"{word} is a file; a run or a model is named by its folder: {near}")
+        holding = next((str(p) for p in path.absolute().parents if _holds_model(p)), "outputs/NAME")
+        raise UserError(f"{word} is a file; a run or a model is named by its folder: {command} {quote(holding)}{after}")
     named = Path("outputs") / word
     if named.is_dir():
         raise UserError(f"there is no folder {word}; the run is {named}: {command} {quote(str(named))}{after}")
-    if _HUB_NAME.fullmatch(word) and not path.parent.is_dir():
-        if verb == "export":
-            raise UserError(f"{word} is not a folder of a run: lmtrain.export takes a run, {command} outputs/NAME")
+    if is_of_hub:
         return word
     if word in SHORT_NAMES and verb != "export":
         raise UserError(f"there is no folder {word}; the model of the hub is {command} {SHORT_NAMES[word]}{after}")

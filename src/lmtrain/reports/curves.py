@@ -8,21 +8,16 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 MAX_POINTS = 1500  # per curve: about three for each pixel of a chart
 # Keys without a curve: those that locate a row, and those that are meaningful only as sums.
 _LEFT_OUT = ("step", "tokens_seen", "rows", "bad_steps", "time", "step_ms", "data_wait_ms")
 # The charts that come first, in this order: their titles, and the labels of their y axes.
-FIRST = {
-    "exact_match": ("Exact match", "share"), "rewards/accuracy": ("Accuracy of pairs", "share"),
-    "reward": ("Reward", "reward"), "loss": ("Loss", "loss"), "lr": ("Learning rate", "learning rate"),
-    "grad_norm": ("Gradient norm", "norm"),
-    "tokens_per_s": ("Speed, tokens/s", "tokens/s"), "samples_per_s": ("Rows/s", "rows/s"),
-    "memory_gib": ("Memory, GiB", "GiB"), "host_memory_gib": ("Host memory, GiB", "GiB"),
-    "mfu": ("Share of peak FLOP/s", "share"), "perplexity": ("Perplexity", "perplexity"),
-    "bits_per_byte": ("Bits per byte", "bits/byte"),
-}  # fmt: skip
+FIRST: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass

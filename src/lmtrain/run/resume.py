@@ -168,8 +168,7 @@ def _fit_budget(run: Run, saved: dict[str, Any], tell: Callable[[str], None]) ->
     seconds, step = 60 * run.config.budget.minutes, saved["global_step"]  # type: ignore[operator]
     clock = saved["callbacks"].get(TimeBudget.__name__, {})
     used, steps = clock.get("used", 0.0), saved["schedule_steps"]
-    # The run had ended, or was about to before the clock is looked at again; checkpoints of earlier versions hold no
-    # seconds.
+    # The run had ended, or was about to before the clock is looked at again.
     larger = step >= steps or clock.get("seconds", seconds) < seconds
     if larger and used < 0.95 * seconds:
         steps = max(steps, step + 1, round(step * seconds / max(used, 1.0)))
@@ -228,10 +227,9 @@ def _set_damaged_aside(folder: Path, checkpoint: Path | None, tell: Callable[[st
 
 def _tell_of_lost_rows(run: Run, checkpoint: Path, tell: Callable[[str], None]) -> None:
     state = store.load_trainer_state(checkpoint)["callbacks"][Metrics.__name__]
-    written, found = state.get("rows"), run.metrics.records.rows  # older checkpoints don't hold their number
-    if found == 0 or (written is not None and found < written):
-        of = f" of {written:,}" if written is not None else ""
-        lost = f"has {found:,}{of} records" if run.dir.metrics.exists() else "is missing"
+    written, found = state["rows"], run.metrics.records.rows
+    if found < written:
+        lost = f"has {found:,} of {written:,} records" if run.dir.metrics.exists() else "is missing"
         tell(
             f"{run.dir.metrics.name} {lost} up to step {store.step_of(checkpoint):,}: what was logged there is "
             "lost, but the checkpoint is complete and training continues exactly"

@@ -23,13 +23,12 @@ from lmtrain.config.effect import TRIAL
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
-from lmtrain.files import read_jsonl
 from lmtrain.reports import listing, report
 from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
 from lmtrain.run.going_on import next_commands
 from lmtrain.run.plan_costs import speed_of
-from lmtrain.run_folder.folder import RunDir, asked
+from lmtrain.run_folder.folder import asked
 from lmtrain.secrets import command
 
 
@@ -71,7 +70,7 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
         "last": f"checkpoints/{checkpoints[-1].name}" if checkpoints else None,
         "best": f"checkpoints/{store.name_of(best)}" if best is not None else None,
         "best_metric": {run.config.checkpoint.monitor: dict(scores)[best]} if best is not None else None,
-        "best_scores": _scores_at(run.dir, best),
+        "best_scores": model_card.scores_at(run.dir.metrics, best) or None,
         "train": metrics.last_train,
         "validation": metrics.last_val,
         "tokens_per_s": round(metrics.train_tokens / metrics.train_seconds, 1) if metrics.train_seconds else None,
@@ -101,12 +100,6 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
         with contextlib.suppress(OSError, UserError, RunError):  # a full disk is reported where it matters
             report.write_own(run.dir)
     return summary
-
-
-def _scores_at(folder: RunDir, step: int | None) -> dict[str, float] | None:
-    """Returns what was validated at a step, as metrics.jsonl has it."""
-    rows = [row for row in read_jsonl(folder.metrics, holding=b'"val/') if row.get("step") == step]
-    return {key: value for row in rows for key, value in row.items() if key.startswith("val/")} or None
 
 
 def note_failure(run: Run, started: float, error: BaseException) -> None:

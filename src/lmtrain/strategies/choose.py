@@ -17,9 +17,9 @@ from lmtrain.models.feature import ADDED, Feature
 from lmtrain.optim import half
 from lmtrain.strategies.lightning_private import half_dtype
 from lmtrain.strategies.placement import MapsCheckpoints
+from lmtrain.strategies.sharding import MIXED
 
 _HALF = ("bf16-true", "16-true")
-_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def build_strategy(t: TrainerConfig) -> str | Strategy:
@@ -63,10 +63,10 @@ class Rounding(Feature):
     """Training in half or mixed precision: the plan's row on the bits that rounding cuts off."""
 
     def is_on(self, config: Config) -> bool:
-        return outside_fp8(config.trainer.precision) in (*_HALF, *_MIXED)
+        return outside_fp8(config.trainer.precision) in (*_HALF, *MIXED)
 
     def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
-        mixed = _MIXED.get(outside_fp8(config.trainer.precision))
+        mixed = MIXED.get(outside_fp8(config.trainer.precision))
         if mixed is not None:
             some = [p[:8] for p in _multiplied(model) if config.trainer.strategy != "deepspeed" and not p.is_meta]
             found = any(bool(rows.any() & half.lies_on(rows, mixed)) for rows in some)
@@ -99,8 +99,8 @@ def fill_in(model: PreTrainedModel, precision: str) -> None:
     That is after the first gradient and before the first update, so that a reference model, the first validation and
     the first loss are those of the checkpoint's own weights.
     """
-    for place, parameter in enumerate(_multiplied(model) if precision in _MIXED else ()):
-        half.fill_in(parameter, place, _MIXED[precision])
+    for place, parameter in enumerate(_multiplied(model) if precision in MIXED else ()):
+        half.fill_in(parameter, place, MIXED[precision])
 
 
 class AdapterHalfPrecision(HalfPrecision):

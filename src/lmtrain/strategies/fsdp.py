@@ -5,7 +5,6 @@ files as one device, or all ranks write together (checkpoints/sharded.py). When 
 takes its shards, so the folder must be on a file system that all nodes share.
 """
 
-import logging
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -146,11 +145,6 @@ class FSDPStrategy(Placement, MapsCheckpoints, ModelParallelStrategy):
 
 class TensorParallelStrategy(FSDPStrategy):
     """FSDP plus tensor parallelism: rank r is in group r // tensor_parallel_size, and each group reads its own rows."""
-
-    def __init__(self, t: TrainerConfig) -> None:
-        super().__init__(t)
-        # This logger warns for each parameter of a checkpoint that gathering it takes two collectives.
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     def shard(self, model: LanguageModel) -> None:
         layers = split.check(model.model, self.tensor_parallel_size)

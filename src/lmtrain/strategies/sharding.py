@@ -22,7 +22,7 @@ from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.weight_files import LEFT, WeightFiles, identities
 
 RELEASE = "release_gathered"  # model attribute under ZeRO-3: DeepSpeed's function that `reshard` calls
-_HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def shard(
@@ -54,7 +54,7 @@ def shard(
     to_host = fsdp.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     offload = to_host if options.cpu_offload else fsdp.OffloadPolicy()
     plain = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
-    half = fsdp.MixedPrecisionPolicy(_HALF.get(precision), torch.float32, cast_forward_inputs=False)
+    half = fsdp.MixedPrecisionPolicy(MIXED.get(precision), torch.float32, cast_forward_inputs=False)
     policy = half if _in_half(precision, mesh.device_type) else plain
     _take_apart_quantized(model)
     blocks = decoder_blocks(model.model)
@@ -93,7 +93,7 @@ def _take_apart_quantized(model: LanguageModel) -> None:
 
 def _in_half(precision: str, device_type: str) -> bool:
     """Returns whether matrices are gathered in half precision. On a CPU, LayerNorm rejects them with fp32 inputs."""
-    return precision in _HALF and device_type != "cpu"
+    return precision in MIXED and device_type != "cpu"
 
 
 def is_sharded(model: nn.Module) -> bool:
