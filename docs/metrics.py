@@ -21,7 +21,7 @@ use the weights before the step's update, validation metrics those after it, or 
 Times and rates count from the last record on, without validations, saves and samples. `python docs/metrics.py` makes
 this page of docs/metrics.yaml, which also names the tests that compare each number with an independent computation.
 """
-COLUMNS = ("name", "unit", "over", "is")
+COLUMNS = ("name", "over; unit", "is")
 STEP_AND_VALIDATION = "`train/`, `val/`"
 
 
@@ -75,7 +75,11 @@ def page() -> str:
 
 
 def _section(where: str, found: list[tuple[str, str, Definition]]) -> str:
-    rows = [COLUMNS, tuple("---" for _ in COLUMNS), *((f"`{name}`", d.unit, d.over, d.formula) for name, _, d in found)]
+    rows = [
+        COLUMNS,
+        tuple("---" for _ in COLUMNS),
+        *((f"`{name}`", f"{d.over}; {d.unit}", d.formula) for name, _, d in found),
+    ]
     table = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
     return "\n".join([f"## {where}", "", *table, ""])
 
