@@ -175,6 +175,15 @@ def facts(rows: Iterable[tuple[str, "str | Text"]], title: str | None = None) ->
     return table
 
 
+def time_in_words(seconds: float) -> str:
+    """Formats a duration: 75 -> '1 min 15 s'."""
+    whole = max(1, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
+
+
 def note(text: str) -> None:
     """Prints "note: " and the text to stdout; brackets and colons in it, of a path or an error, are not markup."""
     console().print(f"note: {text}", highlight=False, markup=False, emoji=False)

@@ -12,6 +12,7 @@ import pytest
 from inprocess import message, run
 from lmtrain.config import compose as rules
 from lmtrain.planning import estimation
+from lmtrain.terminal import time_in_words
 from support import thinned
 from tiny_pretrained import save_pretrained
 
@@ -83,7 +84,7 @@ def test_what_is_advised_fits(device: str) -> None:
 def test_time_and_what_is_refused() -> None:
     steps = ["trainer.max_steps=1000", "data.global_batch_size=8", "data.seq_len=256"]
     ended = run("estimate", *steps, "estimate.tokens_per_s=1000", "estimate.device=24")
-    assert f"{1000 * 8 * 256 / 1000 / 60:.1f} minutes (estimate.tokens_per_s)" in ended.out
+    assert f"{time_in_words(8 * 256)} (estimate.tokens_per_s)" in ended.out
     assert "h100" in message(run("estimate", "estimate.device=abacus").err)
     refused = run("estimate", "trainer.devices=3", "data.global_batch_size=8", "estimate.device=24")
     assert refused.code == 2

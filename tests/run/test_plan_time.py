@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from inprocess import train_tiny
-from lmtrain.run.plan_costs import earlier, span
-from lmtrain.terminal import si
+from lmtrain.run.plan_costs import earlier
+from lmtrain.terminal import si, time_in_words
 
 
 def time_of(plan: Path) -> str:
@@ -25,7 +25,7 @@ def test_the_speed_of_an_earlier_run_counts(corpus: Path, tmp_path: Path, monkey
             path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens_per_s": 4.0}))  # 192 tokens a step
     outputs = tmp_path / "outputs"
     assert "no earlier run of this model" in time_of(outputs / "first" / "plan.txt")
-    assert "about 8.0 minutes at 4 tokens/s, the speed of first" in time_of(outputs / "same" / "plan.txt")
+    assert "about 8 min 0 s at 4 tokens/s, the speed of first" in time_of(outputs / "same" / "plan.txt")
     assert "no earlier run of this model" in time_of(outputs / "other" / "plan.txt")
 
 
@@ -43,7 +43,7 @@ def test_a_number_is_rounded_to_a_prefix_that_fits(value: float, said: str) -> N
     assert si(value) == said
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.2, "1 s"), (89, "89 s"), (90, "1.5 minutes"), (5400, "1.5 hours"),
-                                               (86400 * 2, "2.0 days")])  # fmt: skip
-def test_span(seconds: float, said: str) -> None:
-    assert span(seconds) == said
+@pytest.mark.parametrize(("seconds", "said"), [(0.2, "1 s"), (59, "59 s"), (90, "1 min 30 s"), (5400, "1 h 30 min"),
+                                               (86400 * 2, "48 h 0 min")])  # fmt: skip
+def test_a_duration_is_said_in_words(seconds: float, said: str) -> None:
+    assert time_in_words(seconds) == said

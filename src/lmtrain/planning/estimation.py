@@ -24,8 +24,8 @@ from lmtrain.data import tokenizers
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.models import flops
-from lmtrain.run.plan_costs import gib, span
-from lmtrain.terminal import si
+from lmtrain.run.plan_costs import gib
+from lmtrain.terminal import si, time_in_words
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def time_words(c: Config, device: Device, tokens: int | None, per_token: float, 
         return "set trainer.max_steps: the number of steps of an epoch depends on the data, which is not read here"
     if speed is None:
         return "not known for this device: set estimate.tokens_per_s to what a short run reaches"
-    return f"{span(tokens / speed)} ({by})"
+    return f"{time_in_words(tokens / speed)} ({by})"
 
 
 def memory_table(found: dict[str, dict[str, int]], room: float) -> Table:

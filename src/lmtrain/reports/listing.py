@@ -81,7 +81,7 @@ def show(folder: Path) -> int:
 def read(run: RunDir, ended: bool = False) -> Listed:
     """Reads the state of one run from its folder; `ended`: summary.json is written, though the run is still locked."""
     config = _config(run)
-    summary = _json(run.summary)
+    summary = run.told_summary()
     best = best_row(run, summary, config["checkpoint"]["monitor"], config["checkpoint"]["mode"])
     last = max((row["step"] for row in last_rows(run.metrics)), default=0) if run.metrics.is_file() else 0
     status, step = _status(run, summary, ended), max(last, whole(summary.get("step")) or 0)
@@ -137,16 +137,6 @@ def _config(run: RunDir) -> dict[str, Any]:
 def _parsed(text: str) -> Any:
     """Returns the values of YAML text; most runs of a folder share most sections of their configs."""
     return yaml.load(text, FAST_LOADER)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_regular(path))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError):
-        return {"status": "unreadable"}
-    return found if isinstance(found, dict) else {"status": "unreadable"}
 
 
 def whole(value: Any) -> int | None:

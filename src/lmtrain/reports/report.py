@@ -72,7 +72,7 @@ def _reading(file: Path) -> Iterator[None]:
 def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     """Collects the contents of a run's page; UserError if the folder is not a run's, or a file of it can't be read."""
     config, listed = shown_in(rules.read(run.config)), listing.read(run, ended)
-    summary = _summary(run)
+    summary = dict(shown_in(run.told_summary()))
     with _reading(run.starts):
         history = _history(run, summary)
     with _reading(run.samples):
@@ -115,13 +115,6 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         lead=[name for name in names if name != "bits_per_byte"] or ["loss"],  # whose curve has the loss's shape
         clock=clock,
     )
-
-
-def _summary(run: RunDir) -> dict[str, Any]:
-    try:
-        return dict(shown_in(run.read_summary() or {}))
-    except UserError:
-        return {}
 
 
 def _facts(
@@ -179,7 +172,7 @@ def _headline(
     seconds = summary.get("wall_seconds")
     if isinstance(seconds, int | float):
         speed = summary.get("tokens_per_s")
-        found.append((time_in_words(seconds), f"at {_number(speed)} tokens/s" if speed else "wall time"))
+        found.append((terminal.time_in_words(seconds), f"at {_number(speed)} tokens/s" if speed else "wall time"))
     return found[:3]
 
 
@@ -204,15 +197,6 @@ def _clock(rows: Iterable[dict[str, Any]], starts: list[float]) -> list[tuple[in
         last = now
         found = found[::2] if len(found) >= 600 else found
     return found
-
-
-def time_in_words(seconds: float) -> str:
-    """Formats a duration: 75 -> '1 min 15 s'."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
 
 
 def _typed(config: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -1,7 +1,6 @@
 """The plan's rows on time and memory: duration from an earlier similar run or the GPU's peak, memory per device."""
 
 import bisect
-import contextlib
 import copy
 import socket
 from pathlib import Path
@@ -12,11 +11,11 @@ from transformers import PreTrainedModel
 
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import context_parallel
-from lmtrain.errors import UserError
 from lmtrain.models import flops
 from lmtrain.models.build import MAX_POSITIONS
 from lmtrain.run.features import features_on
 from lmtrain.run_folder.folder import RunDir
+from lmtrain.terminal import time_in_words
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
@@ -52,13 +51,14 @@ def time_words(run: "Run", tokens: float, flops_per_token: float) -> str:
     found = earlier(speed_of(run), run.dir.path)
     if found is not None:
         before, speed = found
-        return f"about {span(tokens / speed)} at {speed:,.0f} tokens/s, the speed of {before.path.name}"
+        return f"about {time_in_words(tokens / speed)} at {speed:,.0f} tokens/s, the speed of {before.path.name}"
     peak = flops.peak_flops(torch.device(run.config.trainer.accelerator), "bf16-mixed")
     if peak is None:
         return "estimated after the first steps (no earlier run of this model and batch here to compare with)"
     mfu = run.config.estimate.mfu
     hoped = mfu * peak * run.trainer.world_size / flops_per_token
-    return f"about {span(tokens / hoped)} at {hoped:,.0f} tokens/s, at {mfu:.0%} of the peak FLOP/s (estimate.mfu)"
+    time = time_in_words(tokens / hoped)
+    return f"about {time} at {hoped:,.0f} tokens/s, at {mfu:.0%} of the peak FLOP/s (estimate.mfu)"
 
 
 def earlier(mine: dict[str, Any], run: Path) -> tuple[RunDir, float] | None:
@@ -67,11 +67,10 @@ def earlier(mine: dict[str, Any], run: Path) -> tuple[RunDir, float] | None:
     `mine` is the result of `speed_of` for the run in the folder `run`.
     """
     for file in sorted(run.parent.glob("*/summary.json"), key=_changed, reverse=True)[:_NEWEST]:
-        with contextlib.suppress(UserError):
-            before = RunDir(file.parent)
-            summary = before.read_summary() or {}
-            if summary.get("speed_of") == mine and summary.get("tokens_per_s"):
-                return before, float(summary["tokens_per_s"])
+        before = RunDir(file.parent)
+        summary = before.told_summary()
+        if summary.get("speed_of") == mine and summary.get("tokens_per_s"):
+            return before, float(summary["tokens_per_s"])
     return None
 
 
@@ -81,15 +80,6 @@ def _changed(file: Path) -> float:
         return file.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def span(seconds: float) -> str:
-    """Formats a duration: 90 -> '1.5 minutes'."""
-    seconds = max(seconds, 1)
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def gib(value: float) -> str:

@@ -62,6 +62,13 @@ class RunDir:
                     break
                 folder.rmdir()
 
+    def told_summary(self) -> dict[str, Any]:
+        """Returns summary.json; {} if there is none, status "unreadable" and the `error` if it can't be read."""
+        try:
+            return self.read_summary() or {}
+        except UserError as error:
+            return {"status": "unreadable", "error": str(error)}
+
     def read_summary(self) -> dict[str, Any] | None:
         """Returns the contents of summary.json, which says how the run ended, or None if there is none.
 

@@ -98,18 +98,12 @@ def read(path: Path) -> Pipeline:
 
 
 def in_order(stages: dict[str, Stage]) -> list[Stage]:
-    """Sorts stages so that each comes after those it needs, else as written. Raises UserError for circular needs."""
-    sorter: TopologicalSorter[str] = TopologicalSorter({name: stage.needs for name, stage in stages.items()})
+    """Sorts stages so that each comes after those it needs. Raises UserError for circular needs."""
     try:
-        sorter.prepare()
+        names = TopologicalSorter({name: stage.needs for name, stage in stages.items()}).static_order()
+        return [stages[name] for name in names]
     except CycleError as error:
         raise UserError(f"stages need one another in a circle: {' needs '.join(reversed(error.args[1]))}") from None
-    written, done = list(stages), list[str]()
-    while sorter.is_active():
-        ready = sorted(sorter.get_ready(), key=written.index)
-        done += ready
-        sorter.done(*ready)
-    return [stages[name] for name in done]
 
 
 def _named(tree: dict[str, Any], key: str, where: str) -> dict[str, Any]:

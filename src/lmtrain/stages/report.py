@@ -17,7 +17,6 @@ from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import report_page
 from lmtrain.reports.curves import charts
-from lmtrain.reports.report import time_in_words
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import shown
 from lmtrain.stages.plan import PipelinePlan, PlannedStage
@@ -82,7 +81,7 @@ def write(plan: PipelinePlan, state: State) -> None:
     if rows := _rows_of(scores, names):
         title = "scores of each stage's exported model, with standard errors for scores that are means over rows"
         console.print(_table(title, ["evaluation", "score", *names], rows))
-    console.print(f"total time: {time_in_words(_seconds(state))}", highlight=False)
+    console.print(f"total time: {terminal.time_in_words(_seconds(state))}", highlight=False)
     named = {f"{what}/{score}": found for (what, score), found in scores.items()}
     tree = {key: {name: value for name, (value, _) in found.items()} for key, found in named.items()}
     errors = {key: {name: e for name, (_, e) in found.items() if e is not None} for key, found in named.items()}
@@ -108,7 +107,7 @@ def _stages(plan: PipelinePlan, state: State) -> list[Row]:
     for one in plan.stages:
         summary = RunDir(one.run).read_summary() or {}
         row = state.rows.get(one.name)
-        seconds = time_in_words(row.seconds) if row is not None else ""
+        seconds = terminal.time_in_words(row.seconds) if row is not None else ""
         loss, tokens = (summary.get("validation") or {}).get("val/loss"), summary.get("tokens")
         rows.append([one.name, str(summary.get("status", "")), f"{summary.get('step', 0):,}",
                      f"{tokens:,}" if isinstance(tokens, int) else "", _number(loss), seconds])  # fmt: skip
@@ -174,7 +173,7 @@ def _facts(plan: PipelinePlan, state: State, stages: list[Row], answers: Answers
         stage, rows = list(of.items())[-1]
         if any(map(_right, rows)):
             facts = [(f"{sum(map(_right, rows)) / len(rows):.1%}", f"of {len(rows)} {name} right after {stage}")]
-    facts += [(time_in_words(_seconds(state)), "total time")]
+    facts += [(terminal.time_in_words(_seconds(state)), "total time")]
     weights = last.export / "model.safetensors"
     if weights.is_file():
         with safe_open(str(weights), "np") as file:

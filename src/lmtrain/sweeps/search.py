@@ -2,7 +2,6 @@
 
 import itertools
 import warnings
-from importlib.util import find_spec
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,7 +13,7 @@ from lmtrain.config.config_files import hydra_over
 from lmtrain.config.defaults import conf_dir
 from lmtrain.config.override_text import as_text
 from lmtrain.config.schema import SweepConfig
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, needing
 from lmtrain.sweeps.trials import Trial
 
 VALUES = 10_000  # most values of one key; each is composed and checked before the first trial
@@ -59,9 +58,8 @@ def check_optuna(swept: list[Override], sweep: SweepConfig) -> None:
     """Raises UserError if an Optuna search with these settings can't start."""
     if not swept:
         raise UserError("sweep=optuna has nothing to search: add keys, such as 'optimizer.lr=interval(1e-4,1e-2)'")
-    if find_spec("optuna") is None:
-        raise UserError('sweep=optuna needs Optuna: pip install "lmtrain[optuna]"')
-    distributions(swept)
+    with needing("optuna", "sweep=optuna"):
+        distributions(swept)
 
 
 def distributions(swept: list[Override]) -> dict[str, Any]:

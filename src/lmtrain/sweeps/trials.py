@@ -119,15 +119,8 @@ def finished(trial: Trial, folder: Path, verb: str) -> bool:
     """Returns whether the trial need not run again, according to its row and, for training, its run's summary.json."""
     if trial.status != "finished":
         return False
-    return verb != "train" or read_summary(folder / str(trial.number)).get("status") in ("finished", "stopped_early")
-
-
-def read_summary(run: Path) -> dict[str, Any]:
-    """Returns summary.json of a run; {} if there is none, and only an `error` if it can't be read or is invalid."""
-    try:
-        return RunDir(run).read_summary() or {}
-    except UserError as error:
-        return {"error": str(error)}
+    summary = RunDir(folder / str(trial.number)).told_summary()
+    return verb != "train" or summary.get("status") in ("finished", "stopped_early")
 
 
 def judge(trial: Trial, folder: Path, code: int | None, stopped: bool) -> None:
@@ -137,7 +130,7 @@ def judge(trial: Trial, folder: Path, code: int | None, stopped: bool) -> None:
         code: its exit code, or None if the machine that ran it did not report one, so that summary.json decides.
         stopped: whether the sweep was asked to end: a trial that ended with it did not fail.
     """
-    log, summary = folder / f"{trial.number}.log", read_summary(folder / str(trial.number))
+    log, summary = folder / f"{trial.number}.log", RunDir(folder / str(trial.number)).told_summary()
     if code is None and summary.get("status") in ("finished", "stopped_early", "preempted"):
         code = errors.PREEMPTED if summary["status"] == "preempted" else errors.FINISHED
     trial.exit_code, trial.score, trial.error = code, None, None
@@ -145,7 +138,7 @@ def judge(trial: Trial, folder: Path, code: int | None, stopped: bool) -> None:
         trial.status = "preempted"
     elif code != errors.FINISHED:
         trial.status, trial.error = "failed", _why(log, code)
-    elif "status" not in summary and "error" in summary:
+    elif summary.get("status") == "unreadable":
         trial.status, trial.error = "failed", summary["error"]
     else:
         trial.status = "finished"
