@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from lmtrain.secrets import shown
 from lmtrain.terminal import status, visible
@@ -47,6 +48,15 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
     """Returns "; did you mean X?" with the known names closest to a wrong name, or '' if none is close."""
     near = difflib.get_close_matches(name, list(known), n=most)
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def nearest(path: Path) -> str | None:
+    """Returns the path in the same folder whose name is most similar, or None."""
+    if not path.parent.is_dir():
+        return None
+    names = [p.name for p in path.parent.iterdir() if not p.name.startswith(".")]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return str(path.parent / near[0]) if near else None
 
 
 def disk_full(error: BaseException) -> bool:

@@ -102,22 +102,16 @@ def check_weights(module: nn.Module, saved: Mapping[str, Any]) -> None:
 
     Their shapes must match as well.
     """
-    names = trainable_names(module)
-    if names is not None and names != saved.keys():
-        parts = [
-            f"{word} {sorted(these)[0]} ({len(these)} in all)"
-            for word, these in (("lacks", names - saved.keys()), ("holds", saved.keys() - names))
-            if these
-        ]
+    names, parameters = trainable_names(module), module.named_parameters(remove_duplicate=False)
+    trained = {name: p for name, p in parameters if names is None or name in names}
+    differences = {"lacks": trained.keys() - saved.keys(), "holds": set() if names is None else saved.keys() - names}
+    parts = [f"{word} {min(these)} ({len(these)} in all)" for word, these in differences.items() if these]
+    if parts:
         raise UserError(
-            f"the checkpoint's trained parameters are not this run's: it {' and '.join(parts)}. Use the peft.* "
-            f"settings it was written with (config.yaml of its run)"
+            f"the checkpoint's trained parameters are not this run's: it {' and '.join(parts)}. Use the model.* and "
+            f"peft.* settings it was written with (config.yaml of its run)"
         )
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if names is not None and name not in names:
-            continue
-        if name not in saved:
-            raise UserError(f"the checkpoint lacks the parameter {name}: it is of another model, or damaged")
+    for name, parameter in trained.items():
         shape = list(saved[name].shape) if isinstance(saved[name], Tensor) else type(saved[name]).__name__
         expected = list(full_shape(parameter))
         if shape != expected:

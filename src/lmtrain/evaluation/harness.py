@@ -133,11 +133,6 @@ def _model(who: Subject, config: Config) -> Any:
         def barrier(self) -> None:
             world.gathered(None)
 
-    if world.size() > 1 and not hasattr(HFLM, "gather_object"):
-        raise UserError(
-            f"evaluate.tasks on several devices needs lm-eval 0.4.13 or newer (here {version('lm-eval')}): upgrade it, "
-            f"or set trainer.devices=1"
-        )
     hf_model = who.model.model
     return OnRanks(
         hf_model,

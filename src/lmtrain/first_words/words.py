@@ -4,7 +4,6 @@
 other word raises a UserError with the command that was probably meant. Imports no torch.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -12,22 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
+import yaml
+
 from lmtrain.config.aliases import used_here
 from lmtrain.config.defaults import options_of
 from lmtrain.config.explain import unreadable
 from lmtrain.config.override_text import as_typed, shell_word, typed_keys
 from lmtrain.config.sections import all_keys
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, nearest
 from lmtrain.first_words import config_file
 
 OF_MODELS = ("chat", "evaluate", "generate", "export")  # their first word is a run, a folder or a hub name
 _SECOND = {"generate": "generate.prompt", "chat": "chat.against"}  # the key that their second word sets
 CONFIGS = (".yaml", ".yml")
-SHORT_NAMES = {  # hub models that users name without the owner
-    "gpt2": "openai-community/gpt2", "gpt2-medium": "openai-community/gpt2-medium",
-    "gpt2-large": "openai-community/gpt2-large", "gpt2-xl": "openai-community/gpt2-xl",
-    "distilgpt2": "distilbert/distilgpt2", "openai-gpt": "openai-community/openai-gpt",
-}  # fmt: skip
+SHORT_NAMES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("hub_names.yaml").read_text(encoding="utf-8"))
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _KEY = re.compile(r"[~+]*[\w./@-]+", re.ASCII)  # the part of an override before the =
 _GROUPS = ("experiment", "model", "objective", "data", "peft", "optimizer", "tokenizer", "schedule", "debug", "sweep")
@@ -166,9 +163,8 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
     if " " in word:
         prompt = f' "{word}"' if verb == "generate" else ""
         raise UserError(f"which model? {command} {quote(str(_newest_run()))}{prompt}")
-    nearest = _nearest(path)
-    hint = "python -m lmtrain.runs lists the runs there are"
-    hint = f"did you mean {command} {quote(nearest)}{after}?" if nearest else hint
+    near, hint = nearest(path), "python -m lmtrain.runs lists the runs there are"
+    hint = f"did you mean {command} {quote(near)}{after}?" if near else hint
     raise UserError(f"{word}: no such folder, and a name of the hub is owner/model; {hint}")
 
 
@@ -176,15 +172,6 @@ def _newest_run() -> Path:
     """Returns the run folder in outputs/ that changed last, or a placeholder if there is none."""
     runs = [p.parent for p in Path("outputs").glob("*/config.yaml")]
     return max(runs, key=lambda p: p.stat().st_mtime, default=Path("outputs/NAME"))
-
-
-def _nearest(path: Path) -> str | None:
-    """Returns the path in the same folder whose name is most similar, or None."""
-    if not path.parent.is_dir():
-        return None
-    names = [p.name for p in path.parent.iterdir() if not p.name.startswith(".")]
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return str(path.parent / near[0]) if near else None
 
 
 def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> str:
@@ -198,16 +185,16 @@ def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> 
     if options:
         return f"{word!r} is an option: {' or '.join(f'{command} {option}' for option in options)}"
     recipe = path.stem.removeprefix("train_").removeprefix("finetune_")
-    if path.suffix == ".py":
-        return _python(command, word, path, recipe, folders)
-    if path.suffix in CONFIGS:
-        if path.is_file():
-            return f"{word}: one config at a time, data and key=value: {command} {quote(word)} trainer.max_steps=100"
-        if recipe in options_of("experiment", folders):
-            return f"{word}: no such file; a recipe of that name is {command} experiment={recipe}"
+    if path.suffix in CONFIGS and path.is_file():
+        return f"{word}: one config at a time, data and key=value: {command} {quote(word)} trainer.max_steps=100"
+    if path.suffix in (".py", *CONFIGS) and recipe in options_of("experiment", folders):
+        return f"{word}: a recipe of that name is {command} experiment={recipe} (configs are yaml here)"
+    if path.suffix == ".py" and path.is_file():
+        as_text = f"{command} data=text data.format=text {shell_word('data.path', word)}"
+        return f"{word} is a Python file: configs are yaml here ({command} FILE.yaml); to train on its text: {as_text}"
     if path.exists():
         return f"{word} is a device, pipe or socket: name a file or a folder"
-    near = _nearest(path)
+    near = nearest(path)
     if near is not None and not _HUB_NAME.fullmatch(word):
         return f"{word}: no such file or folder; did you mean {command} {quote(near)}?"
     if _HUB_NAME.fullmatch(word) and not path.suffix[1:].isalpha() and not path.parent.is_dir():
@@ -230,16 +217,6 @@ def _a_model(command: str, word: str, path: Path) -> str:
         return f"{word} holds a model; to train from it: {from_it}"
     goes_on = f"{command} --config-dir {quote(word)} {shell_word('run.dir', word)} run.resume=auto"
     return f"{word} is a run; to continue it: {goes_on}; to train a new run from its model: {from_it}"
-
-
-def _python(command: str, word: str, path: Path, recipe: str, folders: Sequence[Path]) -> str:
-    if recipe in options_of("experiment", folders):
-        return f"{word}: configs are yaml here; that recipe is {command} experiment={recipe}"
-    if path.is_file():
-        as_text = f"{command} data=text data.format=text {shell_word('data.path', word)}"
-        return f"{word} is a Python file: configs are yaml here ({command} FILE.yaml); to train on its text: {as_text}"
-    known = ", ".join(options_of("experiment", folders))
-    return f"{word}: no such file, and configs are yaml here: {command} FILE.yaml, or experiment=... ({known})"
 
 
 def _as_key(word: str, bare: list[str]) -> str | None:

@@ -46,12 +46,9 @@ class Found:
 
     def put_into(self, config: Config) -> None:
         """Sets the found values in a config, as the overrides would."""
-        if self.lr is not None:
-            config.optimizer.lr = self.lr
-        if self.groups:
-            config.optimizer.groups = self.groups
-        if self.micro_batch_size is not None:
-            config.data.micro_batch_size = self.micro_batch_size
+        optimizer, data = config.optimizer, config.data
+        optimizer.lr, optimizer.groups = self.lr or optimizer.lr, self.groups or optimizer.groups
+        data.micro_batch_size = self.micro_batch_size or data.micro_batch_size
 
 
 def largest_micro_batch(config: Config, folder: Path, found: Found) -> None:

@@ -70,10 +70,8 @@ class Inspection:
 def inspect(config: Config) -> int:
     """Prints row counts, lengths and decoded sample rows, and writes them to inspect.html if set."""
     terminal.quiet_libraries()
-    if config.run_dir is not None and config.inspect.text is None:
-        raise UserError("run_dir goes with inspect.text, which shows the chapters of a memory that a text reads")
-    if config.inspect.text is not None:
-        return _show_chapters(config, config.inspect.text)
+    if config.run_dir is not None or config.inspect.text is not None:
+        return _show_chapters(config)
     found = look(config)
     show(found, terminal.console())
     if config.inspect.html is not None:
@@ -81,10 +79,11 @@ def inspect(config: Config) -> int:
     return errors.FINISHED
 
 
-def _show_chapters(config: Config, text: str) -> int:
-    """Prints which chapters of its memory the model of run_dir reads for each token of `text`."""
-    if config.run_dir is None:
-        raise UserError("inspect.text: which model? set run_dir to a run or an export with a memory")
+def _show_chapters(config: Config) -> int:
+    """Prints which chapters of its memory the model of run_dir reads for each token of inspect.text."""
+    text = config.inspect.text
+    if config.run_dir is None or text is None:
+        raise UserError("inspect.text shows the chapters of a memory that a text reads: set it and run_dir, its model")
     model, tokenizer = trained.load(config.run_dir, "best", trust.granted(config))
     terminal.status.stop()
     show_chapters(model, tokenizer, text, terminal.console(), config.inspect.html, config.run_dir)

@@ -25,10 +25,7 @@ class VLLM(Engine):
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises UserError if vLLM is not installed."""
         if importlib.util.find_spec("vllm") is None:
-            raise UserError(
-                "objective.engine=vllm needs vLLM: pip install 'lmtrain[vllm]'; objective.engine=in_process samples "
-                "with the weights in training, without it"
-            )
+            raise UserError('objective.engine=vllm needs vLLM, and in_process nothing: pip install "lmtrain[vllm]"')
         self.model = model
         self.engine: Any = None
 

@@ -33,6 +33,9 @@ class TensorBoard(Joined, TensorBoardLogger):
     params: dict[str, Any]  # the run's config, for the hparams page
     _validated: Row | None = None
 
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(str(folder), name="", version="tensorboard", default_hp_metric=False, **options)
+
     def write_record(self, row: Row, validation: bool) -> None:
         super().write_record(row, validation)
         if validation:
@@ -57,9 +60,21 @@ class TensorBoard(Joined, TensorBoardLogger):
 class CSV(Joined, CSVLogger):
     """The CSV logger, which writes <run>/csv/metrics.csv."""
 
+    def __init__(self, folder: Path, **options: Any) -> None:
+        # Flush every row: Lightning flushes at steps that are multiples of its interval, and no logged step may be one.
+        super().__init__(str(folder), name="", version="csv", flush_logs_every_n_steps=1, **options)
+
 
 class WandB(Joined, WandbLogger):
-    """The W&B logger. Sent rows can't be withdrawn, so a resumed run, with the same records, doesn't resend them."""
+    """The W&B logger, with an id stored in the run's folder, so that a resumed run continues the same W&B run.
+
+    Sent rows can't be withdrawn, so a resumed run, with the same records, doesn't resend them.
+    """
+
+    def __init__(self, folder: Path, name: str | None = None, **options: Any) -> None:
+        (folder / "wandb").mkdir(exist_ok=True)
+        run_id = world.from_first(lambda: _run_id(folder / "wandb" / "run_id"))
+        super().__init__(name or folder.name, str(folder), id=run_id, resume="allow", **options)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Adds plain values to the record; sends what only W&B accepts (tables, images) to W&B directly."""
@@ -128,14 +143,14 @@ ALLOW_FILES = "MLFLOW_ALLOW_FILE_STORE"  # MLflow 3 refuses file stores unless t
 class MLflow(Joined, MLFlowLogger):
     """The MLflow logger, to files in <run>/mlflow or to a server; a resumed run continues the MLflow run of its id."""
 
-    def __init__(self, folder: Path, tracking_uri: str | None, **options: Any) -> None:
+    def __init__(self, folder: Path, tracking_uri: str | None, run_name: str | None = None, **options: Any) -> None:
         uri = tracking_uri or f"file:{folder / 'mlflow'}"
         if uri.startswith("file:"):
             os.environ.setdefault(ALLOW_FILES, "true")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
         self._id_file = folder / "mlflow_run_id"
         run_id = world.from_first(lambda: self._id_file.read_text() if self._id_file.exists() else None)
-        super().__init__(tracking_uri=uri, run_id=run_id, **options)
+        super().__init__(run_name=run_name or folder.name, tracking_uri=uri, run_id=run_id, **options)
 
     def open_run(self, after: int, tell: Callable[[str], None]) -> None:
         """Opens the run on rank 0; raises whatever MLflow raises."""
@@ -169,13 +184,13 @@ class MLflow(Joined, MLFlowLogger):
 
 def build_loggers(wanted: dict[str, Any], run_dir: RunDir, records: Records) -> list[Logger]:
     """Builds the loggers in `wanted` (options by name), followed by `records`; contacts no server yet."""
-    makers = {"tensorboard": _tensorboard, "csv": _csv, "wandb": _wandb, "mlflow": _mlflow}
+    makers: dict[str, Any] = {"tensorboard": TensorBoard, "csv": CSV, "wandb": WandB, "mlflow": MLflow}
     loggers: list[Any] = []
     for name, options in wanted.items():
         if name not in makers:
             raise UserError(f"logger.{name} is not known (options: {', '.join(makers)})")
         try:
-            loggers.append(makers[name](options or {}, run_dir))
+            loggers.append(makers[name](run_dir.path, **(options or {})))
         except TypeError as error:
             raise UserError(f"logger.{name}: {error}") from None
         except ModuleNotFoundError as error:
@@ -186,28 +201,6 @@ def build_loggers(wanted: dict[str, Any], run_dir: RunDir, records: Records) -> 
         logger.records = records
     records.joined = loggers
     return [*loggers, records]
-
-
-def _tensorboard(options: dict[str, Any], run_dir: RunDir) -> Logger:
-    return TensorBoard(save_dir=str(run_dir.path), name="", version="tensorboard", default_hp_metric=False, **options)
-
-
-def _csv(options: dict[str, Any], run_dir: RunDir) -> Logger:
-    # Flush every row: Lightning flushes at steps that are multiples of its interval, and no logged step may be one.
-    return CSV(save_dir=str(run_dir.path), name="", version="csv", flush_logs_every_n_steps=1, **options)
-
-
-def _wandb(options: dict[str, Any], run_dir: RunDir) -> Logger:
-    """Builds the W&B logger with an id stored in the run's folder, so that a resumed run continues the same W&B run."""
-    folder = run_dir.path / "wandb"
-    folder.mkdir(exist_ok=True)
-    run_id = world.from_first(lambda: _run_id(folder / "run_id"))
-    options = {**options, "name": options.get("name") or run_dir.path.name}
-    return WandB(id=run_id, save_dir=str(run_dir.path), resume="allow", **options)
-
-
-def _mlflow(options: dict[str, Any], run_dir: RunDir) -> Logger:
-    return MLflow(run_dir.path, **{**options, "run_name": options.get("run_name") or run_dir.path.name})
 
 
 def _run_id(file: Path) -> str:

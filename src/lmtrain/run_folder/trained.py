@@ -1,6 +1,5 @@
 """Loads a trained model and its tokenizer from a run's checkpoint, an exported folder or the hub, onto its device."""
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from lmtrain.config.override_text import shell_word
 from lmtrain.config.schema import Config
 from lmtrain.config.targets import find_class
 from lmtrain.data import hub, tokenizers
-from lmtrain.errors import RunError, UserError, first_line
+from lmtrain.errors import RunError, UserError, first_line, nearest
 from lmtrain.models import folder
 from lmtrain.models.folder import is_exported
 from lmtrain.models.scalar_head import has_scalar_head, padding_of, refuse_scalar_head, set_padding
@@ -178,9 +177,8 @@ def _on_hub(name: str, path: Path) -> bool:
         UserError: `name` is a path that does not exist, or the hub has no accessible model of that name.
     """
     if name.startswith(("/", ".", "~")) or (path.parent != Path() and (path.parent.exists() or name.count("/") > 1)):
-        there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, there, n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else "; python -m lmtrain.runs lists the runs"
+        near = nearest(path)
+        hint = f"; did you mean {near}?" if near else "; python -m lmtrain.runs lists the runs"
         raise UserError(f"{name}: no such folder{hint}")
     return hub.commit_of("model", name, None)[0] is not None
 
