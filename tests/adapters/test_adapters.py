@@ -356,7 +356,7 @@ def test_what_is_advised_for_stacked_experts_works(bases: dict[str, Path]) -> No
 
 def test_a_tokenizer_of_another_model_is_no_reason_to_grow(bases: dict[str, Path]) -> None:
     assert pretrained(bases["tied"], VOCAB + 2, new_tokens=[VOCAB, VOCAB + 1]).config.vocab_size == VOCAB + 2
-    with pytest.raises(UserError, match="use its own tokenizer"):
+    with pytest.raises(UserError, match="use its own, tokenizer=hub"):
         pretrained(bases["tied"], VOCAB + 2, new_tokens=[VOCAB + 1])
 
 
