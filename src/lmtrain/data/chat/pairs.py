@@ -204,12 +204,9 @@ def _margin(values: dict[str, Any], where: str) -> float | None:
         return None
     chosen, rejected = _number(scores[0], "score_chosen", where), _number(scores[1], "score_rejected", where)
     if chosen < rejected:
-        raise BadRow(
-            where,
-            f"score_chosen is {chosen:g}, below score_rejected, {rejected:g}: the rejected answer is the better one. "
-            f"Swap the columns chosen and rejected, or, where lower scores are better, the scores with data.columns="
-            f"{{score_chosen: score_rejected, score_rejected: score_chosen}}",
-        )
+        found = f"score_chosen is {chosen:g}, below score_rejected, {rejected:g}"
+        lower = "data.columns={score_chosen: score_rejected, score_rejected: score_chosen} if lower scores are better"
+        raise BadRow(where, f"{found}: swap the answers, or set {lower}")
     return None
 
 
