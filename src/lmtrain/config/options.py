@@ -186,7 +186,7 @@ class PolynomialConfig(ToFloorConfig):
     power: Annotated[float, RATE, above_zero]
 
 
-_NO_STEP = ReadWhere(lambda c: c.schedule.decay_from is None, "schedule.decay_from or run.cooldown_from sets the step")
+_NO_STEP = ReadWhere(lambda c: c.schedule.decay_from is None, "it is set by schedule.decay_from or run.cooldown_from")
 
 
 @dataclass(kw_only=True)

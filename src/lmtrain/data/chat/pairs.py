@@ -104,7 +104,7 @@ def _check_prompt(values: dict[str, Any], given: Turns, where: str) -> None:
     if not begins and not any(shared[at : at + len(prompt)] == prompt for at in range(len(shared))):
         said = prompt[-1][1]
         said = said[:60] + ("..." if len(said) > 60 else "")
-        raise BadRow(where, f"chosen and rejected don't begin with the row's prompt, {said!r}: fix or drop that column")
+        raise BadRow(where, f"chosen and rejected don't begin with the prompt, {said!r}: fix it, or drop that column")
 
 
 def prompt_turns(values: dict[str, Any], where: str) -> Turns:
