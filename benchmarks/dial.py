@@ -1,14 +1,14 @@
 """The experiments behind experiment=dial: learning rates at several depths, and the best depth for a given time.
 
 python benchmarks/dial.py --json numbers.json rates     the loss at half, the same and twice the rule's rate
-python benchmarks/dial.py --json numbers.json law       depths after equal times, and the law fitted to them
+python benchmarks/dial.py --json numbers.json law       depths and lengths, and the law fitted to them
 python benchmarks/dial.py --json numbers.json search    the dial against 24 random shapes, rates and batches
 python benchmarks/dial.py --json numbers.json forecast a.txt b.txt     what validations at two thirds say of the end
 
 The text is the source of the standard library; `forecast` accepts your own files too. Each run is a process with one
 thread; results that are already in the file of `--json` are not computed again. The law has the form of Hoffmann et al.
-2022 (arXiv:2203.15556): bits per byte = E + A / N^0.5 + B / D^0.5, where N is the number of weights in the layers and D
-the number of tokens.
+2022 (arXiv:2203.15556): bits per byte = E + A / N^0.34 + B / D^0.28, where N is the number of weights in the layers and
+D the number of tokens, both as far as the text can use them (Muennighoff et al. 2023).
 """
 
 import argparse
@@ -19,18 +19,22 @@ import random
 import resource
 import sys
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 from kept import Kept, train
 from machine import setting
 
-from lmtrain.models.dial import forecast, weights
+from lmtrain.config.compose import check, compose
+from lmtrain.data.corpus import build_corpus
+from lmtrain.models import dial
 
 RATES = {2: 300, 4: 200, 6: 100}  # depth: steps
 FACTORS = (0.5, 1.0, 2.0)
-TIMES = {30: (2, 3, 4), 100: (2, 3, 4, 5), 250: (2, 3, 4, 5)}  # seconds of training on one thread: depths
-EXPONENT = 0.5  # of N and D; with a free exponent of N, 0.5 to 0.9 fit eleven runs about equally well
+FITTED = (
+    *((2, 293), (2, 534), (2, 1782), (2, 4455), (3, 196), (3, 653), (3, 1634), (3, 2622), (4, 75), (4, 200), (4, 252)),
+    *((4, 500), (4, 632), (4, 1887), (5, 130), (5, 327), (6, 100)),
+)  # depth, steps: at most five minutes each on two cores
+LEFT_OUT = ((5, 1000), (4, 2308))  # runs that the law is to foretell
 SEARCHED, DRAWN = 60, 24  # CPU seconds for the steps of each candidate; number of random candidates
 FORECASTS = ((2, 300), (2, 1200), (3, 400), (3, 800), (4, 400))  # depth, steps
 ROW, ROWS = 256, 4  # tokens per row; rows per step, times the number of layers
@@ -46,36 +50,39 @@ def score(depth: int, steps: int, factor: float = 1.0) -> float:
     return bits([f"model.num_hidden_layers={depth}", f"trainer.max_steps={steps}", f"optimizer.lr={rate:.4g}"])
 
 
-def step_seconds(depth: int) -> float:
-    words = [f"model.depth={depth}", "trainer.max_steps=30", "trainer.log_every_n_steps=2"]
-    rows = train(["experiment=dial", *words, "trainer.limit_val_batches=1"])
-    return median(row["step_ms"] for row in rows if row["step"] > 10 and "step_ms" in row) / 1000
-
-
 def rates(kept: Kept) -> None:
     for factor, (depth, steps) in itertools.product(FACTORS, RATES.items()):
         name = f"depth {depth}, rate x {factor:g}, {steps} steps"
         kept.number("bits_per_byte", name, functools.partial(score, depth, steps, factor))
 
 
-def law(kept: Kept) -> None:
-    depths = sorted({depth for some in TIMES.values() for depth in some})
-    seconds = {d: kept.number("step_s", f"depth {d}", functools.partial(step_seconds, d)) for d in depths}
+def terms(depth: int, trained: float, unique: float) -> tuple[float, float]:
+    """Returns what the law multiplies by A and by B."""
+    without = {name: getattr(dial, name) for name in ("E", "A", "B")}
     found = []
-    for time, some in TIMES.items():
-        for depth in some:
-            steps = round(time / seconds[depth])
-            loss = kept.number(
-                "bits_per_byte", f"depth {depth}, {time} s, {steps} steps", functools.partial(score, depth, steps)
-            )
-            found.append((weights(depth), tokens(depth, steps), loss))
-    n, d, losses = (np.array(column, dtype=float) for column in zip(*found, strict=True))
-    columns = np.stack([np.ones_like(n), n**-EXPONENT, d**-EXPONENT], axis=1) / losses[:, None]
-    (e, a, b), *_ = np.linalg.lstsq(columns, np.ones_like(losses), rcond=None)  # relative errors
-    off = abs((e + a / n**EXPONENT + b / d**EXPONENT) / losses - 1).max()
-    print(f"bits per byte = {e:.3f} + {a:.4g} / N^{EXPONENT} + {b:.4g} / D^{EXPONENT}, {off:.1%} off at most")
-    for depth in depths:
-        print(f"depth {depth}: {weights(depth):,} weights, {1e6 * seconds[depth] / tokens(depth, 1):.1f} us a token")
+    for one in ({"E": 0.0, "A": 1.0, "B": 0.0}, {"E": 0.0, "A": 0.0, "B": 1.0}):
+        vars(dial).update(one)
+        found.append(dial.expected(depth, trained, unique))
+    vars(dial).update(without)
+    return found[0], found[1]
+
+
+def law(kept: Kept) -> None:
+    unique = build_corpus(check(compose(["experiment=dial"]))).epoch_tokens
+    found = []
+    for depth, steps in (*FITTED, *LEFT_OUT):
+        held = dial.regularization(6e-3 * (depth / 4) ** -0.5, steps, tokens(depth, steps) / unique)
+        words = [f"model.depth={depth}", f"trainer.max_steps={steps}", *(f"{key}={it}" for key, it in held.items())]
+        name = f"depth {depth}, {steps} steps"
+        found.append((depth, steps, kept.number("bits_per_byte", name, functools.partial(bits, words))))
+    losses, fitted = np.array([loss for *_, loss in found]), len(FITTED)
+    parts = np.array([terms(depth, tokens(depth, steps), unique) for depth, steps, _ in found])
+    weighted = parts[:fitted] / losses[:fitted, None]  # relative errors
+    (a, b), *_ = np.linalg.lstsq(weighted, 1 - dial.E / losses[:fitted], rcond=None)
+    print(f"bits per byte = {dial.E} + {a:.4g} / N^{dial.ALPHA} + {b:.4g} / D^{dial.BETA}")
+    for (depth, steps, loss), part in zip(found, parts, strict=True):
+        said = "left out" if (depth, steps) in LEFT_OUT else "fitted"
+        print(f"depth {depth}, {steps} steps: {loss:.3f}, {dial.E + part @ (a, b):.3f} by the law ({said})")
     print(setting())
 
 
@@ -124,7 +131,7 @@ def forecast_off(words: list[str], steps: int) -> float:
     every = math.ceil(steps / 10.5)
     rows = train(["experiment=dial", *words, f"trainer.max_steps={steps}", f"trainer.val_check_interval={every}"])
     scores = [(row["step"], row["val/bits_per_byte"]) for row in rows if "val/bits_per_byte" in row]
-    return scores[-1][1] / forecast(scores, steps, decayed=False) - 1
+    return scores[-1][1] / dial.forecast(scores, steps, decayed=False) - 1
 
 
 def forecasts(kept: Kept, texts: list[Path]) -> None:

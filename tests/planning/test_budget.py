@@ -4,6 +4,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -398,14 +400,33 @@ def test_what_else_decides_the_length(
     assert (f"{word} was typed and decides the length" in capsys.readouterr().out) is decides
 
 
-def test_ranks_of_another_launcher_are_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_of_flops_is_refused_under_another_launcher(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    done = run("train", *TINY, "data=text", f"data.path={corpus}", "budget.minutes=1")
+    done = run("train", *TINY, "data=text", f"data.path={corpus}", "budget.flops=1e12")
     assert done.code == 2, done.out + done.err
-    assert "torchrun or srun, or set trainer.max_steps" in " ".join(message(done.err).split())
+    assert "torchrun or srun, or set budget.tokens" in " ".join(message(done.err).split())
+
+
+@pytest.mark.slow
+def test_rank_0_measures_for_the_ranks_of_torchrun(corpus: Path, tmp_path: Path) -> None:
+    """A trial of both ranks, in processes of its own; the run ends with the epochs of this small text."""
+    ranks_of = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lmtrain.train"]
+    words = [*TINY, "data=text", f"data.path={corpus}/file_00.txt", "trainer.accelerator=cpu", "budget.minutes=30",
+             "data.global_batch_size=8", "data.micro_batch_size=2", "callbacks.samples.every_n_validations=0",
+             "logger=none", "export.enabled=false", f"run.dir={tmp_path}/run"]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *ranks_of, *words], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("tokenized train") == 1
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    saved = rules.read(tmp_path / "run" / "config.yaml")
+    assert (summary["status"], saved["trainer"]["devices"]) == ("finished", 2)
+    assert summary["step"] == saved["trainer"]["max_steps"] > 0
+    assert "budget.minutes=30 chose" in " ".join((tmp_path / "run" / "plan.txt").read_text().split())
+    assert not list(tmp_path.glob("budget*"))
 
 
 def test_blocks_are_compiled_on_a_cpu_where_the_run_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,17 +15,21 @@ from lmtrain.secrets import shown_in
 RESOLVERS = ("oc.env", "oc.select", "oc.dict.keys", "oc.dict.values", "now", "power_law")
 
 
-def power_law(value: float, at: float, base: float, exponent: float, multiple: float = 0) -> float | int:
+def power_law(
+    value: float, at: float, base: float, exponent: float, multiple: float = 0, above: float | None = None
+) -> float | int:
     """Scales a setting to another depth, width or size: `value` x (`at` / `base`) ** `exponent`.
 
     Args:
         multiple: the result is rounded to a multiple of it, at least one; 0 rounds to four significant digits.
+        above: the exponent where `at` is above `base`, if it is another one there.
 
     Raises:
         ValueError: `at` or `base` is not above 0, or the result is too large.
     """
     if at <= 0 or base <= 0:
         raise ValueError(f"power_law: {at} and {base} have to be above 0")
+    exponent = above if above is not None and at > base else exponent
     found = value * (at / base) ** exponent
     if not abs(found) < 2**40:
         raise ValueError(f"power_law: {value} x ({at} / {base}) ** {exponent} is too large")

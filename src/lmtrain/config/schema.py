@@ -274,7 +274,9 @@ class ExportConfig:
 
 
 _MANY_PROMPTS = ReadWhere(lambda c: c.generate.prompts_file is not None, "set generate.prompts_file too")
-_ONE_PROMPT = ReadWhere(lambda c: c.generate.prompts_file is None, "generate.prompts_file names the prompts")
+_ONE_PROMPT = ReadWhere(
+    lambda c: c.generate.prompts_file is None, "generate.prompts_file names the prompts; leave one of them out"
+)
 _IN_CHAT = ReadWhere(lambda c: c.generate.chat is not False, "leave generate.chat=false out")
 
 

@@ -3,10 +3,11 @@
 import atexit
 import ctypes
 import os
+import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -19,8 +20,11 @@ TYPED = "LMTRAIN_TYPED"
 BEGAN = "LMTRAIN_BEGAN"
 PROPOSED = "LMTRAIN_PROPOSED"
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # those that torchrun sets
-
-
+# What a launcher of ranks sets; a child process that inherited these variables would act as one of those ranks.
+_OF_RANKS = re.compile(
+    r"(MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|NODE_RANK|TORCHELASTIC_.*|LMTRAIN_.*PID"
+    r"|LMTRAIN_TYPED|SLURM_(NTASKS|NPROCS|PROCID|LOCALID|NODEID|NTASKS_PER_NODE|TASKS_PER_NODE|STEP_.*))"
+)
 _UNSET = (
     "this process was not started by torchrun or SLURM; unset these variables to train in one process, or "
     "start it with one of the two"
@@ -136,6 +140,11 @@ def _translate_slurm(environ: MutableMapping[str, str]) -> None:
         "MASTER_PORT": environ.get("MASTER_PORT") or str(15000 + int(environ.get("SLURM_JOB_ID", "0")) % 10000),
     }
     environ.update(found)
+
+
+def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns `environ` without the variables that would make a child process act as a rank."""
+    return {k: v for k, v in environ.items() if not _OF_RANKS.fullmatch(k)}
 
 
 def was_restarted() -> bool:

@@ -332,7 +332,7 @@ def _check_vocabulary(cfg: ModelConfig, config: PretrainedConfig, vocab_size: in
         return
     if isinstance(cfg, LoadedModelConfig):
         found = f"the tokenizer has {vocab_size} tokens, {cfg.name_or_path} has embeddings for {rows}"
-        raise UserError(f"{found}: use its own tokenizer, tokenizer=hub tokenizer.name_or_path={cfg.name_or_path}")
+        raise UserError(f"{found}: use its own, tokenizer=hub tokenizer.name_or_path={cfg.name_or_path}")
     raise UserError(f"model.vocab_size={rows} is less than the tokenizer's {vocab_size} tokens: make it null")
 
 

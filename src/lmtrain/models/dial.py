@@ -4,19 +4,28 @@ The law has the form of Hoffmann et al. 2022 (arXiv:2203.15556); repeated tokens
 (arXiv:2305.16264). It was fitted on Python source: on other text the bits per byte differ, the best depth hardly does.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from omegaconf import OmegaConf
+
+from lmtrain.config.defaults import conf_dir
+from lmtrain.config.interpolations import resolved
+from lmtrain.config.keys import flat
 from lmtrain.config.schema import Config
 
 NAME = "dial"
 KEY = "model.depth"
 LAYERS = "model.num_hidden_layers"  # follows from model.depth, and may be set instead of it
-DEPTHS = range(1, 17)
-# Bits per byte = E + A / weights ** ALPHA + B / tokens ** BETA.
-E, A, ALPHA, B, BETA = 1.067, 87.22, 0.5, 512.5, 0.5
-_TOKEN, _WEIGHT = 19.0, 8.5e-5  # training time of a token, in relative units: a constant part, and a part per weight
-_WORN = 15.4  # epochs after which a repeated token is worth little (R* of Muennighoff et al.)
+DEPTHS = (*range(1, 9), *range(10, 33, 2))  # above 8 even ones: widths of heads that 8 divides, as kernels ask for
+# Bits per byte = E + A / weights ** ALPHA + B / tokens ** BETA: the exponents of Hoffmann et al., a floor below what
+# large models reach (GPT-3: 0.72 on the Pile), and A and B as fitted. Both count as in Muennighoff et al.: tokens after
+# so many epochs are worth little, and so are weights beyond so many times one per 20 tokens of new text.
+E, A, ALPHA, B, BETA = 0.5, 29.3, 0.34, 37.0, 0.28
+_WORN, _EXCESS, _PER_WEIGHT = 15.4, 5.3, 20
+_VOCABULARY, _LONGER = 1024, 0.15  # of those tokens; tokens are longer by (vocabulary / 1,024) ** 0.15
 FED = 1.25  # at most so many weights of the layers per token of the text; larger models memorize it
 # Text that is seen more than once is memorized without weight decay. With it, weights are an average of the updates of
 # the last 1 / (learning rate x weight decay) steps (Wang & Aitchison 2024, arXiv:2405.13698), and in our runs so many
@@ -76,33 +85,85 @@ def regularization(lr: float, steps: int, epochs: float) -> dict[str, float]:
     return {"optimizer.weight_decay": weight_decay(lr, steps / epochs), "model.dropout": dropout(epochs)}
 
 
-def worth(tokens: float, unique: float) -> float:
-    """Returns how many new tokens are worth as much as `tokens` tokens, of which only `unique` are distinct."""
-    if tokens <= unique:
-        return tokens
-    return unique * (1 + _WORN * (1 - math.exp(-(tokens / unique - 1) / _WORN)))
+def worth(amount: float, unique: float, most: float = _WORN) -> float:
+    """Returns how many new tokens are worth as much as `amount` tokens, of which only `unique` are distinct.
+
+    Args:
+        most: what all repeats can be worth, relative to `unique`.
+    """
+    if amount <= unique:
+        return amount
+    return unique * (1 + most * (1 - math.exp(-(amount / unique - 1) / most)))
 
 
-def expected(depth: int, tokens: float) -> float:
-    """Returns the expected bits per byte of held-out Python source after training on `tokens` new tokens."""
-    return E + A / weights(depth) ** ALPHA + B / max(1.0, tokens) ** BETA
+def expected(depth: int, tokens: float, unique: float = math.inf) -> float:
+    """Returns the expected bits per byte of held-out Python source after these tokens, `unique` of them distinct."""
+    used = worth(weights(depth), max(1.0, min(tokens, unique)) / _PER_WEIGHT, _EXCESS)
+    return E + A / used**ALPHA + B / max(1.0, worth(tokens, unique)) ** BETA
 
 
-def cost(depth: int) -> float:
-    """Returns the training time of a token, in units that are the same for all depths."""
-    return _TOKEN + _WEIGHT * weights(depth)
+class Shape(NamedTuple):
+    """What decides the time of a step."""
+
+    depth: int
+    vocabulary: int
+    tokens: int  # per step
+
+    @property
+    def flops(self) -> float:
+        """FLOPs per step, without attention: with rows that grow with the width, its share stays the same."""
+        return 6.0 * self.tokens * (weights(self.depth) + self.vocabulary * 32 * self.depth)
 
 
-def best_depth(seconds: float, depth: int, token_seconds: float, unique: float) -> int:
+@functools.cache
+def recipe(depth: int) -> dict[str, Any]:
+    """Returns the values by dotted keys that the rules of model=dial and experiment=dial give at a depth."""
+    model, rest = (OmegaConf.load(conf_dir() / group / f"{NAME}.yaml") for group in ("model", "experiment"))
+    found = flat(resolved(OmegaConf.merge(rest, {"model": model}, {"model": {"depth": depth}})))  # type: ignore[arg-type]
+    return {key: value for key, value in found if not isinstance(value, dict) and key not in (KEY, "defaults")}
+
+
+def longer(vocabulary: int) -> float:
+    """Returns the characters of a token relative to those of a vocabulary of 1,024."""
+    return float((vocabulary / _VOCABULARY) ** _LONGER)
+
+
+class Speed(NamedTuple):
+    """A machine's seconds for a layer of a step, however small, and for a FLOP."""
+
+    layer: float
+    flop: float
+
+    @classmethod
+    def of(cls, measured: Sequence[tuple[Shape, float]]) -> "Speed":
+        """Returns the speed at which the two deepest of the measured shapes take their seconds per step."""
+        *others, (deep, seconds) = sorted(measured)
+        flop = seconds / deep.flops
+        if others:
+            shallow, fewer = others[-1]
+            per_layer = deep.flops / deep.depth - shallow.flops / shallow.depth
+            flop = min(flop, max(0.0, (seconds / deep.depth - fewer / shallow.depth) / per_layer))
+        return cls((seconds - flop * deep.flops) / deep.depth, flop)
+
+    def step(self, shape: Shape) -> float:
+        """Returns the seconds of a step."""
+        return self.layer * shape.depth + self.flop * shape.flops
+
+
+def best_depth(seconds: float, speed: Speed, shape: Callable[[int], Shape], unique: float) -> int:
     """Returns the depth with the least expected loss.
 
     Args:
         seconds: training time.
-        depth: the depth at which a token was measured to take `token_seconds`.
-        unique: number of tokens of the text.
+        shape: the shape at a depth.
+        unique: number of tokens of the text, with a vocabulary of 1,024.
     """
-    unit = token_seconds / cost(depth)
-    return min(fed_by(unique), key=lambda d: expected(d, worth(seconds / (unit * cost(d)), unique)))
+
+    def loss(depth: int) -> float:
+        at = shape(depth)
+        return expected(depth, seconds / speed.step(at) * at.tokens * longer(at.vocabulary), unique)
+
+    return min(fed_by(unique), key=loss)
 
 
 def forecast(scores: Sequence[tuple[int, float]], steps: int, *, decayed: bool) -> float:

@@ -20,15 +20,17 @@ from lmtrain import terminal
 from lmtrain.callbacks.stopping import EndsEarly
 from lmtrain.callbacks.time_budget import ENDING_S, steps_of_validation
 from lmtrain.config import safe_yaml
-from lmtrain.config.batch import step_sizes
+from lmtrain.config.batch import nearest_divisor, step_sizes
 from lmtrain.config.effect import EPOCHS, LENGTHS
 from lmtrain.config.keys import value_of
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
+from lmtrain.config.strategies import ranks_per_part
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
 from lmtrain.data.loaders import seen_rows
 from lmtrain.data.val_sets import build_val_sets
 from lmtrain.distributed import devices, ranks
+from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
@@ -37,6 +39,7 @@ from lmtrain.models.flops import flops_per_token
 from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.planning import estimation, trial
 from lmtrain.run import build
+from lmtrain.run.start import place
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.folder import RunDir
 
@@ -45,11 +48,8 @@ _VALIDATIONS = 10.5  # per run; the half keeps the last of them away from the va
 # On a CPU, uncompiled steps are measured: the share of their time that compiled ones take, and seconds of compiling.
 _COMPILED, _COMPILING_S = 0.68, 20.0
 _FEWEST, _MOST, _RANKS = 4, 400, 20  # numbers of measured steps; the last one with several ranks
-# What a budget does before ranks are started, and what may be set instead where torchrun or SLURM has started them.
-_BEFORE_RANKS = {
-    "minutes": ("measures this machine", "trainer.max_steps"),
-    "flops": ("builds the model", "budget.tokens"),
-}
+_NEAR, _FAR = 1.5, 3  # times the deepest measured depth: the farthest that is chosen, and that is measured next
+_FORWARD_TOKENS = 2**14  # tokens in one forward pass of model=dial, which fit into the memory of a GPU at every depth
 
 
 @dataclass
@@ -71,8 +71,8 @@ def settle(config: Config, began: float) -> list[str]:
         Overrides to add to the command, for the chosen depth of model=dial. The config must then be composed again.
 
     Raises:
-        UserError: the run is a cooldown, or is started under torchrun or SLURM with budget.minutes or budget.flops; or
-            see `_settle_minutes` and `_settle_amount`.
+        UserError: the run is a cooldown, or is started under torchrun or SLURM with budget.flops; or see
+            `_settle_minutes` and `_settle_amount`.
     """
     typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
     by_hand = [key for key in LENGTHS if key in typed and value_of(config, key)]
@@ -88,11 +88,17 @@ def settle(config: Config, began: float) -> list[str]:
             f"budget.{chosen} counts from the first step, and run.cooldown_from={config.run.cooldown_from} continues "
             f"another run to trainer.max_steps: set that instead of the budget"
         )
-    if chosen in _BEFORE_RANKS and ranks.started_by() is not None:
-        does, instead = _BEFORE_RANKS[chosen]
-        raise UserError(f"budget.{chosen} {does} before ranks start: don't use torchrun or srun, or set {instead}")
+    layout = ranks.find()
+    if chosen == "flops" and layout is not None:
+        raise UserError(
+            "budget.flops builds the model before ranks start: don't use torchrun or srun, or set budget.tokens"
+        )
     if chosen == "minutes":
-        return _settle_minutes(config, began, typed)
+        os.environ[ranks.BEGAN] = str(began)
+        devices.resolve_auto(config) if layout is None else place(config, layout)
+        world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
+        _split(config, typed)
+        return world.from_first(lambda: _settle_minutes(config, began, typed))  # all ranks train with its config
     _settle_amount(config, typed)
     return []
 
@@ -133,7 +139,6 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     Raises:
         UserError: no time is left for training, or a trial fails.
     """
-    os.environ[ranks.BEGAN] = str(began)
     known = not config.data.streaming and not config.trainer.overfit_batches  # whether epochs are passes over all data
     known = known and not isinstance(config.objective, GRPOOptions)  # which samples new completions in every epoch
     if config.trainer.max_epochs is None and known and "trainer.max_epochs" not in typed:
@@ -151,24 +156,14 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
             _set_untyped(config, typed, {"optimizer.weight_decay": decay, "model.dropout": dropout})
         return []
     terminal.quiet_libraries()
-    devices.resolve_auto(config)
     corpus = build_corpus(config)
     terminal.status.say("measuring the speed of this machine for a few seconds (budget.minutes)")
+    if chooses:
+        depth = _choose_depth(config, corpus, began, typed)
+        if depth != config.model.num_hidden_layers:  # type: ignore[attr-defined]
+            return [f"{dial.KEY}={depth}"]
     took = _expected.pop() if _expected else measure(config, corpus)
     left = began + 60 * config.budget.minutes - time.time()  # type: ignore[operator]
-    if chooses:
-        now: int = config.model.num_hidden_layers  # type: ignore[attr-defined]
-        training = left - took.starting - took.validation - ENDING_S
-        token = took.step / (config.data.global_batch_size * config.data.seq_len)
-        unique = corpus.epoch_tokens if corpus.stream is None else math.inf  # a window is no epoch
-        depth = dial.best_depth(training, now, token, unique)
-        terminal.say_once(
-            f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}, the depth that is expected to "
-            "reach the lowest loss in this time"
-        )
-        if depth != now:
-            _expected[:] = [_at_depth(took, now, depth, "data.global_batch_size" in typed)]
-            return [f"{dial.KEY}={depth}"]
     rows = build.rows_to_train(config, corpus)
     most = build.at_most(config, rows)
     steps = min(most, steps_within(left, took, config))
@@ -188,14 +183,68 @@ def _set_untyped(config: Config, typed: Mapping[str, Any], values: Mapping[str, 
             setattr(getattr(config, section), name, value)
 
 
-_expected: list[Measured] = []  # for the depth just chosen; used when the command is composed again with that depth
+_expected: list[Measured] = []  # at the depth just chosen
 
 
-def _at_depth(took: Measured, before: int, depth: int, same_rows: bool) -> Measured:
-    """Converts durations measured at the depth `before` to another depth of the dial, saving a second measurement."""
-    token = dial.cost(depth) / dial.cost(before)
-    rows = 1.0 if same_rows else depth / before
-    return Measured(took.starting, took.step * token * rows, took.validation * token)
+def _split(config: Config, typed: Mapping[str, Any]) -> None:
+    """Fits untyped rows of model=dial to the devices: as many on each, and in forward passes that fit their memory."""
+    if config.model.name != dial.NAME:
+        return
+    data, parts = config.data, int(config.trainer.devices) * config.trainer.num_nodes // ranks_per_part(config.trainer)
+    rows = -(-data.global_batch_size // parts) * parts
+    if rows != data.global_batch_size and "data.global_batch_size" not in typed:
+        terminal.say_once(f"data.global_batch_size={rows} instead of {data.global_batch_size}: as many on each device")
+        data.global_batch_size = rows
+    rows = data.global_batch_size // parts
+    micro = nearest_divisor(rows, min(rows, _FORWARD_TOKENS // data.seq_len))
+    _set_untyped(config, typed, {"data.micro_batch_size": micro})
+
+
+def _at_depth(config: Config, depth: int) -> Config:
+    """Returns the config at another depth: values that follow from the depth by a rule are those of the rule there."""
+    other = copy.deepcopy(config)
+    now, there = dial.recipe(config.model.num_hidden_layers), dial.recipe(depth)  # type: ignore[attr-defined]
+    _set_untyped(other, {}, {k: v for k, v in there.items() if v != now[k] and value_of(config, k) == now[k]})
+    return other
+
+
+def _choose_depth(config: Config, corpus: Corpus, began: float, typed: Mapping[str, Any]) -> int:
+    """Returns the depth of the least expected loss after the time that is left, and notes the durations there.
+
+    Steps are measured at the depth composed, and at a second one: the best one if all of a step's time went into FLOPs.
+    Where the best is then far beyond both, it is measured too. None takes more than a sixth of the time left.
+    """
+    now, size = config.model.num_hidden_layers, len(corpus.tokenizer)  # type: ignore[attr-defined]
+
+    def shape(depth: int, vocabulary: int | None = None) -> dial.Shape:
+        at = _at_depth(config, depth)
+        tokens = at.data.seq_len * at.data.global_batch_size
+        return dial.Shape(depth, vocabulary or at.tokenizer.vocab_size or size, tokens)
+
+    unique = corpus.epoch_tokens * dial.longer(size) if corpus.stream is None else math.inf  # a window is no epoch
+    times, tried = dict[int, float](), now
+    while True:
+        other, before = _at_depth(config, tried), time.time()
+        other.tokenizer.vocab_size = config.tokenizer.vocab_size  # of the text that is prepared
+        _split(other, typed)
+        took = measure(other, build_corpus(other))
+        times[tried] = took.step
+        speed = dial.Speed.of([(shape(at, size), step) for at, step in times.items()])
+        ends = began + 60 * config.budget.minutes - took.starting - took.validation - ENDING_S  # type: ignore[operator]
+        left = ends - time.time()
+        depth = dial.best_depth(left, speed, shape, unique)
+        tried = min(depth, _FAR * max(times)) if depth != now or len(times) > 1 else max(1, now // 2)
+        if tried in times or (len(times) > 1 and depth <= _NEAR * max(times)) or time.time() - before > left / 6:
+            break
+    bound = speed.layer * now / speed.step(shape(now))
+    terminal.say_once(
+        f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}, the depth that is expected to reach the "
+        "lowest loss in this time"
+        + (f"; small shapes are bound by launches, {bound:.0%} of a step with {now} layers" if bound > 0.5 else "")
+    )
+    step = speed.step(shape(depth))
+    _expected[:] = [Measured(took.starting, step, _validation(_at_depth(config, depth), corpus, step))]
+    return depth
 
 
 def _chosen_before(config: Config) -> dict[str, Any] | None:
@@ -210,7 +259,8 @@ def _chosen_before(config: Config) -> dict[str, Any] | None:
 
 def measure(config: Config, corpus: Corpus) -> Measured:
     """Measures starting and steps on rows of the corpus, and estimates the duration of a validation from them."""
-    starting, times = _alone(config, corpus) if int(config.trainer.devices) == 1 else _on_ranks(config)
+    alone = int(config.trainer.devices) == 1 and ranks.find() is None
+    starting, times = _alone(config, corpus) if alone else _on_ranks(config)
     steps = [after - before for before, after in itertools.pairwise(times)]
     step = median(steps[len(steps) // 2 :])  # the first half allocates memory and compiles code
     if _compiles_later(config):
@@ -247,9 +297,14 @@ def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
 
 
 def _on_ranks(config: Config) -> tuple[float, list[float]]:
-    """Returns the seconds from starting a trial's ranks to its first step, and the time.time() of each of its steps."""
+    """Returns the seconds from starting a trial's ranks to its first step, and the time.time() of each of its steps.
+
+    The trial's ranks are all on this node; those of others are left out, with their rows.
+    """
     tried = copy.deepcopy(config)
     tried.budget.minutes = None
+    tried.data.global_batch_size //= tried.trainer.num_nodes
+    tried.trainer.num_nodes = 1
     with run_dir.folder_beside_runs(config, "budget") as folder:
         started, here = time.time(), folder / "trial"
         rows = trial.run(trial.config_of(tried, here, _RANKS), here)

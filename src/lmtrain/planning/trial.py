@@ -5,6 +5,7 @@ The process gets a config that differs from the run's only in what is shown, sav
 
 import contextlib
 import copy
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from lmtrain.config import trust
 from lmtrain.config.batch import split_over
 from lmtrain.config.schema import Config
 from lmtrain.data.loaders import ChosenRows
+from lmtrain.distributed import ranks
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import read_jsonl, write_atomic
 from lmtrain.run.start import start
@@ -84,7 +86,8 @@ def run(trial: Config, folder: Path, longest_rows: bool = False) -> list[dict[st
 
 def _in_process(words: list[str], log: IO[str]) -> int:
     line = [sys.executable, "-m", "lmtrain.planning.trial", *words]
-    return subprocess.run(line, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    env = ranks.without_ranks(os.environ)
+    return subprocess.run(line, stdout=log, stderr=subprocess.STDOUT, check=False, env=env).returncode
 
 
 def _with_longest_rows(config: Config) -> int:

@@ -2,10 +2,8 @@
 
 import json
 import math
-import re
 import shutil
 import signal
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,6 @@ from lmtrain.files import read_jsonl, write_atomic
 from lmtrain.run_folder.folder import RunDir, begins_elsewhere, checkpoint_names
 from lmtrain.secrets import hide
 
-# Environment variables that a launcher of ranks sets; a trial that inherited them would act as one of those ranks.
-_RANKS = re.compile(
-    r"(MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|NODE_RANK|TORCHELASTIC_.*|LMTRAIN_.*PID"
-    r"|LMTRAIN_TYPED|SLURM_(NTASKS|NPROCS|PROCID|LOCALID|NODEID|NTASKS_PER_NODE|TASKS_PER_NODE|STEP_.*))"
-)
 _TYPES: dict[str, Any] = {"number": int, "overrides": list, "fixed": list, "status": str, "exit_code": int | None,
                           "score": int | float | None, "seconds": int | float, "error": str | None}  # fmt: skip
 _LINES_KEPT = 100  # lines of a failed trial's output that its row keeps
@@ -108,11 +101,6 @@ def placed(overrides: list[str], run: Path) -> list[str]:
         return [*(w for w in words if not w.startswith("run.resume=")), "run.resume=auto"]
     shutil.rmtree(run, ignore_errors=True)  # left by a start killed before its config.yaml was written
     return words
-
-
-def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns `environ` without the variables that would make a child process act as a rank."""
-    return {k: v for k, v in environ.items() if not _RANKS.fullmatch(k)}
 
 
 def finished(trial: Trial, folder: Path, verb: str) -> bool:
