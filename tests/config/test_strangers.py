@@ -1,11 +1,15 @@
 """Checks of a foreign config folder before Hydra reads it: aliases that expand to billions, packages to import."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from lmtrain.config.safe_yaml import check_folder, check_words
+from lmtrain.config.safe_yaml import check_folder, check_words, dumped, parse
 from lmtrain.errors import UserError
+from lmtrain.reports.listing import read
+from lmtrain.run_folder.folder import RunDir
 
 LAUGHS = "a0: &a0 [l, l, l, l, l, l, l, l, l]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
@@ -50,3 +54,21 @@ def test_folders_are_let_through(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("hydra: {searchpath: ['file:///tmp', /tmp]}\n")
     check_folder(tmp_path, "config")
     check_words(["hydra.searchpath=[file:///tmp]", "data.path='pkg://a'", "hydra.searchpath=[", "seed=1"])
+
+
+@pytest.mark.parametrize("text", ["[" * 30_000, "- " * 30_000, "{a: " * 30_000], ids=["flow", "block", "mapping"])
+def test_deep_nesting_is_an_error(text: str, tmp_path: Path) -> None:
+    """YAML's parser in C would overflow the stack, which ends Python."""
+    with pytest.raises(UserError, match=r"theirs\.yaml can't be read"):
+        parse(text, "theirs.yaml")
+    (tmp_path / "config.yaml").write_text(f"model:\n  {text}\n")
+    assert read(RunDir(tmp_path)).status
+
+
+@pytest.mark.parametrize(
+    "value", ["word " * 40, "two\nlines\n", "x: y", "007", "\x07", "\u2028", "grün", "\U0001f600", [{}, 1.5, None]]
+)
+def test_values_are_written_as_by_python(value: Any) -> None:
+    tree = {"key": value, "longer": {"a": [value]}}
+    assert dumped(tree) == yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    assert parse(dumped(tree), "mine.yaml") == tree

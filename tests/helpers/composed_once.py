@@ -1,5 +1,5 @@
-"""Caches Hydra's composition of conf/ per choice of options, and parsed YAML files and texts, within one process: tests
-compose thousands of configs.
+"""Caches Hydra's composition of conf/ per choice of options, parsed YAML files, overrides and interpolations, and the
+schema, within one process: tests compose thousands of configs.
 
 Values are set on a copy, as Hydra sets them. Processes that tests start don't use this cache. Cached configs are
 pickled, in this process only: OmegaConf's nodes are unpickled six times as fast as they are copied.
@@ -16,9 +16,11 @@ import yaml
 from hydra._internal import config_loader_impl as loader
 from hydra._internal.defaults_list import DefaultsList
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from omegaconf import DictConfig
+from omegaconf import DictConfig, base
 
+from lmtrain.config import interpolations, sections
 from support import REPO
 
 # Hydra's own options and ours, which no test changes; a user's folder is checked for changes each time.
@@ -40,6 +42,45 @@ class _Defaults(list[Any]):
 
 
 def install() -> None:
+    _install_compositions()
+    _install_parsing()
+    _install_schema()
+
+
+def _install_parsing() -> None:
+    """Keeps what Hydra reads in an override without functions, such as those of sweeps, and OmegaConf in a text."""
+    read = OverridesParser.parse_rule
+
+    @functools.lru_cache(4096)
+    def kept(text: str, rule: str) -> Any:
+        return read(OverridesParser.create(), text, rule)
+
+    def parsed(self: OverridesParser, s: str, rule_name: str) -> Any:
+        return read(self, s, rule_name) if "(" in s else copy.copy(kept(s, rule_name))
+
+    OverridesParser.parse_rule = parsed  # type: ignore[method-assign]
+    base.parse = interpolations.parse = functools.lru_cache(4096)(base.parse)  # type: ignore[attr-defined]
+
+
+def _install_schema() -> None:
+    """Lets a merge, which copies the schema first, unpickle it instead."""
+    made, copied = sections.schema_of, DictConfig.__deepcopy__
+    pickled: dict[int, tuple[DictConfig, bytes]] = {}  # by id, with the schema, so that no other one gets its id
+
+    def schema_of(*found: tuple[str, type[Any]]) -> DictConfig:
+        schema = made(*found)
+        if id(schema) not in pickled and all(kind.__module__.startswith("lmtrain.") for _, kind in found):
+            pickled[id(schema)] = schema, pickle.dumps(schema)
+        return schema
+
+    def copy_of(self: DictConfig, memo: dict[int, Any]) -> DictConfig:
+        return pickle.loads(pickled[id(self)][1]) if id(self) in pickled else copied(self, memo)  # noqa: S301
+
+    sections.schema_of = schema_of
+    DictConfig.__deepcopy__ = copy_of  # type: ignore[method-assign]
+
+
+def _install_compositions() -> None:
     create, compose, load = (
         loader.create_defaults_list,
         loader.ConfigLoaderImpl._compose_config_from_defaults_list,

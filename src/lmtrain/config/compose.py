@@ -293,7 +293,7 @@ def to_plain(config: Config, show: Callable[[str], str] = secrets.shown) -> dict
 
 def dump(config: Config) -> str:
     """Returns the text of config.yaml: plain YAML that can be run again with `--config-dir <run> run.dir=<another>`."""
-    return yaml.safe_dump(to_plain(config, environment.as_written), sort_keys=False, allow_unicode=True)
+    return safe_yaml.dumped(to_plain(config, environment.as_written))
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from lmtrain.config.sections import text_keys
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 
-FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former, in C, may be missing
+# Those in C, which may be missing.
+FAST_LOADER, FAST_DUMPER = (getattr(yaml, f"CSafe{x}", getattr(yaml, f"Safe{x}")) for x in ("Loader", "Dumper"))
 VALUES = 100_000  # maximum number of values after aliases are expanded; the largest config has a few hundred
 _DEPTH = 3  # levels of subfolders of a config folder that are searched for groups
 _SEARCH_PATH = "hydra.searchpath"
@@ -35,8 +36,7 @@ def check_folder(folder: Path, config_name: str) -> None:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):  # if the file is used, composing reports it
             continue
-        digits = re.search(r"[0-9_]{4000}", text)
-        if digits is not None:
+        if (digits := re.search(r"[0-9_]{4000}", text)) is not None:
             line = text[: digits.start()].count("\n") + 1
             raise UserError(f"{file} can't be read: a number with thousands of digits is in line {line}")
         check_text(text, str(file))
@@ -90,11 +90,8 @@ def _size(node: yaml.Node, known: dict[int, float]) -> float:
 
 def _files(folder: Path) -> Iterator[Path]:
     """Yields the YAML files of a config folder that Hydra may read."""
-    top = len(folder.parts)
     for place, below, names in os.walk(folder):
-        if len(Path(place).parts) - top >= _DEPTH:
-            below.clear()
-        below[:] = [name for name in below if not name.startswith(".")]
+        below[:] = [n for n in below if n[0] != "." and len(Path(place).relative_to(folder).parts) < _DEPTH]
         files = (Path(place) / name for name in names if name.endswith((".yaml", ".yml")))
         yield from (file for file in files if file.is_file())
 
@@ -111,7 +108,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Texts(_Loader):
+class _Texts(yaml.SafeLoader):
     """Reads numbers, booleans and dates as the text that they are written as."""
 
 
@@ -126,6 +123,22 @@ def _with_texts(value: Any, written: Any, key: str) -> Any:
         return value
     pairs = zip(value.items(), written.values(), strict=True)
     return {name: _with_texts(v, text, f"{key}.{name}" if key else str(name)) for (name, v), text in pairs}
+
+
+def loader_of(text: str) -> Any:
+    """Returns a safe loader for a text: that in C, unless deep nesting could overflow its stack, which ends Python."""
+    return FAST_LOADER if sum(map(text.count, "[{")) + max(map(len, text.split("\n"))) < 2000 else yaml.SafeLoader
+
+
+def plain(text: str) -> Any:
+    """Returns the plain values of a YAML text, which may raise yaml.YAMLError, ValueError or RecursionError."""
+    return yaml.load(text, loader_of(text))
+
+
+def dumped(tree: Any) -> str:
+    """Returns plain values as YAML, keys in their order; with escapes it is left to Python, which writes fewer."""
+    text: str = yaml.dump(tree, Dumper=FAST_DUMPER, sort_keys=False, allow_unicode=True)
+    return text if text.isascii() and "\\" not in text else yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def text_of(path: Path) -> str:
@@ -149,7 +162,9 @@ def parse(text: str, where: str, section: str = "") -> Any:
     """
     check_text(text, where)
     try:
-        return _with_texts(yaml.load(text, _Loader), yaml.load(text, _Texts), section)  # safe loaders
+        node = yaml.compose(text, loader_of(text))
+        value, written = (node and kind("").construct_document(node) for kind in (_Loader, _Texts))
+        return _with_texts(value, written, section)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: invalid dates
         raise UserError(f"{where} can't be read: {' '.join(str(error).split())}") from None
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from lmtrain.adapters import memory_export
@@ -14,6 +13,7 @@ from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.quantized import is_quantized, make_trainable_on_cpu
 from lmtrain.adapters.trainable import adapter_of
 from lmtrain.checkpoints.store import name_of
+from lmtrain.config import safe_yaml
 from lmtrain.config.override_text import bare_or_quoted, written
 from lmtrain.config.schema import ExportConfig
 from lmtrain.data.tokenizers import save as save_tokenizer
@@ -94,9 +94,8 @@ def command_for(folder: Path, cfg: ExportConfig, step: int, *more: str) -> str:
 def write_config(run_config: Path, file: Path) -> None:
     """Copies the run's config into the export, with logins and signatures removed from URLs."""
     text = read_regular(run_config)
-    config = yaml.safe_load(text)
-    public = shown_in(config)
-    file.write_text(text if public == config else yaml.safe_dump(public, sort_keys=False, allow_unicode=True), "utf-8")
+    public = shown_in(config := safe_yaml.plain(text))
+    file.write_text(text if public == config else safe_yaml.dumped(public), "utf-8")
 
 
 def write_weights(model: PreTrainedModel, folder: Path, dtype: str, merge: bool) -> None:
@@ -204,9 +203,7 @@ def set_fields(config: GenerationConfig, changes: dict[str, Any]) -> None:
 
 def drop_tied(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the state dict without the copies of tied weights, which a Hugging Face file stores once."""
-    if not getattr(model.config, "tie_word_embeddings", False):
-        return state
-    tied = getattr(model, "_tied_weights_keys", None) or {}
+    tied = (getattr(model.config, "tie_word_embeddings", False) and getattr(model, "_tied_weights_keys", None)) or {}
     return {name: tensor for name, tensor in state.items() if name not in tied}
 
 

@@ -9,11 +9,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import jinja2
-import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from lmtrain.config import safe_yaml
 from lmtrain.config.override_text import leaves_of
 from lmtrain.files import read_jsonl, read_regular
 from lmtrain.run_folder.folder import brings_code, gives_rewards, loading_class, predicts_masked_tokens
@@ -33,7 +33,7 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
         step: the step of the exported weights.
     """
     adapter = (folder / "adapter_config.json").exists()
-    config = dict(leaves_of(shown_in(yaml.safe_load(read_regular(run_config)))))  # by dotted key
+    config = dict(leaves_of(shown_in(safe_yaml.plain(read_regular(run_config)))))  # by dotted key
     name, scores = run_config.parent.name, scores_at(run_config.parent / "metrics.jsonl", step)
     task = "text-generation"
     if predicts_masked_tokens(folder):

@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 
 from lmtrain import errors, terminal
-from lmtrain.config.safe_yaml import FAST_LOADER
+from lmtrain.config.safe_yaml import plain
 from lmtrain.errors import UserError
 from lmtrain.files import CHECKPOINT, read_regular
 from lmtrain.run_folder import lock
@@ -133,10 +133,7 @@ def _config(run: RunDir) -> dict[str, Any]:
         return nothing
 
 
-@functools.lru_cache(maxsize=512)
-def _parsed(text: str) -> Any:
-    """Returns the values of YAML text; most runs of a folder share most sections of their configs."""
-    return yaml.load(text, FAST_LOADER)
+_parsed = functools.lru_cache(maxsize=512)(plain)  # most runs of a folder share most sections of their configs
 
 
 def whole(value: Any) -> int | None:
