@@ -416,7 +416,7 @@ def test_rank_0_measures_for_the_ranks_of_torchrun(corpus: Path, tmp_path: Path)
     ranks_of = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lmtrain.train"]
     words = [*TINY, "data=text", f"data.path={corpus}/file_00.txt", "trainer.accelerator=cpu", "budget.minutes=30",
              "data.global_batch_size=8", "data.micro_batch_size=2", "callbacks.samples.every_n_validations=0",
-             "logger=none", "export.enabled=false", f"run.dir={tmp_path}/run"]  # fmt: skip
+             "logger=none", "export.enabled=false", f"run.root={tmp_path}", "run.name=run"]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *ranks_of, *words], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
-from lmtrain.callbacks.time_budget import ENDING_S, Forecast, Length
+from lmtrain.callbacks.time_budget import ENDING_S, Forecast, Length, TimeBudget
 from lmtrain.config import compose as rules
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.schema import Config
@@ -151,8 +151,8 @@ MACHINES = {
 }
 
 
-def chosen(machine: Machine, minutes: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, float]:
-    """Returns the config at the depth that budget.minutes chooses, and the seconds that are left for training then."""
+def chosen(machine: Machine, minutes: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, float, list[float]]:
+    """Returns the config at the depth that budget.minutes chooses, the seconds left for training, and a fake clock."""
     now = [0.0]
 
     def measure(config: Config, _: Any) -> budget.Measured:
@@ -162,7 +162,8 @@ def chosen(machine: Machine, minutes: float, monkeypatch: pytest.MonkeyPatch) ->
         return budget.Measured(5.0, step, 0.0)
 
     corpus = SimpleNamespace(tokenizer=range(1024), epoch_tokens=10**13, stream=None)
-    monkeypatch.setattr(time, "time", lambda: now[0])
+    for clock in ("time", "perf_counter"):
+        monkeypatch.setattr(time, clock, lambda: now[0])
     monkeypatch.setattr(budget, "measure", measure)
     monkeypatch.setattr(budget, "build_corpus", lambda _: corpus)
     monkeypatch.setattr(budget, "_validation", lambda *_: 0.0)
@@ -172,14 +173,15 @@ def chosen(machine: Machine, minutes: float, monkeypatch: pytest.MonkeyPatch) ->
     (expected,) = budget._expected
     budget._expected.clear()
     assert expected.step == pytest.approx(machine.step(shape(depth)), rel=0.5)
-    return budget._at_depth(config, depth), 60 * minutes - now[0] - expected.starting - ENDING_S
+    now[0] += expected.starting
+    return budget._at_depth(config, depth), 60 * minutes - now[0] - ENDING_S, now
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_simulated_machine_gets_nearly_the_best_depth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine, depths = MACHINES[name], []
     for minutes in (1, 2, 5, 15, 60, 240, 1440):
-        config, left = chosen(machine, minutes, monkeypatch)
+        config, left, _ = chosen(machine, minutes, monkeypatch)
 
         def loss(depth: int, seconds: float = left) -> float:
             at = shape(depth)
@@ -191,6 +193,29 @@ def test_a_simulated_machine_gets_nearly_the_best_depth(name: str, monkeypatch: 
         assert config.data.global_batch_size * config.data.seq_len == shape(depths[-1]).tokens
     assert depths == sorted(depths)
     assert depths[-1] > depths[0]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("slower", [1.0, 1.7])
+def test_a_simulated_run_ends_in_time(name: str, slower: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the machine becomes slower in the middle; as fast as measured, the run keeps what the law promised."""
+    config, left, now = chosen(MACHINES[name], 5, monkeypatch)
+    at = shape(config.model.num_hidden_layers)  # type: ignore[attr-defined]
+    step = MACHINES[name].step(at)
+    config.trainer.val_check_interval = None
+    planned = budget.steps_within(300 - now[0], budget.Measured(0.0, step, 0.0), config)
+    clock = TimeBudget(config, Length(planned, 10**9, 0), Console(quiet=True), [])
+    monkeypatch.setattr(clock, "set_length", lambda _, module, steps: setattr(module, "total_steps", steps))
+    clock.began, module, trainer = 0.0, object.__new__(CausalLM), SimpleNamespace(global_step=0, world_size=1)
+    module.total_steps = planned
+    clock.on_train_start(trainer, module)  # type: ignore[arg-type]
+    while trainer.global_step < module.total_steps:
+        now[0] += step * (slower if now[0] > 150 else 1.0)
+        trainer.global_step += 1
+        clock.on_train_batch_end(trainer, module)  # type: ignore[arg-type]
+    assert abs(now[0] + ENDING_S - 300) < max(2.0, 2 * slower * step)
+    promised, made = (dial.expected(at.depth, steps * at.tokens) for steps in (left / step, trainer.global_step))
+    assert made == pytest.approx(promised, rel=0.005) or slower > 1
 
 
 def test_a_forecast_is_lower_where_the_curve_is_steep() -> None:
