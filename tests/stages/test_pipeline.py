@@ -234,7 +234,8 @@ def test_skips_continues_and_runs_again(tree: Tree, monkeypatch: pytest.MonkeyPa
     assert errors["answers/loss"]["sft"] == pytest.approx(spread, rel=0.5)
     assert f"{scores['answers/loss']['sft']:.4f} ± {errors['answers/loss']['sft']:.4f}" in page
     assert page.count('<div class="beside">') == 2, "two prompts, answered by each stage"
-    assert "pretrain: loss" in page
+    assert "pretrain: bits_per_byte" in page
+    assert "sft: bits_per_byte" not in page
     assert report["seconds"] > 0
     assert all(f'href="{name}/report.html"' in page for name in tree["stages"])
 

@@ -17,6 +17,7 @@ from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, write_atomic
 from lmtrain.reports import report_page
 from lmtrain.reports.curves import charts
+from lmtrain.reports.listing import headline
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import shown
 from lmtrain.stages.plan import PipelinePlan, PlannedStage
@@ -183,11 +184,12 @@ def _facts(plan: PipelinePlan, state: State, stages: list[Row], answers: Answers
 
 
 def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
-    """Returns the loss curves of each stage and, if it logged them, DPO's reward accuracies."""
+    """Returns the curves of each stage's main numbers, such as a loss, a reward or an accuracy."""
     found = {}
     for one in plan.stages:
-        drawn = charts(read_jsonl(RunDir(one.run).metrics))
-        for chart in ("loss", "rewards/accuracy"):
+        run = RunDir(one.run)
+        drawn = charts(read_jsonl(run.metrics))
+        for chart in headline(run, run.told_summary()):
             if chart in drawn:
                 found[f"{one.name}: {chart}"] = [report_page.line_of(c, c.name, i) for i, c in enumerate(drawn[chart])]
     return found
