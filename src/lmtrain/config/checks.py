@@ -92,7 +92,7 @@ def _check_trainer(c: Config) -> None:
     if t.precision in short:
         raise UserError(f"trainer.precision={t.precision}: write {short[t.precision]}")
     if t.accelerator == "mps":
-        raise UserError("trainer.accelerator=mps: Apple GPUs lack fp64, in which losses are summed; set it to cpu")
+        raise UserError("trainer.accelerator=mps: Apple GPUs lack fp64 for sums of losses; set trainer.accelerator=cpu")
     if isinstance(t.devices, str) and not t.devices.isdigit():
         choice("auto")("trainer.devices", t.devices)
     if t.devices != "auto" and int(t.devices) < 1:

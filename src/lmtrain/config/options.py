@@ -20,10 +20,8 @@ def _of_loss(*names: str) -> ReadWhere:
     return ReadWhere(lambda c: c.objective.loss in names, f"set {choices}")
 
 
-_CHOOSES = ReadWhere(
-    lambda c: c.objective.loss not in ("simpo", "orpo"),
-    "simpo and orpo always take log-probabilities per token; leave it out",
-)
+_PER_TOKEN = "simpo and orpo always take log-probabilities per token; leave it out"
+_CHOOSES = ReadWhere(lambda c: c.objective.loss not in ("simpo", "orpo"), _PER_TOKEN)
 
 
 @dataclass(kw_only=True)
@@ -93,9 +91,7 @@ class ScratchModelConfig(ModelConfig):
     router_aux_loss_coef: Annotated[float | None, TRAJECTORY] = None
 
 
-_OWN_VOCABULARY = ReadWhere(
-    lambda c: False, "a pretrained model has its own, which grows with the tokens of tokenizer.add_tokens; leave it out"
-)
+_OWN_VOCABULARY = ReadWhere(lambda c: False, "a pretrained model has its own, which tokenizer.add_tokens extends")
 
 
 @dataclass(kw_only=True)
@@ -190,10 +186,7 @@ class PolynomialConfig(ToFloorConfig):
     power: Annotated[float, RATE, above_zero]
 
 
-_NO_STEP = ReadWhere(
-    lambda c: c.schedule.decay_from is None,
-    "the step at which the decay begins is set by schedule.decay_from or run.cooldown_from; leave one of them out",
-)
+_NO_STEP = ReadWhere(lambda c: c.schedule.decay_from is None, "it is set by schedule.decay_from or run.cooldown_from")
 
 
 @dataclass(kw_only=True)

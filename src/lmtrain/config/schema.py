@@ -274,9 +274,7 @@ class ExportConfig:
 
 
 _MANY_PROMPTS = ReadWhere(lambda c: c.generate.prompts_file is not None, "set generate.prompts_file too")
-_ONE_PROMPT = ReadWhere(
-    lambda c: c.generate.prompts_file is None, "generate.prompts_file names the prompts; leave one of them out"
-)
+_ONE_PROMPT = ReadWhere(lambda c: c.generate.prompts_file is None, "generate.prompts_file names the prompts")
 _IN_CHAT = ReadWhere(lambda c: c.generate.chat is not False, "leave generate.chat=false out")
 
 

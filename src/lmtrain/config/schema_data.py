@@ -68,16 +68,9 @@ def _has_formats(config: Any) -> bool:
     return not config.data.rows.startswith("lmtrain.")
 
 
-_OF_FORMATS = ReadWhere(
-    _has_formats, "rows of this kind have one format; data.columns={prompt: ...} says what their columns are called"
-)
-_OF_CONVERSATIONS = ReadWhere(
-    lambda c: c.data.rows != "pairs" and _has_formats(c),
-    "only the answers of conversations are built by it; leave it out",
-)
-_TRAINED_ON = ReadWhere(
-    lambda c: c.data.rows != PROMPT_ROWS, "prompts are not trained on; data.max_prompt_length limits their tokens"
-)
+_OF_FORMATS = ReadWhere(_has_formats, "rows of this kind have one format; data.columns={prompt: ...} names its columns")
+_OF_CONVERSATIONS = ReadWhere(lambda c: c.data.rows != "pairs" and _has_formats(c), "it builds only conversations")
+_TRAINED_ON = ReadWhere(lambda c: c.data.rows != PROMPT_ROWS, "prompts aren't trained on: set data.max_prompt_length")
 _PACKED = ReadWhere(_has_formats, "rows of this kind are never packed")
 _OF_CLASS = ReadWhere(lambda c: "." in c.data.source, "set data.source=package.module.Class too")
 _CUT_OFF = ReadWhere(lambda c: not c.data.val_path, "data.val_path already names the validation data")

@@ -100,33 +100,22 @@ class TokenDataModule(pl.LightningDataModule):
         dataset = self._step_dataset(self.max_epochs if stop == self.total_steps else None)
         return self._loader(dataset, StepSampler(items, lambda: trainer.global_step, stop))
 
-    def _step_dataset(self, max_epochs: int | None) -> StepDataset:
+    def _share(self) -> dict[str, int]:
+        """Returns which of the rows this rank reads, as arguments of both datasets."""
         part = data_parallel(self.trainer)
-        batch_split(self.sizes.last, self.micro_batch_size, part.size)
+        return {"micro_batch_size": self.micro_batch_size, "rank": part.rank, "world_size": part.size}
+
+    def _step_dataset(self, max_epochs: int | None) -> StepDataset:
+        share = self._share()
+        batch_split(self.sizes.last, self.micro_batch_size, share["world_size"])
         return StepDataset(
-            self.train_rows,
-            seed=self.seed,
-            sizes=self.sizes,
-            micro_batch_size=self.micro_batch_size,
-            max_epochs=max_epochs,
-            rank=part.rank,
-            world_size=part.size,
-            lengths=self.lengths,
+            self.train_rows, seed=self.seed, sizes=self.sizes, max_epochs=max_epochs, lengths=self.lengths, **share
         )
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         """Returns one loader for each of `val_sets`, in their order."""
-        part = data_parallel(self.trainer)
-        datasets = [
-            ValidationDataset(
-                rows,
-                micro_batch_size=self.micro_batch_size,
-                limit=self.limit_val_batches,
-                rank=part.rank,
-                world_size=part.size,
-            )
-            for rows in self.val_sets.values()
-        ]
+        limit, share = self.limit_val_batches, self._share()
+        datasets = [ValidationDataset(rows, limit=limit, **share) for rows in self.val_sets.values()]
         loaders: list[DataLoader] = [self._loader(dataset, None) for dataset in datasets]
         return loaders[0] if len(loaders) == 1 else loaders
 

@@ -123,13 +123,11 @@ def find(model: PreTrainedModel, run: Callable[[], Any], documents: Documents) -
         run: a forward of rows with `documents`, whose first row holds two.
     """
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda _, args, kwargs, name=name: calls.setdefault(name, (args, kwargs)) and None, with_kwargs=True
-        )
-        for name, layer in model.named_modules()
-        if name
-    ]
+
+    def noting(name: str) -> Callable[..., None]:
+        return lambda _, args, kwargs: calls.setdefault(name, (args, kwargs)) and None
+
+    hooks = [m.register_forward_pre_hook(noting(n), with_kwargs=True) for n, m in model.named_modules() if n]
     try:
         run()
     finally:

@@ -104,7 +104,7 @@ def _check_prompt(values: dict[str, Any], given: Turns, where: str) -> None:
     if not begins and not any(shared[at : at + len(prompt)] == prompt for at in range(len(shared))):
         said = prompt[-1][1]
         said = said[:60] + ("..." if len(said) > 60 else "")
-        raise BadRow(where, f"chosen and rejected don't begin with the row's prompt, {said!r}: fix or drop that column")
+        raise BadRow(where, f"chosen and rejected don't begin with the prompt, {said!r}: fix it, or drop that column")
 
 
 def prompt_turns(values: dict[str, Any], where: str) -> Turns:
@@ -204,12 +204,9 @@ def _margin(values: dict[str, Any], where: str) -> float | None:
         return None
     chosen, rejected = _number(scores[0], "score_chosen", where), _number(scores[1], "score_rejected", where)
     if chosen < rejected:
-        raise BadRow(
-            where,
-            f"score_chosen is {chosen:g}, below score_rejected, {rejected:g}: the rejected answer is the better one. "
-            f"Swap the columns chosen and rejected, or, where lower scores are better, the scores with data.columns="
-            f"{{score_chosen: score_rejected, score_rejected: score_chosen}}",
-        )
+        found = f"score_chosen is {chosen:g}, below score_rejected, {rejected:g}"
+        lower = "data.columns={score_chosen: score_rejected, score_rejected: score_chosen} if lower scores are better"
+        raise BadRow(where, f"{found}: swap the answers, or set {lower}")
     return None
 
 

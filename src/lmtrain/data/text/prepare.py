@@ -103,19 +103,17 @@ class _Filling:
             counts = self.write_split(folder, name, encoder, meta["dtype"], repeats)
             if counts is not None:
                 meta["splits"][name] = counts
-        meta["notes"] = getattr(self.source, "notes_of_reading", list)()
+        notes = meta["notes"] = [*getattr(self.source, "notes_of_reading", list)()]
         if encoder.unknown:
             found = f"{encoder.unknown:,} tokens stand for characters that the tokenizer lacks"
-            meta["notes"] = [*meta["notes"], f"{found}, all read as {tokenizer.unk_token}"]
+            notes.append(f"{found}, all read as {tokenizer.unk_token}")
         if encoder.written_ends:
             found = f"{encoder.end} is written in the text, {encoder.written_ends:,} times, and read as text"
-            advice = "to end documents there, give each a row of its own (JSON lines with a text)"
-            meta["notes"] = [*meta["notes"], f"{found}: {advice}"]
+            notes.append(f"{found}: to end documents there, give each a row of its own (JSON lines with a text)")
         if self.cfg.dedup != "near":  # which leaves no copies to count
             train = meta["splits"]["train"]
             length = max(4, round(RUN_BYTES * train["tokens"] / (train["bytes"] or train["tokens"])))
-            shards = bins.open_shards(folder, meta["dtype"], train)
-            meta["notes"] = [*meta["notes"], *repeats.notes(shards, length)]
+            notes += repeats.notes(bins.open_shards(folder, meta["dtype"], train), length)
         bins.save_meta(meta, folder)
 
     def tokenizer(self, folder: Path) -> PreTrainedTokenizerFast:
