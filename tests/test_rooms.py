@@ -49,7 +49,7 @@ VERBS = [
 ]  # above all rooms
 
 # Size limits point to design problems: a file split only to stay below a limit is not split at a natural boundary.
-CODE_LINES, FILES = 30_493, 292  # of the whole package; raising them takes a reason in docs/architecture.md
+CODE_LINES, FILES = 30_600, 292  # of the whole package; raising them takes a reason in docs/architecture.md
 MAX_LINES, MAX_FUNCTION, MAX_MEDIAN, MAX_FILES = 450, 60, 10, 26  # files are counted per room, with __init__.py
 
 
