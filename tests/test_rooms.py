@@ -4,6 +4,7 @@ The graph includes every import statement of src/lmtrain, also those inside func
 """
 
 import ast
+import functools
 import re
 import statistics
 import tokenize
@@ -53,6 +54,12 @@ CODE_LINES, FILES = 30_600, 292  # of the whole package; raising them takes a re
 MAX_LINES, MAX_FUNCTION, MAX_MEDIAN, MAX_FILES = 450, 60, 10, 26  # files are counted per room, with __init__.py
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Returns all nodes of a file's syntax tree, the module first; kept, since five tests read every file."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def modules() -> dict[str, Path]:
     """Returns {dotted name below lmtrain: file} of all modules that are not empty."""
     files = {p.relative_to(SOURCE).with_suffix(""): p for p in SOURCE.rglob("*.py")}
@@ -61,7 +68,7 @@ def modules() -> dict[str, Path]:
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """Yields the modules of lmtrain that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lmtrain":
             base = (node.module or "").removeprefix("lmtrain").lstrip(".")
             for alias in node.names:
@@ -110,7 +117,7 @@ def test_no_file_imports_itself_by_way_of_others(graph: dict[str, set[str]]) -> 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """Yields the name and number of lines of each function, docstring included."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{path.relative_to(SOURCE)}:{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
 
@@ -146,7 +153,7 @@ def test_no_room_has_more_files_than_one_can_look_through() -> None:
 def code_lines(path: Path) -> int:
     """Returns the number of lines of a file that hold code: no blank lines, comments or docstrings."""
     texts = set[int]()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if documented and ast.get_docstring(node, clean=False) is not None:
             texts |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
@@ -167,7 +174,9 @@ def test_the_package_keeps_its_size() -> None:
 def test_one_name_for_one_class() -> None:
     where: dict[str, list[str]] = {}
     for path in SOURCE.rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        module = nodes(path)[0]
+        assert isinstance(module, ast.Module)
+        for node in module.body:
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
     assert {name: files for name, files in where.items() if len(files) > 1} == {}

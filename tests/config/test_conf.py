@@ -336,6 +336,10 @@ def test_every_model_in_its_full_size(name: str) -> None:
     vocabulary = 1024 if option == "dial" else 4096 if option.endswith("nano") else 50257
     with torch.device("meta"):
         model = build_model(checked.model, vocabulary, 0, checked.data.seq_len)
+    assert checked.model.name == option
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
+        assert model.config.vocab_size == embeddings.weight.shape[0]
     parameters = sum(p.numel() for p in model.parameters())
     said = [float(n) * {"M": 1e6, "G": 1e9}[u] for n, u in re.findall(r"(\d[\d.]*) ([MG]) ", (CONF / name).read_text())]
     print(f"{option}: {parameters:,} parameters")

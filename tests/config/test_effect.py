@@ -41,6 +41,13 @@ def test_a_key_that_nothing_reads_is_refused(
     assert said.startswith(f"{override.partition('=')[0]} has no effect ")
     assert NO_EFFECT[override] in said
     assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize("override", ["run_dir=outputs/a", "trainer.spike_window=8"])
+def test_a_key_that_no_trial_reads_is_refused(
+    override: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     swept = run("train", "-m", *TINY, "data=text", f"data.path={corpus}", override, "seed=1,2")
     assert swept.code == 2
     assert NO_EFFECT[override] in message(swept.err)

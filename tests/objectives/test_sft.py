@@ -22,7 +22,8 @@ from lmtrain.run.build import build_datamodule
 from support import TINY, rows
 
 CHAT = [*TINY, "objective=sft", "data=chat_jsonl", "data.chat_template=vicuna", "model.max_position_embeddings=1024",
-        "data.seq_len=512", "data.val_fraction=0.1", "callbacks.samples.every_n_validations=0"]  # fmt: skip
+        "data.seq_len=512", "data.val_fraction=0.1", "callbacks.samples.every_n_validations=0",
+        "export.enabled=false"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

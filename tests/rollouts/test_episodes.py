@@ -149,13 +149,14 @@ def test_an_interrupted_run_continues_exactly(prompts: Path, llama: Path, tmp_pa
     argv = [*PLAYS, ECHO, f"data.path={prompts}", f"model.name_or_path={llama}", "run.resume=auto",
             "trainer.max_steps=4", "trainer.save_every_n_steps=1", "trainer.accelerator=cpu"]  # fmt: skip
     env = {"PYTHONPATH": f"{REPO / 'src'}:{REPO / 'tests' / 'helpers'}"}
-    assert lmtrain("train", *argv, f"run.dir={tmp_path / 'whole'}", env=env).returncode == 0
+    whole = run("train", *argv, f"run.dir={tmp_path / 'whole'}")
+    assert whole.code == 0, whole.err
     counter = tmp_path / "count"
     killed = lmtrain("train", *argv, f"run.dir={tmp_path / 'killed'}",
                      env=env | {odd_environments.KILL_AT: f"{counter} 70"})  # fmt: skip
     assert killed.returncode == 137
-    again = lmtrain("train", *argv, f"run.dir={tmp_path / 'killed'}", env=env)
-    assert again.returncode == 0, again.stderr
+    again = run("train", *argv, f"run.dir={tmp_path / 'killed'}")
+    assert again.code == 0, again.err
     for ours, theirs in zip(*(rows(tmp_path / n / "metrics.jsonl") for n in ("whole", "killed")), strict=True):
         assert without_times(ours) == without_times(theirs)
 
