@@ -4,8 +4,8 @@ Imports neither torch nor lightning, so `--help` and messages about misspelt key
 """
 
 import argparse
+import importlib
 import os
-import pkgutil
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +40,12 @@ def main_of(verb: str, action: Callable[["Config"], int]) -> Callable[..., int]:
     return main
 
 
+def _named(place: str) -> Any:
+    """Imports a module and returns one of its functions; `place` is written as module:function."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:
     """Returns the `main` of a verb whose action `place` (module:function) is imported only after reading the config.
 
@@ -49,7 +55,7 @@ def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:
     def action(config: "Config") -> int:
         if meanwhile:
             terminal.status.say(meanwhile)
-        return pkgutil.resolve_name(place)(config)
+        return _named(place)(config)
 
     return main_of(verb, action)
 
@@ -65,7 +71,7 @@ def folder_door(verb: str, place: str, meaning: str, default: str | None = None)
         parser = argparse.ArgumentParser(prog=f"python -m lmtrain.{verb}", description=OTHERS[verb])
         parser.add_argument("folder", type=Path, nargs="?" if default else None, default=default, help=meaning)
         folder = parser.parse_args(argv).folder.expanduser()
-        return plain(lambda: pkgutil.resolve_name(place)(folder))
+        return plain(lambda: _named(place)(folder))
 
     return main
 
@@ -351,7 +357,7 @@ def main(argv: list[str] | None = None) -> int:
     if verb not in VERBS | OTHERS:
         errors.print_error(_no_verb(verb, rest))
         return errors.WRONG_INPUT
-    job = pkgutil.resolve_name(f"lmtrain.{verb}:main")
+    job = _named(f"lmtrain.{verb}:main")
     if verb in ("train", "evaluate") and ranks.started_by() is not None:
         ranks.leave_after(lambda: job(rest))
     return job(rest)

@@ -83,7 +83,7 @@ def test_a_run_of_it(folder: Path) -> None:
         ("trainer: {max_steps: 3, max_steps: 4}", "is in line"),
         ("[1, 2]", "holds no keys"),
         ("a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b", "can't be read"),
-        ("data: 3", "data is a group"),
+        ("data: 3", "data=3: data is set by the name of an option"),
         ("dataset: mine\nlr: 0.1", "keys of another program"),
     ],
 )

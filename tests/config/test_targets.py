@@ -383,7 +383,7 @@ BY_NAME = {"import_module", "__import__", "instantiate", "get_class", "get_objec
            "import_string", "resolve_name", "run_module", "run_path", "exec_module", "eval", "exec"}  # fmt: skip
 ELSEWHERE = {
     "config/targets.py": {"import_module"},  # the builder
-    "cli.py": {"resolve_name"},  # the action of a verb, as its file names it, and lmtrain.<verb>, one of its table
+    "cli.py": {"import_module"},  # the action of a verb, as its file names it, and lmtrain.<verb>, one of VERBS
 }
 
 

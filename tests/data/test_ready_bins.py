@@ -29,7 +29,7 @@ def test_our_own_folder(prepared, data_config, tokenizer_config):
 
 def test_another_tokenizer_is_refused(tmp_path, prepared, data_config, tokenizer_config):
     cfg = data_config("bins", path=str(prepared.folder))
-    message = r"made with another tokenizer .* than tokenizer bytes .*tokenizer\.name_or_path=.*tokenizer, or prepare"
+    message = r"made with another tokenizer than tokenizer bytes: .*tokenizer\.name_or_path=.*tokenizer, or prepare"
     with pytest.raises(UserError, match=message):
         prepare(cfg, tokenizer_config("bytes"), progress=False)
     tokenizers.save(

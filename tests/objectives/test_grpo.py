@@ -163,7 +163,7 @@ def test_two_ranks_sample_what_one_does(prompts: Path, llama: Path, tmp_path: Pa
         ([*LETTERS, "objective.max_new_tokens=60"], r"a prompt has 14 tokens, and the model's 64 positions"),
         ([*LETTERS, "data=prompts_jsonl", "data.max_prompt_length=3", "data.on_too_long=raise"],
          "the prompt has 5 tokens"),
-        ([*LETTERS, "objective.engine=vllm"], r"pip install 'lmtrain\[vllm\]'"),
+        ([*LETTERS, "objective.engine=vllm"], r'pip install "lmtrain\[vllm\]"'),
         ([*LETTERS, "objective.engine=vllm", "objective.top_p=0.9"], r"top_p=0.9 does not go with objective=grpo"),
         ([*LETTERS, "objective.engine=vllm", "peft=lora"], r"vLLM takes the weights of a whole model"),
         ([*LETTERS, "objective.stop_tokens=[ab]"], "writes 'ab' as 2 tokens"),

@@ -25,7 +25,7 @@ class VLLM(Engine):
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises UserError if vLLM is not installed."""
         if importlib.util.find_spec("vllm") is None:
-            raise UserError('objective.engine=vllm needs vLLM, and in_process nothing: pip install "lmtrain[vllm]"')
+            raise UserError('objective.engine=vllm needs vLLM: pip install "lmtrain[vllm]", or use in_process')
         self.model = model
         self.engine: Any = None
 
