@@ -27,7 +27,10 @@ RUNS = {
                "dpo.trainer.max_steps=30", "grpo.trainer.max_steps=20", "pretrain.trainer.val_check_interval=50",
                "sft.trainer.val_check_interval=20", "dpo.trainer.val_check_interval=10"],
 }  # fmt: skip
-STORY = "Mia was in the park. Mia had a red ball. Meanwhile, Tom was at the market. Who has the red ball?"
+STORY = (
+    "One day, Mia was in the park. She had a red ball. But Mia lost the red ball in the park. Then she went to the "
+    "market. She was sad because the ball was gone. Where did Mia lose the red ball?"
+)
 # What looks wrong on a page: its lines of code that are cut, and what is wider than the window.
 CUT = """return [...document.querySelectorAll('pre, pre > code')].filter(e => e.scrollWidth > e.clientWidth + 1
   && getComputedStyle(e).display != 'inline').map(e => e.textContent.slice(0, 60))"""
@@ -68,8 +71,9 @@ def look_at_reports(browser: Browser, runs: Path, shots: Path) -> list[str]:
 
 def look_at_chat(browser: Browser, runs: Path, shots: Path) -> list[str]:
     """The chat page with two models and two questions."""
-    words = ["lmtrain.chat", str(runs / "laptop/sft"), str(runs / "laptop/grpo"), "--web", "generate.max_new_tokens=80"]
-    server = subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True)
+    models = [f"{runs.name}/laptop/sft", f"{runs.name}/laptop/grpo"]
+    words = ["lmtrain.chat", *models, "--web", "generate.max_new_tokens=80"]
+    server = subprocess.Popen([sys.executable, "-m", *words], cwd=runs.parent, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         address, wrong = server.stdout.readline().split()[0], []
@@ -77,7 +81,7 @@ def look_at_chat(browser: Browser, runs: Path, shots: Path) -> list[str]:
             browser.resize(width, 700)
             browser.go(address)
             browser.wait("return document.querySelectorAll('section').length == 2")
-            for question in (STORY, "Where is Tom?"):
+            for question in (STORY, "Why was Mia sad?"):
                 browser.run("question.value = arguments[0]; document.forms[0].requestSubmit()", question)
                 browser.wait(SENT, 120)
             browser.screenshot(shots / f"chat_{width}.png", whole=False)
