@@ -141,6 +141,7 @@ WRONG_VALUES = {
     "data.append_eos=perhaps": "true or false is needed",
     "seed=abc": "a whole number is needed",
     "seed=4294967296": "from 0 to 4294967295",
+    "evaluate.answers=500": "a whole number from 0 to 256 is needed",
     "model.dropout=1.5": "a share from 0",
     "trainer.gradient_clip_val=0": "null turns clipping off",
     "trainer.devices=0": "a number from 1 up",

@@ -323,7 +323,7 @@ class EvaluateConfig:
     start_token: Annotated[bool, SHOWN]
     batch_size: Annotated[int, SHOWN, at_least(1)]
     precision: Annotated[str, SHOWN, choice("float32", "bfloat16")]
-    answers: Annotated[int, SHOWN, not_negative]
+    answers: Annotated[int, SHOWN, between(0, 256)]  # as many rows as are kept as text
     max_new_tokens: Annotated[int, SHOWN, at_least(1)]
     metrics: Annotated[list[Any], SHOWN]
     resamples: Annotated[int, SHOWN, at_least(1)]
