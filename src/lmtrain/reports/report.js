@@ -1,7 +1,7 @@
 "use strict";
 // Draws the curves for the stretch that is zoomed to, as smooth and by the axes that are chosen.
 const read = id => JSON.parse(document.getElementById(id).textContent), curves = read("curves"), clocks = read("clocks");
-const find = id => document.getElementById(id), L = 62, R = 14, T = 10, B = 42;
+const find = id => document.getElementById(id), L = 62, R = 24, T = 10, B = 42;
 
 function smoothed(y, weight) {  // exponential moving average, its start corrected as in Adam
   let mean = 0, seen = 0;
