@@ -36,7 +36,7 @@ def test_finished_killed_and_running(corpus: Path, tmp_path: Path) -> None:
     assert (first.status, first.step, first.max_steps) == ("finished", 4, 4)
     rows = [r for r in read_jsonl(first.path / "metrics.jsonl") if "val/loss" in r]
     best = min(rows, key=lambda r: r["val/loss"])
-    assert first.best == f"val/loss {best['val/loss']:.4f} at step {best['step']}"
+    assert first.best == f"val/bits_per_byte {best['val/bits_per_byte']:.4f} at step {best['step']}"
     assert (second.status, second.step) == ("interrupted", 3)
     (first.path / "summary.json").write_text("{half")
     done = run("runs", str(root))
