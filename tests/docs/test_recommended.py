@@ -34,6 +34,8 @@ CONTEXTS: list[list[str]] = [
     ["logger=wandb"],
     ["model=memory_nano"],
     ["sweep=optuna"],
+    ["schedule=wsd"],
+    ["data=stories"],
 ]
 # No overrides of lmtrain: settings of other programs, and values that a message calls wrong.
 OTHERS = {
