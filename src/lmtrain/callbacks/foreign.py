@@ -4,16 +4,16 @@ docs/lightning.md describes the others.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import lightning.pytorch.callbacks as theirs
-import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
-_WHY = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8"))
+from lmtrain.config import safe_yaml
+
+_WHY = safe_yaml.table(__file__, "refused.yaml")
 REFUSED: dict[type[Callback], str] = {getattr(theirs, name): why for name, why in _WHY.items()}
 
 

@@ -130,6 +130,11 @@ def loader_of(text: str) -> Any:
     return FAST_LOADER if sum(map(text.count, "[{")) + max(map(len, text.split("\n"))) < 2000 else yaml.SafeLoader
 
 
+def table(module: str, name: str) -> Any:
+    """Returns the contents of a YAML file of this package, which stands beside a module; `module` is its __file__."""
+    return yaml.load(Path(module).with_name(name).read_text(encoding="utf-8"), FAST_LOADER)
+
+
 def plain(text: str) -> Any:
     """Returns the plain values of a YAML text, which may raise yaml.YAMLError, ValueError or RecursionError."""
     return yaml.load(text, loader_of(text))

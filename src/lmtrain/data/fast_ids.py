@@ -9,14 +9,13 @@ import itertools
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from lmtrain.config import safe_yaml
 from lmtrain.errors import first_line
 
 try:
@@ -26,7 +25,7 @@ except ImportError:  # there is no wheel for this machine
 
 ENOUGH = 1 << 20  # characters; loading fastokens takes longer than it saves on less text
 _SAMPLE, _SAMPLES = 4096, 8  # characters of a text, and texts, that are compared
-_PARTS: list[str] = yaml.safe_load(Path(__file__).with_name("hostile.yaml").read_text(encoding="utf-8"))
+_PARTS: list[str] = safe_yaml.table(__file__, "hostile.yaml")
 
 
 @functools.cache

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lmtrain.config import compose, environment, safe_yaml, trust
 from lmtrain.config.aliases import SECTIONS, absent, translated, used_here
 from lmtrain.config.defaults import conf_dir, options_of
@@ -104,7 +102,7 @@ def _text(value: Any, where: str) -> str:
     return f"'{value}'" if single else quoted(value)
 
 
-_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"))
+_TABLE: dict[str, Any] = safe_yaml.table(__file__, "foreign.yaml")
 _MODEL = "model=OWNER/MODEL"
 _UNKNOWN = "nothing here has that name"
 _NEEDS = re.compile(r"\(with (\w+)=([\w, ]+)")  # the group and the options with which a key has a meaning

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from lmtrain.config import safe_yaml
 from lmtrain.config.effect import epochs_at_most, suffix_of
 from lmtrain.config.override_text import bare_or_quoted, shell_word, typed_keys, written
 from lmtrain.data.chat.conversations import FORMATS
@@ -114,7 +113,7 @@ def _from_scratch(model: str) -> list[str]:
 
 def recipe_of(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Returns the entry of recipes.yaml for rows with these columns, or None for text."""
-    recipes = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+    recipes = safe_yaml.table(__file__, "recipes.yaml")
     return next((recipe for recipe in recipes if _fits(recipe, columns, rows)), None)
 
 

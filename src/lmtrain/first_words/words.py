@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-import yaml
-
+from lmtrain.config import safe_yaml
 from lmtrain.config.aliases import used_here
 from lmtrain.config.defaults import options_of
 from lmtrain.config.explain import unreadable
@@ -24,7 +23,7 @@ from lmtrain.first_words import config_file
 OF_MODELS = ("chat", "evaluate", "generate", "export")  # their first word is a run, a folder or a hub name
 _SECOND = {"generate": "generate.prompt", "chat": "chat.against"}  # the key that their second word sets
 CONFIGS = (".yaml", ".yml")
-SHORT_NAMES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("hub_names.yaml").read_text(encoding="utf-8"))
+SHORT_NAMES: dict[str, str] = safe_yaml.table(__file__, "hub_names.yaml")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _KEY = re.compile(r"[~+]*[\w./@-]+", re.ASCII)  # the part of an override before the =
 _GROUPS = ("experiment", "model", "objective", "data", "peft", "optimizer", "tokenizer", "schedule", "debug", "sweep")

@@ -1,14 +1,13 @@
 """Estimates of a model's cost before it runs (parameters, FLOPs, memory), and the peak FLOP/s of devices."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 from transformers import PreTrainedModel
 
+from lmtrain.config import safe_yaml
 from lmtrain.config.options import AdamW8bitConfig, MuonConfig
 from lmtrain.config.schema import Config, OptimizerConfig
 from lmtrain.config.strategies import context_parallel, engine_config, outside_fp8, ranks_per_part, tensor_parallel
@@ -19,7 +18,7 @@ from lmtrain.models.language_model import auto_chunk_bytes
 ZERO_BUCKET, ZERO_LIVE = 5e8, 1e9
 
 # Two tables of devices: peak TFLOP/s by the name that torch gives, and memory by the name in estimate.device.
-DEVICES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8"))
+DEVICES: dict[str, Any] = safe_yaml.table(__file__, "devices.yaml")
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int, int]:

@@ -6,17 +6,16 @@ given, such as an inner width of 8,192 or 32 heads, whatever the hidden size.
 
 import contextlib
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from lmtrain.config import safe_yaml
 from lmtrain.config.options import ScratchModelConfig
 from lmtrain.errors import UserError
 
-_TABLES = yaml.safe_load(Path(__file__).with_name("nulls.yaml").read_text(encoding="utf-8"))
+_TABLES = safe_yaml.table(__file__, "nulls.yaml")
 ALIASES, UNDECLARED, MEANING = (_TABLES[name] for name in ("aliases", "undeclared", "meaning"))
 
 

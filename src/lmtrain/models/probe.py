@@ -8,16 +8,15 @@ attention features that lmtrain's lacks. In each case training would silently go
 
 from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lmtrain.config import safe_yaml
 from lmtrain.errors import UserError
 from lmtrain.models import attention, mixers
 from lmtrain.models.denoising import mask_token
@@ -227,7 +226,7 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {last_line(error)}"
 
 
-_NAMES = yaml.safe_load(Path(__file__).with_name("probe.yaml").read_text(encoding="utf-8"))
+_NAMES = safe_yaml.table(__file__, "probe.yaml")
 TESTED, CHOSEN_EXPERTS, KEY_HEADS, WINDOWS, DROPOUTS = (
     tuple(_NAMES[key].split()) for key in ("tested", "chosen_experts", "key_heads", "windows", "dropouts")
 )

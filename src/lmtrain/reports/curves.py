@@ -8,16 +8,15 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import yaml
+from lmtrain.config import safe_yaml
 
 MAX_POINTS = 1500  # per curve: about three for each pixel of a chart
 # Keys without a curve: those that locate a row, and those that are meaningful only as sums.
 _LEFT_OUT = ("step", "tokens_seen", "rows", "bad_steps", "time", "step_ms", "data_wait_ms")
 # The charts that come first, in this order: their titles, and the labels of their y axes.
-FIRST: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text(encoding="utf-8"))
+FIRST: dict[str, list[str]] = safe_yaml.table(__file__, "charts.yaml")
 
 
 @dataclass

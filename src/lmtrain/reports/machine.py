@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
 from rich.table import Table
 from rich.text import Text
 
 from lmtrain import errors, terminal
+from lmtrain.config import safe_yaml
 
-OPTIONAL = yaml.safe_load(Path(__file__).with_name("optional.yaml").read_text(encoding="utf-8"))
+OPTIONAL = safe_yaml.table(__file__, "optional.yaml")
 _MATMUL_SECONDS = 0.5
 _SIZE = {"cpu": 1024, "cuda": 8192}  # of matrices: a GPU ends smaller ones before the next is launched
 _READ_BYTES = 64 * 2**20

@@ -1,8 +1,7 @@
 """Conversations, pairs, chat templates and label masks; `TABLES` are the names that tables.yaml lists."""
 
-from pathlib import Path
 from typing import Any
 
-import yaml
+from lmtrain.config import safe_yaml
 
-TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
+TABLES: dict[str, Any] = safe_yaml.table(__file__, "tables.yaml")

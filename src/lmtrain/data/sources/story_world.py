@@ -7,12 +7,11 @@ follows what is true, so that it can say which sentences of a story, such as a m
 import functools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
+from lmtrain.config import safe_yaml
 
-_DATA = yaml.safe_load(Path(__file__).with_name("stories.yaml").read_text(encoding="utf-8"))
+_DATA = safe_yaml.table(__file__, "stories.yaml")
 WORDS = _DATA["words"]
 NAMES = {**dict.fromkeys(WORDS["girls"], "girl"), **dict.fromkeys(WORDS["boys"], "boy")}
 NUMBERS: list[str] = WORDS["numbers"]
