@@ -227,7 +227,7 @@ def _choose_depth(config: Config, corpus: Corpus, began: float, typed: Mapping[s
         other, before = _at_depth(config, tried), time.time()
         other.tokenizer.vocab_size = config.tokenizer.vocab_size  # of the text that is prepared
         _split(other, typed)
-        took = measure(other, build_corpus(other))
+        took = measure(other, corpus if tried == now else build_corpus(other))
         times[tried] = took.step
         speed = dial.Speed.of([(shape(at, size), step) for at, step in times.items()])
         ends = began + 60 * config.budget.minutes - took.starting - took.validation - ENDING_S  # type: ignore[operator]
