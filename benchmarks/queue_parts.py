@@ -126,7 +126,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def switches(names: list[str], turns: int, steps: int, nanogpt: bool = False) -> Callable[[Place], dict[str, Any]]:
     def make(place: Place) -> dict[str, Any]:
-        variants = {name: VARIANTS[name] for name in (["as_is", "one_region_bf16"] if place.toy else names)}
+        chosen = [name for name in names if name in ("as_is", "one_region_bf16")] if place.toy else names
+        variants = {name: VARIANTS[name] for name in chosen}
         if place.nanogpt and nanogpt:
             variants["nanogpt"] = {"nanogpt": str(place.nanogpt)}
         spec = {"overrides": gpt_bins(place)[0], "embedding_rows": 128 if place.toy else 50304, "variants": variants}
@@ -167,6 +168,7 @@ def budget(deeper: int) -> Callable[[Place], dict[str, Any]]:
             text = place.scratch / "text.txt"
             text.write_text("".join(file.read_text() for file in sorted(HERE.glob("*.py"))))
             words += [str(text), "tokenizer=bytes", "trainer.num_threads=1", "report.enabled=false"]
+            words += ["export.enabled=false", "callbacks.samples.every_n_validations=0"]
             words += ["trainer.max_steps=12", "model.depth=2"]  # a typed length decides: no test depends on a clock
         began = time.time()
         said = python(["-m", "lmtrain.train", *words, f"budget.minutes={minutes}"])
