@@ -131,7 +131,7 @@ def forecast_off(words: list[str], steps: int) -> float:
     every = math.ceil(steps / 10.5)
     rows = train(["experiment=dial", *words, f"trainer.max_steps={steps}", f"trainer.val_check_interval={every}"])
     scores = [(row["step"], row["val/bits_per_byte"]) for row in rows if "val/bits_per_byte" in row]
-    return scores[-1][1] / dial.forecast(scores, steps, decayed=False) - 1
+    return scores[-1][1] / dial.forecast(scores, steps, decayed=False)[0] - 1
 
 
 def forecasts(kept: Kept, texts: list[Path]) -> None:

@@ -155,7 +155,7 @@ class Forecast(pl.Callback):
         self.metrics, self.schedule, self.minutes, self.console = metrics, schedule, minutes, console
         self.decayed = decayed
         self.scores: list[tuple[int, float]] = []  # (step, bits per byte)
-        self.made: dict[str, Any] | None = None  # the forecast, as in summary.json
+        self.made: dict[str, Any] | None = None  # the forecast, as in summary.json; empty if the text is unlike others
 
     def state_dict(self) -> dict[str, Any]:
         return {"minutes": self.minutes, "scores": [list(score) for score in self.scores], "made": self.made}
@@ -176,7 +176,16 @@ class Forecast(pl.Callback):
             self._say(step, steps)
 
     def _say(self, step: int, steps: int) -> None:
-        bits = dial.forecast(self.scores, steps, decayed=self.decayed)
+        bits, fell = dial.forecast(self.scores, steps, decayed=self.decayed)
+        least, most = dial.FALLS
+        if not least <= fell <= most:
+            self.made = {}
+            said = (
+                f"no forecast: in a fifth of the steps {SCORE} fell by {fell:.1%}; in the runs that forecasts were "
+                f"fitted to by {least:.0%} to {most:.0%}"
+            )
+            self.console.print(said, highlight=False)
+            return
         low, high = bits * (1 - dial.SPREAD), bits * (1 + dial.SPREAD)
         self.made = {SCORE: bits, "low": low, "high": high, "step": step}
         said = (

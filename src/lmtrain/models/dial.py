@@ -39,8 +39,9 @@ LR_DECAY = (0.6, "linear")  # schedule.decay_ratio and decay_shape of the runs t
 # A forecast of the final bits per byte reads the curve at two fractions of the steps, between which the learning rate
 # falls. With v1 and v2 the bits per byte there, log(end / v2) = LEVEL - SLOPE log(v1 / v2), and DECAYED in addition
 # with weight decay, as fitted to runs of experiment=dial. SPREAD is relative, and larger than the errors for runs left
-# out of the fit (benchmarks/RESULTS.md). After LATEST of the steps it is too late for a forecast.
-FIRST, SECOND, LATEST = 0.475, 0.665, 0.9
+# out of the fit (benchmarks/RESULTS.md). After LATEST of the steps it is too late for a forecast. In the fitted runs v2
+# was lower than v1 by a share within FALLS; on a repetitive text it falls faster.
+FIRST, SECOND, LATEST, FALLS = 0.475, 0.665, 0.9, (0.01, 0.09)
 LEVEL, SLOPE, DECAYED, SPREAD = -0.0201, 0.732, -0.0124, 0.04
 
 
@@ -166,16 +167,20 @@ def best_depth(seconds: float, speed: Speed, shape: Callable[[int], Shape], uniq
     return min(fed_by(unique), key=loss)
 
 
-def forecast(scores: Sequence[tuple[int, float]], steps: int, *, decayed: bool) -> float:
+def forecast(scores: Sequence[tuple[int, float]], steps: int, *, decayed: bool) -> tuple[float, float]:
     """Forecasts a run's final bits per byte from its validations.
 
     Args:
         scores: (step, bits per byte) of at least two validations, sorted by step.
         steps: number of steps of the whole run.
         decayed: whether there is a weight decay.
+
+    Returns:
+        the forecast, and the share by which bits per byte fell from FIRST to SECOND; it holds if that is within FALLS
     """
     first, second = (_read(scores, share * steps) for share in (FIRST, SECOND))
-    return second * math.exp(LEVEL + DECAYED * decayed - SLOPE * math.log(first / second))
+    end = second * math.exp(LEVEL + DECAYED * decayed - SLOPE * math.log(first / second))
+    return end, 1 - second / first
 
 
 def _read(scores: Sequence[tuple[int, float]], step: float) -> float:

@@ -87,7 +87,7 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
     }
     # The forecast for a run with a budget: the final bits per byte, its bounds, and the step it was made at.
     made = next((c.made for c in run.trainer.callbacks if isinstance(c, Forecast)), None)  # type: ignore[attr-defined]
-    if made is not None:
+    if made:
         summary["forecast"] = made
     for feature in features_on(run.config):
         summary |= feature.summary(run.objective.model.model, run.config)
