@@ -4,10 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file
 from strategy_runs import CAUSAL, Runs
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from lmtrain.optim.half import fill_in
 from tiny_pretrained import save_pretrained
 
 
@@ -30,3 +36,36 @@ def test_ranks_fill_in_equal_bits(corpus: Path, tmp_path: Path) -> None:
     assert all((one[name] != loaded[name]).float().mean() > 0.9 for name in products)
     for other in others:
         assert all(torch.equal(other[name], weight) for name, weight in one.items())
+
+
+def loaded_weights() -> list[Tensor]:
+    """Returns a bf16 checkpoint's matrix, one whose last rows were added in fp32, and one whose last columns were."""
+    torch.manual_seed(0)
+    weights = [torch.randn(5, 6).bfloat16().float() for _ in range(3)]
+    weights[1][3:] += 1e-4
+    weights[2][:, 3:] += 1e-4
+    return weights
+
+
+def rank_of_two(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    mesh, filled = init_device_mesh("cpu", (2,)), []
+    for dim in (0, 1):
+        for place, weight in enumerate(loaded_weights()):
+            sharded = distribute_tensor(weight, mesh, [Shard(dim)])
+            fill_in(sharded, place, torch.bfloat16)
+            filled.append(sharded.full_tensor())
+    torch.save(filled, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_whether_to_fill_in_is_decided_for_the_whole_weight(tmp_path: Path) -> None:
+    multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    loaded, alone = loaded_weights(), loaded_weights()
+    for place, weight in enumerate(alone):
+        fill_in(weight, place, torch.bfloat16)
+    assert [torch.equal(*pair) for pair in zip(loaded, alone, strict=True)] == [False, True, True]
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert all(torch.equal(*pair) for pair in zip(found, alone * 2, strict=True))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lmtrain.data.order import step_seed
-from lmtrain.distributed.dtensor import as_part_of, held, like
+from lmtrain.distributed.dtensor import as_part_of, held, like, whole
 
 HALF = (torch.bfloat16, torch.float16)
 REST = "rest"
@@ -139,10 +139,11 @@ def fill_in(parameter: Tensor, place: int, dtype: torch.dtype) -> None:
     """Gives fp32 weights that all are numbers of `dtype` random bits below these, in place; they round to the same.
 
     Mixed precision rounds weights for its products. Those of a bf16 checkpoint would not seem to move before their
-    updates add up to half of the distance to the next number; see `first_rest`. Zeros stay zeros.
+    updates add up to half of the distance to the next number; see `first_rest`. Zeros stay zeros. All ranks call it.
     """
     near = held(parameter)
-    filled = lies_on(near, dtype) & (near != 0)  # nothing is read back from the device
+    # Of the whole parameter, whatever shards it has; nothing is read back from the device.
+    filled = whole(lies_on(parameter, dtype)) & (near != 0)
     rest = held(like(first_rest(parameter, place, dtype), parameter)).int() * filled
     near.copy_(join(near.flatten().clone(), rest.flatten()).view(near.shape))
 
