@@ -23,6 +23,7 @@ SAID = {
     "~peft=lora": "peft=none turns it off",
     "~model": "the group model can't be left out; options: ",
     "run.name=\u00e9t\u00e9": "use a-z, A-Z, digits",
+    "callbacks.samples.prompts=[a\udcff]": "it can't hold a NUL character or what is not valid UTF-8",
     "data=text|data.path=/dev/null": "is a device, pipe or socket",
 }
 

@@ -9,8 +9,9 @@ from inprocess import run
 from lmtrain.config import compose as rules
 from lmtrain.config import safe_yaml
 from lmtrain.config.keys import Key
-from lmtrain.config.override_text import leaves
+from lmtrain.config.override_text import leaves, written
 from lmtrain.config.sections import all_keys
+from lmtrain.files import write_atomic
 from lmtrain.stages import definition, plan
 from lmtrain.sweeps import search
 
@@ -96,6 +97,15 @@ def test_of_a_file_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(ended.out.replace("'1.10'", "1.10").replace("'11:50:00'", "11:50:00"))
     assert "name: 1.10" in (tmp_path / "config.yaml").read_text()
     assert found_in(rules.read(tmp_path / "config.yaml")) == WANTED
+
+
+def test_control_characters_are_read_back_from_the_runs_config(tmp_path: Path) -> None:
+    signs = [chr(code) for code in (*range(1, 0x20), *range(0x7F, 0xA1), 0xAD, 0x2028, 0x2029, 0xFEFF, 0xFFFE)]
+    prompts = [text for sign in signs for text in (f"a{sign}b", sign, f"{sign} {'of words ' * 20}\n{sign}")]
+    config = lmtrain.compose([f"callbacks.samples.prompts={written(prompts)}"])
+    assert config.callbacks.samples.prompts == prompts
+    write_atomic(tmp_path / "config.yaml", rules.dump(config))
+    assert rules.load(tmp_path / "config.yaml", {}, own=True) == config
 
 
 def test_of_an_environment_python_and_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

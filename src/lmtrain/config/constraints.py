@@ -130,13 +130,13 @@ up_to_one = _number(lambda value: 0 <= value <= 1, "a share from 0 to 1")
 
 
 def representable(key: str, value: Any) -> None:
-    """Raises UserError for values no key may have: infinite or NaN, integers beyond 64 bits, text with a NUL."""
+    """Raises UserError for values no key may have: infinite or NaN, beyond 64 bits, text with a NUL or not UTF-8."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{key}={value}: a finite number is needed")
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise UserError(f"{key}={value}: whole numbers have 64 bits, so {2**63 - 1} is the largest")
-    if isinstance(value, str) and "\0" in value:
-        raise UserError(f"{key}={value}: it can't hold a NUL character")
+    if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # undecodable bytes are typed as surrogates
+        raise UserError(f"{key}={value}: it can't hold a NUL character or what is not valid UTF-8")
 
 
 def regular_expression(key: str, value: str) -> None:

@@ -143,7 +143,10 @@ def plain(text: str) -> Any:
 def dumped(tree: Any) -> str:
     """Returns plain values as YAML, keys in their order; with escapes it is left to Python, which writes fewer."""
     text: str = yaml.dump(tree, Dumper=FAST_DUMPER, sort_keys=False, allow_unicode=True)
-    return text if text.isascii() and "\\" not in text else yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    if not text.isascii() or "\\" in text:
+        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    # Python leaves a NEL unescaped, which would be read back as a line break.
+    return text if "\x85" not in text else yaml.safe_dump(tree, sort_keys=False)
 
 
 def text_of(path: Path) -> str:
