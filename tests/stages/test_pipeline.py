@@ -85,6 +85,12 @@ def test_stages_in_a_circle(tree: Tree) -> None:
     assert all(f"{name} needs" in found for name in ("pretrain", "sft", "dpo"))
 
 
+def test_stages_run_in_the_written_order_unless_they_need_a_later_one(tmp_path: Path) -> None:
+    needs = {"early": ["late"], "one": [], "two": ["one"], "three": [], "late": [], "four": ["two", "early"]}
+    file = write({"stages": {name: {"needs": needed} for name, needed in needs.items()}}, tmp_path)
+    assert [stage.name for stage in definition.read(file).stages] == ["one", "two", "three", "late", "early", "four"]
+
+
 def test_a_stage_needs_those_that_are_typed_for_it(tree: Tree) -> None:
     """It runs again if one of them changes what it exports; stages run in order, so none can be a later one."""
     tree["stages"] = {"other": tree["stages"]["pretrain"], **tree["stages"]}

@@ -98,12 +98,16 @@ def read(path: Path) -> Pipeline:
 
 
 def in_order(stages: dict[str, Stage]) -> list[Stage]:
-    """Sorts stages so that each comes after those it needs. Raises UserError for circular needs."""
+    """Sorts stages so that each comes after those it needs, else as written. Raises UserError for circular needs."""
     try:
-        names = TopologicalSorter({name: stage.needs for name, stage in stages.items()}).static_order()
-        return [stages[name] for name in names]
+        TopologicalSorter({name: stage.needs for name, stage in stages.items()}).prepare()
     except CycleError as error:
         raise UserError(f"stages need one another in a circle: {' needs '.join(reversed(error.args[1]))}") from None
+    found: dict[str, Stage] = {}
+    while len(found) < len(stages):
+        name = next(n for n, stage in stages.items() if n not in found and found.keys() >= {*stage.needs})
+        found[name] = stages[name]
+    return list(found.values())
 
 
 def _named(tree: dict[str, Any], key: str, where: str) -> dict[str, Any]:
