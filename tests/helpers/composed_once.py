@@ -1,9 +1,9 @@
 """Caches Hydra's composition of conf/ per choice of options, parsed YAML files, overrides and interpolations, and the
 schema, within one process: tests compose thousands of configs.
 
-Values are set on a copy, as Hydra sets them. Processes that tests start don't use this cache. Cached configs are
-pickled, in this process only: OmegaConf's nodes are unpickled six times as fast as they are copied. What OmegaConf asks
-of each node and value, hundreds of thousands of times, gets the same answer by a shorter way.
+Values are set on a copy, as Hydra sets them. Of the processes that tests start, only those of forked.py use this cache.
+Cached configs are pickled, in this process only: OmegaConf's nodes are unpickled six times as fast as they are copied.
+What OmegaConf asks of each node and value, hundreds of thousands of times, gets the same answer by a shorter way.
 """
 
 import copy

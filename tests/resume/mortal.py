@@ -7,7 +7,6 @@ process after a given time.
 
 import importlib
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -20,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import forked
 from processes import read
 
 MARK = "LMTRAIN_TEST_MARK"  # a variable that all descendants of a verb inherit
@@ -60,12 +60,8 @@ def run(
     log, counted = command.here / f"{mark}.log", command.here / f"{mark}.json"
     log.touch()  # the process may be killed before it opens the log
     arguments = (command.verb, list(command.words), str(command.here), fatal, limits, mark)
-    process: Any
     if command.forked:
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["lmtrain.run.session"])
-        process = server.Process(target=live, args=arguments)
-        process.start()
+        process = forked.start(live, *arguments)
         process.join(after or 600)
         code = _code_of(process)
     else:

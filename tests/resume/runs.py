@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import forked
 from inprocess import Ended, run
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.checkpoints import manifest, store
@@ -52,9 +53,8 @@ def environment() -> dict[str, str]:
 
 
 def train(corpus: Path | None, run_dir: Path, *extra: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(corpus, run_dir, *extra), env=environment(), capture_output=True, text=True, timeout=timeout
-    )
+    """Trains in a process of its own."""
+    return forked.run("train", *command(corpus, run_dir, *extra)[3:], env=environment(), timeout=timeout)
 
 
 def train_here(corpus: Path | None, run_dir: Path, *extra: str) -> Ended:
