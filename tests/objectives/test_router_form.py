@@ -2,14 +2,22 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from inprocess import run
 from lmtrain.callbacks.metrics import without_times
+from lmtrain.config.schema import RouterConfig
+from lmtrain.data.examples.pair_rows import lay_answers
+from lmtrain.models.language_model import LanguageModel
+from lmtrain.models.probe import set_attention
+from lmtrain.objectives.parts import inputs_of
+from lmtrain.rollouts.rollout import after_prompt
 from support import rows
 from tiny_pretrained import SHORT, save_pretrained
 
@@ -56,3 +64,24 @@ def test_the_router_losses_of_a_kto_validation_can_be_monitored(mixture: Path, t
                 "trainer.val_check_interval=1")  # fmt: skip
     assert ended.code == 0, ended.err
     assert any("val/router/load_balance" in row for row in rows(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_a_shared_prompt_counts_once_per_completion(mixture: Path) -> None:
+    """As in transformers, where each completion is a row with its prompt; TRL adds this loss to GRPO's and DPO's."""
+    model = AutoModelForCausalLM.from_pretrained(mixture)
+    set_attention("auto", model, 64)
+    options = SimpleNamespace(loss_chunk_tokens="auto")
+    settings = RouterConfig(load_balance=None, deviation=0.0, z_loss=0.0, over_layers="joint", scope="micro_batch",
+                            warn_after_steps=None)  # fmt: skip
+    ours = LanguageModel(model, options, settings)
+    prompt, completions = list(range(5, 25)), [[30, 31, 32], [40, 41], [50, 51, 52, 53, 54]]
+    answers = [after_prompt(prompt, completion) for completion in completions]
+    found = []
+    for prefixes in ([0, 20, 20], None):
+        batch = lay_answers(answers, prefixes)
+        out = ours.log_probs(inputs_of(batch), scored=batch["scored"], before=batch["before"])
+        found.append((out.router_loss, *out.aux.values()))
+    torch.testing.assert_close(*found)
+    logits = [model(torch.tensor([[*prompt, *c]]), output_router_logits=True).router_logits for c in completions]
+    theirs = load_balancing_loss_func(tuple(map(torch.cat, zip(*logits, strict=True))), 4, 2)
+    torch.testing.assert_close(found[0][0], 0.5 * theirs)

@@ -242,7 +242,10 @@ class LanguageModel(nn.Module):
         return LogProbs(found, *self.router_losses(router_logits))
 
     def hidden_states(self, inputs: Inputs) -> tuple[Tensor, Logits]:
-        """Returns the last hidden states [B, T, D], and the router logits, with entries only for existing routers."""
+        """Returns the last hidden states [B, T, D], and the router logits, with entries only for existing routers.
+
+        A prefix that several documents share has logits for each of them, as if it were repeated.
+        """
         input_ids, position_ids, cu_seqlens, prefixes, _ = inputs
         self.lengths.read(inputs)
         options: dict[str, Any] = {}
@@ -258,7 +261,10 @@ class LanguageModel(nn.Module):
         with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
             out = self.model.base_model(input_ids=input_ids, use_cache=False, **options)
         self.lengths.tokens = None  # text is generated as by transformers
-        return out.last_hidden_state, self.routers.take(out)
+        logits = self.routers.take(out)
+        if prefixes is not None:
+            logits = {kind: tuple(x.index_select(0, prefixes.kv_index) for x in xs) for kind, xs in logits.items()}
+        return out.last_hidden_state, logits
 
     def _documents(self, cu_seqlens: Tensor, input_ids: Tensor, prefixes: Prefixes | None) -> Documents:
         if self.unpacked_because is not None:
