@@ -73,8 +73,11 @@ class LanguageModel(nn.Module):
     def __init__(self, model: PreTrainedModel, objective: ObjectiveConfig, router: RouterConfig | None = None) -> None:
         super().__init__()
         self.has_scalar_head = has_scalar_head(model)
-        if model.base_model is model or (model.get_output_embeddings() is None and not self.has_scalar_head):
-            raise UserError(f"{type(model).__name__} has no decoder and output embedding: it can't be trained")
+        lacks = None if self.has_scalar_head or model.get_output_embeddings() is not None else "output embedding"
+        if model.base_model is model:
+            lacks = f"{model.base_model_prefix!r}, as transformers calls its decoder"
+        if lacks is not None:
+            raise UserError(f"{type(model).__name__} has no {lacks}: it can't be trained")
         self.model = model
         # Terms of the loss in `forward`; objectives with a loss of their own don't have these options.
         self.z_loss = getattr(objective, "z_loss", 0.0)
