@@ -15,7 +15,7 @@ from chats import write_chats
 from inprocess import Ended, message, run
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.generation.conversation import Talk
-from lmtrain.generation.sampling import sample_text
+from lmtrain.generation.sampling import prompt_tokens, sample_text
 from lmtrain.run_folder import trained
 from support import TINY, rows
 from tiny_pretrained import save_pretrained
@@ -123,6 +123,21 @@ def test_a_text_that_goes_on_is_not_ended_first(tmp_path: Path, monkeypatch: pyt
         assert typed(monkeypatch, "chat", "\n".join(lines), str(base), *GREEDY).code == 0
     first, second = rows(tmp_path / "texts.jsonl")
     assert first == second
+
+
+@pytest.mark.parametrize("adds", ["{bos} $A", "$A {eos}", "{bos} $A {eos}", "$A"])
+def test_a_prompt_begins_as_transformers_tokenizer_begins_it(adds: str, tmp_path: Path) -> None:
+    """Gemma's and Llama's tokenizers put BOS before a text; what ends it is left out, since the text goes on."""
+    tokenizer = AutoTokenizer.from_pretrained(save_pretrained(tmp_path))
+    tokenizer.add_special_tokens({"bos_token": "<b>", "eos_token": "<e>"})
+    special = [(text, tokenizer.convert_tokens_to_ids(text)) for text in ("<b>", "<e>")]
+    template = TemplateProcessing(single=adds.format(bos="<b>", eos="<e>"), special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = template
+    text = tokenizer("the king", add_special_tokens=False)["input_ids"]
+    begins = tokenizer("the king")["input_ids"][: len(text) + ("{bos}" in adds)]
+    assert prompt_tokens(tokenizer, "the king") == begins
+    assert prompt_tokens(tokenizer, text) == text
+    assert prompt_tokens(tokenizer, "") == [special[0 if "{bos}" in adds else 1][1]]
 
 
 @pytest.mark.parametrize("form", ["txt", "jsonl", "-"])

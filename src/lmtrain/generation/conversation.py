@@ -14,7 +14,7 @@ from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, writing
-from lmtrain.generation.sampling import continued, positions, sampling
+from lmtrain.generation.sampling import continued, positions, prompt_tokens, sampling
 from lmtrain.models.denoising import refuse_denoising
 from lmtrain.run_folder import trained
 from lmtrain.terminal import quiet_libraries, visible
@@ -72,10 +72,7 @@ class Talk:
         most = positions(self.model)
         room = most - min(self.settings.max_new_tokens, most // 2)  # if positions are few, half are kept for the answer
         if self.template is None:
-            text: list[int] = self.tokenizer(self.turns[-1]["content"])["input_ids"]
-            if text[-1:] == [self.tokenizer.eos_token_id]:  # some tokenizers end every text, and this one goes on
-                del text[-1]
-            return text[-max(1, room) :]
+            return prompt_tokens(self.tokenizer, self.turns[-1]["content"])[-max(1, room) :]
         while True:
             try:
                 rendered = self.template.prompt(self.messages, None, "chat")

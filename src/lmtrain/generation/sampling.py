@@ -128,8 +128,13 @@ def _check_ids(model: Any, rows: list[list[int]]) -> None:
 
 
 def prompt_tokens(tokenizer: Any, prompt: str | list[int]) -> list[int]:
-    """Returns the ids of a prompt; an empty prompt becomes the end-of-text token, after which a document begins."""
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
+    """Returns the ids of a prompt: of a text those of the tokenizer, with BOS if it adds one, and without EOS after it.
+
+    If there are none, they are the end-of-text token, after which a document begins.
+    """
+    texts = (prompt, "") if isinstance(prompt, str) else ()
+    ids, added = (tokenizer(text)["input_ids"] for text in texts) if texts else (prompt, [])
+    ids = ids[:-1] if added[-1:] == ids[-1:] == [tokenizer.eos_token_id] else ids
     if not ids and tokenizer.eos_token_id is None:
         raise UserError("the prompt is empty, and the tokenizer has no end-of-text token to begin with: give a prompt")
     return ids or [tokenizer.eos_token_id]

@@ -340,6 +340,9 @@ def advice(run: Run) -> list[str]:
             "checkpoint is taken for the best (checkpoint.min_val_rows=0 chooses by score anyway; data.val_path can "
             "name a larger validation set)"
         )
+    bos, eos = corpus.tokenizer.bos_token_id, corpus.tokenizer.eos_token_id
+    if c.data.rows == "text" and corpus.tokenizer("")["input_ids"][:1] == [bos] != [eos]:
+        notes.append(f"documents begin without {corpus.tokenizer.bos_token}, which the tokenizer puts before a prompt")
     if c.data.rows != "text" and leaves_out_bos(corpus.tokenizer):
         notes.append(
             f"the chat template doesn't write {corpus.tokenizer.bos_token}, which the tokenizer puts before plain "
