@@ -80,8 +80,10 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
             places.refuse_space([word for o in swept for word in search.choices(o)], file or Path(config_dir))
     checked = _check(fixed, swept, compose)
     first = checked[0]
-    words = [*fixed, *(f"{o.key_or_group}=" for o in swept)]
-    refuse_without_effect(verb, words, checked, effect.default_in(compose(trust.of_typed(fixed))))
+    default, varied = effect.default_in(compose(trust.of_typed(fixed))), [o.key_or_group for o in swept]
+    words = [*fixed, *(f"{key}=" for key in varied)]
+    # A swept key has no effect if no trial reads it, even if one of its values is the default.
+    refuse_without_effect(verb, words, checked, lambda key: varied if key in varied else default(key))
     folder = Path(first.sweep.root) / first.sweep.name if first.sweep.name else Path(tree.hydra.sweep.dir)
     of_trials = [o for o in fixed if not o.startswith(("sweep=", "sweep."))]
     folder = folder.expanduser().absolute()
