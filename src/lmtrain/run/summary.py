@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from lmtrain import terminal
-from lmtrain.callbacks.progress import duration
 from lmtrain.callbacks.step_numbers import peak_resident_bytes
 from lmtrain.callbacks.time_budget import SCORE, Forecast
 from lmtrain.checkpoints import retention, store
@@ -172,7 +171,7 @@ def facts_of(run: Run, summary: dict[str, Any], exported: list[Path]) -> list[tu
         rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f}"))
     return [
         *rows,
-        ("wall time", duration(summary["wall_seconds"])),
+        ("wall time", terminal.time_in_words(summary["wall_seconds"])),
         ("peak memory", f"{summary['peak_memory_gib']:.2f} GiB"),
         ("run", str(run.dir.path)),
         ("curves", str(run.dir.report if run.dir.report.exists() else run.dir.metrics)),
