@@ -16,7 +16,7 @@ from rich.console import Console
 
 import lmtrain
 from chats import write_rows
-from inprocess import message, run
+from inprocess import run
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.time_budget import Length, TimeBudget
 from lmtrain.config import compose as rules
@@ -400,16 +400,6 @@ def test_what_else_decides_the_length(
     assert (f"{word} was typed and decides the length" in capsys.readouterr().out) is decides
 
 
-def test_a_budget_of_flops_is_refused_under_another_launcher(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    done = run("train", *TINY, "data=text", f"data.path={corpus}", "budget.flops=1e12")
-    assert done.code == 2, done.out + done.err
-    assert "torchrun or srun, or set budget.tokens" in " ".join(message(done.err).split())
-
-
 @pytest.mark.slow
 def test_rank_0_measures_for_the_ranks_of_torchrun(corpus: Path, tmp_path: Path) -> None:
     """A trial of both ranks, in processes of its own; the run ends with the epochs of this small text."""
@@ -487,6 +477,22 @@ def test_a_budget_of_flops_gives_a_larger_model_fewer_tokens(corpus: Path, tmp_p
         a_token = 6 * multiplied + 12 * 2 * width * 32
         steps = json.loads((tmp_path / str(width) / "summary.json").read_text())["step"]
         assert steps == math.ceil(5e8 / a_token / (6 * 32))
+
+
+@pytest.mark.slow
+def test_the_ranks_of_torchrun_use_up_flops_as_one_process_does(corpus: Path, tmp_path: Path) -> None:
+    words = [*TINY, "data=text", f"data.path={corpus}", "trainer.accelerator=cpu", "budget.flops=2e8",
+             "data.global_batch_size=8", "callbacks.samples.every_n_validations=0", "logger=none",
+             "export.enabled=false"]  # fmt: skip
+    ranks_of = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lmtrain.train"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *ranks_of, *words, f"run.dir={tmp_path}/two"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run("train", *words, f"run.dir={tmp_path}/one").code == 0
+    one, two = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
+    assert (two["status"], two["step"]) == ("finished", one["step"])
+    assert rules.read(tmp_path / "two" / "config.yaml")["trainer"]["devices"] == 2
 
 
 def test_a_budget_of_tokens_lifts_the_epochs_of_a_recipe() -> None:

@@ -71,13 +71,11 @@ def settle(config: Config, began: float) -> list[str]:
         Overrides to add to the command, for the chosen depth of model=dial. The config must then be composed again.
 
     Raises:
-        UserError: the run is a cooldown, or is started under torchrun or SLURM with budget.flops; or see
-            `_settle_minutes` and `_settle_amount`.
+        UserError: the run is a cooldown; or see `_settle_minutes` and `_settle_amount`.
     """
     typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
     by_hand = [key for key in LENGTHS if key in typed and value_of(config, key)]
-    if typed.get("debug", "null") != "null":
-        by_hand.append("debug")
+    by_hand += ["debug"] * (typed.get("debug", "null") != "null")
     if by_hand:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)
@@ -88,22 +86,19 @@ def settle(config: Config, began: float) -> list[str]:
             f"budget.{chosen} counts from the first step, and run.cooldown_from={config.run.cooldown_from} continues "
             f"another run to trainer.max_steps: set that instead of the budget"
         )
+    if chosen == "tokens":
+        return _settle_amount(config, typed)
     layout = ranks.find()
-    if chosen == "flops" and layout is not None:
-        raise UserError(
-            "budget.flops builds the model before ranks start: don't use torchrun or srun, or set budget.tokens"
-        )
-    if chosen == "minutes":
-        os.environ[ranks.BEGAN] = str(began)
-        devices.resolve_auto(config) if layout is None else place(config, layout)
-        world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
-        _split(config, typed)
-        return world.from_first(lambda: _settle_minutes(config, began, typed))  # all ranks train with its config
-    _settle_amount(config, typed)
-    return []
+    devices.resolve_auto(config) if layout is None else place(config, layout)
+    world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
+    if chosen == "flops":  # as below, all ranks train with the config of the first
+        return world.from_first(lambda: _settle_amount(config, typed))
+    os.environ[ranks.BEGAN] = str(began)
+    _split(config, typed)
+    return world.from_first(lambda: _settle_minutes(config, began, typed))
 
 
-def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
+def _settle_amount(config: Config, typed: Mapping[str, Any]) -> list[str]:
     """Sets trainer.max_steps to the smallest number of steps that uses up budget.tokens or budget.flops.
 
     FLOPs are those of forward and backward, counted by `flops_per_token`. A limit of epochs that a config sets is
@@ -121,13 +116,13 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
     tokens = config.budget.tokens
     if config.budget.flops is not None:
         terminal.quiet_libraries()
-        devices.resolve_auto(config)
         model = estimation.build(config, len(build_corpus(config).tokenizer))
         tokens = config.budget.flops / flops_per_token(model, config.data.seq_len)
     rows = math.ceil(tokens / config.data.seq_len)  # type: ignore[operator]  # short rows are cut from full ones
     steps = step_sizes(config.data).steps_for(rows)
     config.trainer.max_steps, config.trainer.max_epochs = steps, None
     _set_untyped(config, typed, {"trainer.val_check_interval": math.ceil(steps / _VALIDATIONS)})
+    return []
 
 
 def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> list[str]:
@@ -196,8 +191,8 @@ def _split(config: Config, typed: Mapping[str, Any]) -> None:
         terminal.say_once(f"data.global_batch_size={rows} instead of {data.global_batch_size}: as many on each device")
         data.global_batch_size = rows
     rows = data.global_batch_size // parts
-    micro = nearest_divisor(rows, min(rows, _FORWARD_TOKENS // data.seq_len))
-    _set_untyped(config, typed, {"data.micro_batch_size": micro})
+    most = min(rows, _FORWARD_TOKENS // data.seq_len)
+    _set_untyped(config, typed, {"data.micro_batch_size": nearest_divisor(rows, most)})
 
 
 def _at_depth(config: Config, depth: int) -> Config:
