@@ -92,6 +92,23 @@ def test_time_and_what_is_refused() -> None:
     assert "set model.vocab_size" in message(run("estimate", "tokenizer=char", "estimate.device=24").err)
 
 
+def test_a_prompt_is_read_once_for_its_completions() -> None:
+    """Of GRPO a row is a prompt with group_size completions, each with a prompt of its own only in padded rows."""
+    words = ["objective=grpo", "data=prompts_jsonl", "data.path=p.jsonl", "tokenizer=bytes", "data.seq_len=64",
+             "data.max_prompt_length=50", "objective.group_size=4", "objective.max_new_tokens=10",
+             "trainer.accelerator=cpu", "data.global_batch_size=8", "data.micro_batch_size=2",
+             "trainer.max_steps=3"]  # fmt: skip
+    activations = {}
+    for attention, row in (("auto", 50 + 4 * 10), ("sdpa", 4 * (50 + 10))):
+        config = rules.check(rules.compose([*words, f"model.attention={attention}"]))
+        estimation.resolve(config)
+        model = estimation.build(config)
+        facts = dict(estimation.rows(model, config, estimation.device_of(config)))
+        assert facts["step"] == f"8 rows x {row} = {8 * row:,} tokens"
+        activations[row] = estimation.memory(model, config)["activations"]
+    assert activations[240] / activations[90] == 240 / 90
+
+
 def test_it_counts_the_checkpoints_that_are_kept_for_good() -> None:
     words = ["model=gpt_small", "tokenizer=gpt2", "trainer.accelerator=cpu", "trainer.max_steps=1000",
              "trainer.save_every_n_steps=40", "checkpoint.keep_every=100", "checkpoint.keep_last=2",

@@ -49,6 +49,10 @@ class ObjectiveConfig:
     def check(self, config: "Config") -> None:
         """Raises UserError for incompatible keys; called after each key has passed its own constraints."""
 
+    def row_tokens(self, data: DataConfig, model: Any) -> int:
+        """Returns the maximum number of tokens that `model` reads in training for a row of the data."""
+        return data.seq_len
+
     def why_on_every_rank(self) -> str | None:
         """Returns why every rank has to build the whole model; None if it is enough that rank 0 does."""
         return None

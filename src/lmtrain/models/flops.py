@@ -144,7 +144,8 @@ def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | No
     weight_bytes = {"bf16-true": 2, "16-true": 2, "64-true": 8}.get(config.trainer.precision, 4)
     state_bytes = 4 if config.trainer.strategy == "deepspeed" else weight_bytes  # ZeRO's optimizer updates fp32 copies
     mixed = outside_fp8(config.trainer.precision).endswith("-mixed")
-    tokens = config.data.micro_batch_size * config.data.seq_len // context_parallel(config.trainer)
+    row = config.objective.row_tokens(config.data, model)
+    tokens = config.data.micro_batch_size * row // context_parallel(config.trainer)
     blocks = [p for block in decoder_blocks(model) for p in block.parameters()]
     in_blocks = sum(p.numel() for p in blocks if p.is_floating_point())
     whole = {

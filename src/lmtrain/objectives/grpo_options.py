@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from lmtrain.config.constraints import *  # the vocabulary of declarations
 from lmtrain.config.schema import Config, ObjectiveConfig
-from lmtrain.config.schema_data import PROMPT_ROWS
+from lmtrain.config.schema_data import PROMPT_ROWS, DataConfig
 from lmtrain.errors import UserError
 from lmtrain.losses.policy import KL_ESTIMATORS, VARIANTS
 
@@ -63,6 +63,10 @@ class GRPOOptions(ObjectiveConfig):
     def max_sampled(self) -> int:
         """The maximum number of tokens that the model may sample for a completion."""
         return self.max_new_tokens * (self.max_turns if self.plays else 1)
+
+    def row_tokens(self, data: DataConfig, model: Any) -> int:
+        prompts = self.group_size if getattr(model, "unpacked_because", None) else 1  # completions may share it
+        return prompts * (data.max_prompt_length or data.seq_len) + self.group_size * self.max_sampled
 
     def check(self, config: Config) -> None:
         if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:

@@ -250,8 +250,8 @@ def rows(model: Any, config: Config, device: Device) -> list[tuple[str, str]]:
     c, t = config, config.trainer
     total, trained, tables = flops.parameter_counts(model)
     per_token = flops.flops_per_token(model, c.data.seq_len)
-    step = c.data.global_batch_size * c.data.seq_len
-    tokens = step_sizes(c.data).before(t.max_steps) * c.data.seq_len if t.max_steps is not None else None
+    row = c.objective.row_tokens(c.data, model)
+    tokens = step_sizes(c.data).before(t.max_steps) * row if t.max_steps is not None else None
     world = int(t.devices) * t.num_nodes
     kept = c.checkpoint.keep_last + c.checkpoint.keep_best
     if c.checkpoint.keep_every and t.save_every_n_steps and t.max_steps:
@@ -265,7 +265,7 @@ def rows(model: Any, config: Config, device: Device) -> list[tuple[str, str]]:
     return [
         ("model", f"{c.model.name}: {total:,} parameters ({si(trained)} trained, {si(tables)} in embeddings)"),
         ("devices", f"{world} x {device.words}, {gib(device.bytes)} each; {t.precision}, {c.optimizer.name}"),
-        ("step", f"{c.data.global_batch_size:,} rows x {c.data.seq_len:,} = {step:,} tokens"),
+        ("step", f"{c.data.global_batch_size:,} rows x {row:,} = {c.data.global_batch_size * row:,} tokens"),
         ("compute", compute),
         ("checkpoint", f"{gib(saved)}; up to {kept} kept: {gib(kept * saved)}"),
         ("bins", bins),
