@@ -11,7 +11,7 @@ import pytest
 
 import lmtrain
 from lmtrain import cli
-from support import REPO, TINY, rows
+from support import EXPORT, REPO, SAMPLES, TINY, rows
 
 # pyarrow and datasets (200 MB) are only for columnar files and the hub; benchmarks/gpu_queue.py runs without them.
 EXTRAS = ("pyarrow", "torchao", "datasets", "deepspeed", "bitsandbytes", "lm_eval", "matplotlib", "optuna", "submitit",
@@ -178,7 +178,7 @@ def test_the_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> N
     assert f"(defaults in {site}/lmtrain/conf)" in shown
     assert list(elsewhere.iterdir()) == []
 
-    words = [*TINY, "data.num_samples=40", "trainer.max_steps=3", "run.name=first"]
+    words = [*TINY, EXPORT, SAMPLES, "data.num_samples=40", "trainer.max_steps=3", "run.name=first"]
     done = run(*words, see=[str(site), *packages])
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in rows(elsewhere / "outputs/first/metrics.jsonl") if "train/loss" in row] == [1, 2, 3]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import lmtrain
 from chats import write_rows
 from inprocess import run, stops_at, train_tiny
-from support import TINY, rows
+from support import EXPORT, SAMPLES, TINY, rows
 
 STEPS = ["trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.limit_val_batches=1"]
 CHAT = ["data.chat_template=vicuna", "data.seq_len=256", "data.val_fraction=0.1"]
@@ -22,7 +22,7 @@ CHAT = ["data.chat_template=vicuna", "data.seq_len=256", "data.val_fraction=0.1"
 @pytest.fixture(scope="module")
 def pretrained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("smoke") / "pretrained"
-    ended = train_tiny(corpus, *STEPS, "model.max_position_embeddings=256", f"run.dir={folder}")
+    ended = train_tiny(corpus, EXPORT, SAMPLES, *STEPS, "model.max_position_embeddings=256", f"run.dir={folder}")
     assert ended.code == 0, ended.err
     return folder
 
@@ -56,7 +56,9 @@ def test_sft_and_dpo_go_on_from_it(pretrained: Path, tmp_path: Path) -> None:
         path = write_rows(tmp_path / f"{objective}.jsonl", data)
         words = ["model=pretrained", f"model.name_or_path={model}", f"objective={objective}", f"data={data}",
                  f"data.path={path}", f"run.dir={tmp_path / objective}"]  # fmt: skip
-        tiny = [word for word in TINY if not word.startswith(("model.", "tokenizer=", "data.seq_len"))]
+        tiny = [
+            word for word in [*TINY, EXPORT, SAMPLES] if not word.startswith(("model.", "tokenizer=", "data.seq_len"))
+        ]
         ended = run("train", *tiny, *STEPS, *CHAT, *words)
         assert ended.code == 0, ended.err
         assert len(losses(tmp_path / objective)) == 4

@@ -14,7 +14,7 @@ import pytest
 
 from inprocess import TWO_STEPS, Ended, message, run, snapshot, train_tiny
 from lmtrain.checkpoints import store
-from support import TINY
+from support import EXPORT, TINY
 
 EVERY_STEP = ["trainer.save_every_n_steps=1", "trainer.max_steps=4", "checkpoint.keep_last=1"]
 Disk = Callable[[int], Path]
@@ -96,11 +96,11 @@ def test_in_the_export(disk: Disk, corpus: Path) -> None:
     """The trained checkpoint stays, and the command in the message writes the export once there is room."""
     folder = disk(4096)
     settings = [f"run.dir={folder}/run", "run.resume=auto"]
-    assert train_tiny(corpus, *settings, "export.enabled=false").code == 0
+    assert train_tiny(corpus, *settings).code == 0
     (folder / "run" / "summary.json").unlink()
     resize(folder, used_kib(folder) + 40)
     assert_full(
-        train_tiny(corpus, *settings), f"python -m lmtrain.export run_dir={folder}/run export.checkpoint=step_0"
+        train_tiny(corpus, EXPORT, *settings), f"python -m lmtrain.export run_dir={folder}/run export.checkpoint=step_0"
     )
     assert [store.damage(p) for p in store.scan(folder / "run" / "checkpoints")] == [None, None]
     assert not list((folder / "run").glob("export*"))

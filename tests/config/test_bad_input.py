@@ -19,7 +19,7 @@ from lmtrain.config import aliases as neighbours
 from lmtrain.config import compose as config
 from lmtrain.config import strategies
 from lmtrain.errors import UserError
-from support import REPO, TINY, Run
+from support import EXPORT, REPO, TINY, Run
 
 
 @pytest.fixture(autouse=True)
@@ -358,7 +358,7 @@ def test_a_vocabulary_larger_than_the_models(corpus: Path, here: Path) -> None:
 
 
 def test_a_vocabulary_larger_than_the_pretrained_models(corpus: Path, here: Path) -> None:
-    small = train_tiny(corpus, "run.name=small")
+    small = train_tiny(corpus, EXPORT, "run.name=small")
     assert small.code == 0, small.err
     made = run("prepare", *TINY, "tokenizer=bpe", "tokenizer.vocab_size=400", "data=text", f"data.path={corpus}",
                f"data.cache_dir={here.parent}/bpe")  # fmt: skip

@@ -29,7 +29,7 @@ from lmtrain.config.keys import keys_of as keys_of_class
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 from lmtrain.models.build import build_model
-from support import REPO, TINY, rows, thinned
+from support import EXPORT, REPO, SAMPLES, TINY, rows, thinned
 from tiny_pretrained import save_pretrained
 
 CONF = REPO / "conf"
@@ -85,7 +85,7 @@ def material(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     pq.write_table(pa.table({"text": texts}), folder / "rows.parquet")
     prepared = run("prepare", *TINY, "data=text", f"data.path={corpus}", f"data.cache_dir={folder}/cache")
     assert prepared.code == 0, prepared.err
-    trained = train_tiny(corpus, f"run.dir={folder}/run")
+    trained = train_tiny(corpus, EXPORT, f"run.dir={folder}/run")
     assert trained.code == 0, trained.err
     return {
         "text": corpus,
@@ -165,10 +165,11 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
             named += ["model._target_=transformers.LlamaForCausalLM"]
         memory = MEMORY if option.startswith("memory") else []
         return [*ROWS_A_STEP, *quick, *text, "logger=none", *shape, *named, *memory]
+    tiny = tiny_run() + [EXPORT, SAMPLES] * (group in ("callbacks", "objective", "reward", "tokenizer"))
     if "prompt_rows" in tree["data"]["rows"] or group == "reward" or option == "grpo":
         own = ["objective=grpo", "data=prompts_jsonl", "data.source=files", f"data.path={material['prompts']}", *GRPO]
         if group == "reward" and option == "none":
-            return [*tiny_run(), *text]
+            return [*tiny, *text]
         if group == "experiment":
             asked = ["reward=exact_number"] if option == "grpo_small" else []  # it is made for rewards of one's own
             if option == "grpo_tools":
@@ -177,7 +178,7 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
                     "logger=none", "data.val_fraction=0.1", "schedule.warmup_steps=1"]  # fmt: skip
         judge = {"model": [f"reward.name_or_path={material['judge']}"]}
         chosen = {**REWARDS, **judge}.get(option, []) if group == "reward" else ["reward=exact_number"]
-        return [*tiny_run(), *own, *chosen]
+        return [*tiny, *own, *chosen]
     if group == "experiment" and tree["model"]["init"] == "pretrained":
         return [*ROWS_A_STEP, *quick, *CHAT[1:-1], "data.source=files", f"model.name_or_path={material['pretrained']}",
                 f"data.path={material[data_of(option)]}", "logger=none", "schedule.warmup_steps=1"]  # fmt: skip
@@ -185,7 +186,6 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
         shape = [f"model.{k}={v}" for k, v in SHRUNK.items() if tree["model"].get(k) is not None]
         return [*ROWS_A_STEP, *quick, *shape, f"data.path={material['text']}", "tokenizer=bytes", "logger=none",
                 "schedule.warmup_steps=1", "data.val_fraction=0.1"]  # fmt: skip
-    tiny = [*TINY, *TWO_STEPS]
     if group == "data" and option == "text_mixture":
         path = material["text"]
         return [*tiny, f"data.mixture=[{{path: {path}, weight: 2}}, {{path: {path}, max_epochs: 1}}]"]
@@ -299,7 +299,7 @@ def test_the_only_options_of_their_groups_run(
     """Options without alternatives, which every other run has too, run when they are typed, all in one run."""
     monkeypatch.chdir(tmp_path)
     chosen = [name.removesuffix(".yaml").replace("/", "=") for name in DEFAULTS]
-    ended = run("train", *tiny_run(), "data=text", f"data.path={material['text']}", *chosen)
+    ended = run("train", *tiny_run(), EXPORT, SAMPLES, "data=text", f"data.path={material['text']}", *chosen)
     assert ended.code == 0, ended.err
     assert_a_step_was_trained(tmp_path, ended)
 
@@ -433,7 +433,7 @@ def stable(path: Path) -> list[dict]:
 
 def test_runs_in_one_process_do_not_disturb_one_another(corpus: Path, tmp_path: Path) -> None:
     """The same command gives the same numbers whatever ran before it, and leaves handlers and settings as they were."""
-    dropout = ["model.dropout=0.1", "trainer.max_steps=3"]
+    dropout = ["model.dropout=0.1", "trainer.max_steps=3", EXPORT, SAMPLES]
     before = process_state()
     assert train_tiny(corpus, *dropout, f"run.dir={tmp_path}/a").code == 0
     assert process_state() == before

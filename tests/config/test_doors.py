@@ -24,7 +24,7 @@ from lmtrain.objectives.base import Objective
 from lmtrain.objectives.kto import KTOOptions
 from lmtrain.objectives.parts import LossParts
 from lmtrain.optim.schedules import LRSchedule
-from support import rows
+from support import EXPORT, rows
 
 HERE = "run.allow_target=[test_doors]"
 
@@ -167,7 +167,7 @@ class SignDescent(torch.optim.Optimizer):
 
 
 def optimizer(corpus: Path, run_dir: Path, target: str, *argv: str) -> Ended:
-    return train_tiny(corpus, "optimizer=custom", f"optimizer._target_={target}", f"run.dir={run_dir}", *argv)
+    return train_tiny(corpus, EXPORT, "optimizer=custom", f"optimizer._target_={target}", f"run.dir={run_dir}", *argv)
 
 
 def weights(run_dir: Path) -> dict[str, Tensor]:
@@ -188,7 +188,7 @@ def test_an_optimizer_of_ones_own_moves_the_weights_as_it_says(corpus: Path, tmp
 
 
 def test_torchs_own_by_its_class_is_what_its_name_is_and_resumes(corpus: Path, tmp_path: Path) -> None:
-    named = train_tiny(corpus, "optimizer=adamw", f"run.dir={tmp_path}/named")
+    named = train_tiny(corpus, EXPORT, "optimizer=adamw", f"run.dir={tmp_path}/named")
     assert named.code == 0, named.err
     argv = ["torch.optim.AdamW", "+optimizer.betas=[0.9,0.95]", "+optimizer.eps=1e-8", "run.resume=auto"]
     assert optimizer(corpus, tmp_path / "run", *argv).code == 0

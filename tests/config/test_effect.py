@@ -12,7 +12,7 @@ from lmtrain.config.effect import default_in, inference_note, without_effect
 from lmtrain.data.corpus import check_rows
 from lmtrain.errors import UserError
 from lmtrain.run.plan import unlikely
-from support import TINY
+from support import EXPORT, TINY
 
 NO_EFFECT = {
     "run_dir=outputs/a": "lmtrain generate and lmtrain inspect read it; the folder of this run is run.dir",
@@ -255,7 +255,7 @@ def test_time_limits_are_written_as_slurm_writes_them(text: str, seconds: float)
 
 def test_a_run_that_ends_on_nan_has_not_finished(corpus: Path, tmp_path: Path) -> None:
     wild = ["optimizer=adamw", "optimizer.lr=1e38", "schedule.warmup_steps=0", "trainer.gradient_clip_val=null"]
-    ended = train_tiny(corpus, *wild, f"run.dir={tmp_path / 'run'}", "trainer.max_steps=1")
+    ended = train_tiny(corpus, EXPORT, *wild, f"run.dir={tmp_path / 'run'}", "trainer.max_steps=1")
     assert ended.code == 1, ended.out
     assert "val/loss is nan at step 1: the model has diverged" in ended.err
     assert '"status": "failed"' in (tmp_path / "run" / "summary.json").read_text()

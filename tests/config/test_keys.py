@@ -22,7 +22,7 @@ from lmtrain.data.store.prepared import folder_key
 from lmtrain.errors import UserError
 from lmtrain.optim.schedules import LRSchedule
 from lmtrain.run import resume
-from support import TINY, rows
+from support import EXPORT, SAMPLES, TINY, rows
 
 ALL = all_keys()
 CONTENTS = {
@@ -301,7 +301,7 @@ def test_what_is_shown_changes_no_number(corpus: Path, tmp_path: Path) -> None:
     losses = []
     for name, overrides in (("base", []), ("shown", [o for o in SHOWN_ONLY if "untrained" not in o])):
         run_dir = tmp_path / name
-        ended = train_tiny(corpus, f"run.dir={run_dir}", *overrides)
+        ended = train_tiny(corpus, EXPORT, SAMPLES, f"run.dir={run_dir}", *overrides)
         assert ended.code == 0, ended.err
         losses.append({r["step"]: r["train/loss"] for r in rows(run_dir / "metrics.jsonl") if "train/loss" in r})
     assert losses[1] == {step: loss for step, loss in losses[0].items() if step in losses[1]}

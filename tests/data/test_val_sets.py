@@ -16,7 +16,7 @@ from lmtrain.config.compose import check, compose
 from lmtrain.data.corpus import build_corpus
 from lmtrain.data.val_sets import build_val_sets
 from lmtrain.planning import budget
-from support import TINY, rows
+from support import EXPORT, TINY, rows
 from tiny_pretrained import save_pretrained
 
 SEQ_LEN = 32
@@ -66,7 +66,7 @@ def test_each_set_has_the_loss_of_a_plain_loop(corpus: Path, texts: dict[str, Pa
     sets = f"data.val_sets={{wiki: {{path: {texts['wiki']}}}, code: {{path: {texts['code']}}}}}"
     words = ["trainer.limit_val_batches=null", "data.val_fraction=0.2", "data.val_train_rows=10"]
     ended = train_tiny(corpus, sets, *words, "checkpoint.monitor=val/code/perplexity", f"run.dir={tmp_path / 'run'}",
-                       "optimizer.lr=0.01", "trainer.max_steps=4")  # fmt: skip
+                       EXPORT, "optimizer.lr=0.01", "trainer.max_steps=4")  # fmt: skip
     assert ended.code == 0, ended.err
     last = [r for r in rows(tmp_path / "run/metrics.jsonl") if "val/loss" in r][-1]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/export")

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from inprocess import run
 from ranks_again import run_ranks
-from support import TINY, rows
+from support import EXPORT, SAMPLES, TINY, rows
 
 BATCH = ["data.global_batch_size=8", "data.micro_batch_size=2", "trainer.max_steps=20", "trainer.val_check_interval=10",
          "trainer.limit_val_batches=3", "trainer.save_every_n_steps=10", "checkpoint.keep_last=2",
-         "trainer.gradient_clip_val=0.5"]  # fmt: skip
+         "trainer.gradient_clip_val=0.5", EXPORT, SAMPLES]  # fmt: skip
 CAUSAL = [*TINY, *BATCH, "data=text"]
 SFT = [*TINY, *BATCH, "objective=sft", "data=chat_jsonl", "data.chat_template=vicuna", "data.packing=off",
        "model.max_position_embeddings=512", "data.seq_len=256", "data.val_fraction=0.2"]  # fmt: skip

@@ -19,9 +19,9 @@ from lmtrain.run import launch
 from lmtrain.run.start import place
 from lmtrain.run_folder.folder import RunDir
 from ports import free_port
-from support import TINY, environment_kept, rows
+from support import EXPORT, TINY, environment_kept, rows
 
-TEXT = [*TINY, "data=text", "data.global_batch_size=8", "data.micro_batch_size=2", "trainer.max_steps=12",
+TEXT = [*TINY, EXPORT, "data=text", "data.global_batch_size=8", "data.micro_batch_size=2", "trainer.max_steps=12",
         "trainer.val_check_interval=6", "trainer.limit_val_batches=2", "trainer.save_every_n_steps=4",
         "callbacks.samples.every_n_validations=0"]  # fmt: skip
 HERE = Path(__file__).parent

@@ -11,9 +11,17 @@ import pytest
 from test_launch import environment
 
 from lmtrain.files import read_jsonl
-from support import TINY, Run, rows
+from support import EXPORT, SAMPLES, TINY, Run, rows
 
-SETTINGS = [*TINY, "data=text", "trainer.max_steps=20", "trainer.val_check_interval=10", "trainer.limit_val_batches=3"]
+SETTINGS = [
+    *TINY,
+    EXPORT,
+    SAMPLES,
+    "data=text",
+    "trainer.max_steps=20",
+    "trainer.val_check_interval=10",
+    "trainer.limit_val_batches=3",
+]
 
 
 def settings(corpus: Path, run_dir: Path, devices: int) -> list[str]:

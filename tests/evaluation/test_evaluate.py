@@ -19,7 +19,7 @@ from inprocess import message, run, train_tiny
 from lmtrain.config import compose as rules
 from lmtrain.evaluation.results import Evaluated, Results, Scores, _label, interval
 from lmtrain.evaluation.scoring import windows
-from support import REPO, TINY, rows
+from support import EXPORT, REPO, TINY, rows
 from tiny_pretrained import save_pretrained
 
 HUB = Path(os.environ.get("LMTRAIN_TEST_HUB", REPO.parent / "shared" / "hub"))
@@ -144,7 +144,7 @@ def test_every_token_is_scored_once_and_sees_enough() -> None:
 def test_a_run_on_its_own_split_and_against_another(corpus: Path, tmp_path: Path) -> None:
     whole = ["trainer.limit_val_batches=null", "data.val_fraction=0.2"]
     for name, rate in (("a", "0.01"), ("b", "0.001")):
-        assert train_tiny(corpus, *whole, f"optimizer.lr={rate}", f"run.dir={tmp_path / name}").code == 0
+        assert train_tiny(corpus, EXPORT, *whole, f"optimizer.lr={rate}", f"run.dir={tmp_path / name}").code == 0
     found = evaluate(f"run_dir={tmp_path / 'a'}", f"evaluate.against={tmp_path / 'b' / 'export'}")
     file = tmp_path / "a/evaluations/step_00000002-val.json"
     assert json.loads(file.read_text()) == found

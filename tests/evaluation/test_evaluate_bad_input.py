@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from inprocess import Ended, message, run, train_tiny
+from support import EXPORT
 
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
-    ended = train_tiny(corpus, f"run.dir={folder}", "data.val_fraction=0.2")
+    ended = train_tiny(corpus, EXPORT, f"run.dir={folder}", "data.val_fraction=0.2")
     assert ended.code == 0, ended.err
     return folder
 

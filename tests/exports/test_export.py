@@ -11,7 +11,7 @@ from inprocess import Ended, message, run, train_tiny
 from lmtrain.models.attention import generation_mode
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
-from support import TINY
+from support import EXPORT, TINY
 
 FAMILIES = ["gpt_nano", "llama_nano", pytest.param("moe_small", marks=pytest.mark.slow)]
 
@@ -21,7 +21,7 @@ def test_export_gives_the_training_models_logits(family: str, corpus: Path, tmp_
     shrink = ["model.moe_intermediate_size=16", "model.num_experts=4"] if family == "moe_small" else []
     shrink += ["model.num_key_value_heads=2"] if family != "gpt_nano" else []
     shrink += ["model.head_dim=16"] if family == "moe_small" else []
-    settings = [*TINY, "data=text", f"data.path={corpus}", f"model={family}", "tokenizer=bytes", *shrink]
+    settings = [*TINY, EXPORT, "data=text", f"data.path={corpus}", f"model={family}", "tokenizer=bytes", *shrink]
     done = run("train", *settings, "trainer.max_steps=5", f"run.dir={tmp_path / 'run'}")
     assert done.code == 0, done.out + done.err
     trained_run = RunDir(tmp_path / "run")
@@ -49,14 +49,14 @@ def test_export_gives_the_training_models_logits(family: str, corpus: Path, tmp_
 def test_a_model_of_few_positions(corpus: Path, tmp_path: Path) -> None:
     """The export is compared with the model on a row that the model has positions for."""
     few = ["data.seq_len=16", "model.max_position_embeddings=16", "trainer.max_steps=1", "report.enabled=false"]
-    done = run("train", *TINY, "data=text", f"data.path={corpus}", *few, f"run.dir={tmp_path / 'run'}")
+    done = run("train", *TINY, EXPORT, "data=text", f"data.path={corpus}", *few, f"run.dir={tmp_path / 'run'}")
     assert done.code == 0, done.err
     done = run("export", f"run_dir={tmp_path / 'run'}", "export.checkpoint=last")
     assert done.code == 0, done.err
 
 
 def test_weights_in_double_precision(corpus: Path, tmp_path: Path) -> None:
-    settings = [*TINY, "data=text", f"data.path={corpus}", "trainer.max_steps=1", "report.enabled=false"]
+    settings = [*TINY, EXPORT, "data=text", f"data.path={corpus}", "trainer.max_steps=1", "report.enabled=false"]
     done = run("train", *settings, "trainer.precision=64-true", f"run.dir={tmp_path / 'run'}")
     assert done.code == 0, done.err
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").dtype == torch.float32
@@ -65,7 +65,7 @@ def test_weights_in_double_precision(corpus: Path, tmp_path: Path) -> None:
 def test_export_verb_and_generate(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = [*TINY, "data=text", f"data.path={corpus}", "trainer.max_steps=4", "trainer.save_every_n_steps=2"]
-    done = run("train", *settings, "run.dir=run", "export.enabled=false")
+    done = run("train", *settings, "run.dir=run")
     assert done.code == 0, done.err
     done = run("export", "run_dir=run", "export.checkpoint=step_00000002", "export.dtype=bfloat16")
     assert done.code == 0, done.err
@@ -86,7 +86,7 @@ def generated(where: str) -> Ended:
 
 def test_an_export_keeps_its_cache_of_keys_and_values(corpus: Path, tmp_path: Path) -> None:
     """Trainers switch the cache off for activation checkpointing, and save that: generation becomes slow."""
-    ended = train_tiny(corpus, "trainer.activation_checkpointing=true", f"run.dir={tmp_path / 'run'}")
+    ended = train_tiny(corpus, EXPORT, "trainer.activation_checkpointing=true", f"run.dir={tmp_path / 'run'}")
     assert ended.code == 0, ended.err
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "run" / "export" / name).read_text())["use_cache"] is True

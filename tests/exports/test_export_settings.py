@@ -14,6 +14,7 @@ from inprocess import Ended, message, run, train_tiny
 from lmtrain.data import tokenizers
 from lmtrain.exports.hf_folder import generation_config
 from lmtrain.models.folder import with_earlier_names
+from support import EXPORT
 from tiny_pretrained import SHORT, save_pretrained
 
 # As published models have it: sampling, several end tokens, a pad token, a value that equals transformers' default.
@@ -70,7 +71,7 @@ def test_a_chat_model_stops_where_its_template_ends_a_turn(tmp_path: Path) -> No
 
 def test_from_scratch_they_are_neutral(corpus: Path, tmp_path: Path) -> None:
     """A model from scratch decodes greedily by default and pads with its end token, so transformers doesn't warn."""
-    assert train_tiny(corpus, f"run.dir={tmp_path / 'run'}").code == 0
+    assert train_tiny(corpus, EXPORT, f"run.dir={tmp_path / 'run'}").code == 0
     found = written(tmp_path / "run" / "export")
     assert {k: v for k, v in found.items() if v not in (None, False, True)} == {
         "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256,
@@ -119,7 +120,7 @@ def test_a_temperature_says_that_the_model_samples(
     ],
 )  # fmt: skip
 def test_settings_that_are_refused_before_training(wrong: str, said: str, corpus: Path, tmp_path: Path) -> None:
-    done = train_tiny(corpus, f"run.dir={tmp_path / 'run'}", f"export.generation={wrong}")
+    done = train_tiny(corpus, EXPORT, f"run.dir={tmp_path / 'run'}", f"export.generation={wrong}")
     assert done.code == 2
     assert said in message(done.err)
     assert not (tmp_path / "run").exists()

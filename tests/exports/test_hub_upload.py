@@ -17,6 +17,7 @@ import pytest
 from inprocess import message, run, train_tiny
 from lmtrain.errors import RunError
 from lmtrain.exports.export import push
+from support import EXPORT
 
 
 class Hub(ThreadingHTTPServer):
@@ -95,7 +96,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def test_a_run_uploads_its_export_and_the_verb_does_it_again(hub: Hub, corpus: Path, tmp_path: Path) -> None:
-    ended = train_tiny(corpus, f"run.dir={tmp_path / 'run'}", "export.push_to=me/tiny")
+    ended = train_tiny(corpus, EXPORT, f"run.dir={tmp_path / 'run'}", "export.push_to=me/tiny")
     assert ended.code == 0, ended.err
     assert f"uploaded to http://127.0.0.1:{hub.server_port}/me/tiny" in ended.out
     assert hub.made["visibility"] == "private"
@@ -116,7 +117,7 @@ def test_a_run_uploads_its_export_and_the_verb_does_it_again(hub: Hub, corpus: P
 def test_an_upload_that_is_refused_leaves_the_export(hub: Hub, corpus: Path, tmp_path: Path) -> None:
     hub.refuses = True
     own = ["export.dtype=bfloat16", "export.push_private=false", "export.generation={temperature: 0.5}"]
-    ended = train_tiny(corpus, f"run.dir={tmp_path / 'run'}", "export.push_to=me/tiny", *own)
+    ended = train_tiny(corpus, EXPORT, f"run.dir={tmp_path / 'run'}", "export.push_to=me/tiny", *own)
     assert ended.code == 1
     assert "is written but not uploaded" in ended.err
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
@@ -136,11 +137,11 @@ def test_what_could_not_be_uploaded_is_refused_before_training(
     hub: Hub, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, words in (("tiny", "<user or organisation>/<name>"), ("me/a b", "the hub's names")):
-        ended = train_tiny(corpus, f"run.dir={tmp_path / 'run'}", f"export.push_to='{name}'")
+        ended = train_tiny(corpus, EXPORT, f"run.dir={tmp_path / 'run'}", f"export.push_to='{name}'")
         assert ended.code == 2
         assert words in message(ended.err)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    ended = train_tiny(corpus, f"run.dir={tmp_path / 'run'}", "export.push_to=me/tiny")
+    ended = train_tiny(corpus, EXPORT, f"run.dir={tmp_path / 'run'}", "export.push_to=me/tiny")
     assert ended.code == 2
     assert "HF_TOKEN" in message(ended.err)
     assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from chats import write_chats
 from inprocess import run, train_tiny
 from lmtrain.exports import model_card
-from support import TINY, rows
+from support import EXPORT, TINY, rows
 from tiny_pretrained import SHORT, save_pretrained
 
 
@@ -26,7 +26,7 @@ def code_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_run_from_scratch(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train_tiny(corpus, f"run.dir={tmp_path / 'run'}", "trainer.save_every_n_steps=1").code == 0
+    assert train_tiny(corpus, EXPORT, f"run.dir={tmp_path / 'run'}", "trainer.save_every_n_steps=1").code == 0
     folder = tmp_path / "run" / "export"
     card = ModelCard.load(folder / "README.md")
     assert card.data.library_name == "transformers"
@@ -70,7 +70,7 @@ def test_an_adapter_and_a_chat_model(corpus: Path, tmp_path: Path, monkeypatch: 
     chats = write_chats(tmp_path / "a|b`<b>.jsonl", 20)
     sft = ["objective=sft", "data=chat_jsonl", f"data.path='{chats}'", "data.chat_template=vicuna", "data.seq_len=256",
            "model.max_position_embeddings=256", "trainer.max_steps=1", f"run.dir={tmp_path / 'sft'}"]  # fmt: skip
-    ended = run("train", *TINY, *sft)
+    ended = run("train", *TINY, EXPORT, *sft)
     assert ended.code == 0, ended.err
     card = ModelCard.load(tmp_path / "sft" / "export" / "README.md")
     assert "sft" in card.data.tags

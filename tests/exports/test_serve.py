@@ -16,7 +16,7 @@ from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.generation.sampling import sample_text
 from lmtrain.run_folder import trained
 from ports import free_port
-from support import TINY
+from support import EXPORT, TINY
 from tiny_pretrained import save_pretrained
 
 
@@ -53,7 +53,7 @@ def test_the_server_answers_as_the_run_does(tmp_path: Path) -> None:
     common = [o for o in TINY if not o.startswith(("tokenizer=", "model.", "data.seq_len"))]
     ended = run("train", *common, "objective=sft", "data=chat_jsonl", f"data.path={chats}", "data.seq_len=512",
                 "data.chat_template=vicuna", "data.val_fraction=0", "model=pretrained", f"model.name_or_path={base}",
-                "trainer.max_steps=2", "optimizer.lr=0.01", f"run.dir={tmp_path / 'run'}")  # fmt: skip
+                EXPORT, "trainer.max_steps=2", "optimizer.lr=0.01", f"run.dir={tmp_path / 'run'}")  # fmt: skip
     assert ended.code == 0, ended.err
     export, port = tmp_path / "run" / "export", str(free_port())
     serve = [command, "-m", "transformers.cli.transformers", "serve", str(export), "--port", port, "--device", "cpu",

@@ -26,13 +26,12 @@ from lmtrain.generation.conversation import Talk
 from lmtrain.generation.sampling import sample_text, sample_texts
 from lmtrain.generation.text_metrics import TextMetrics
 from lmtrain.run_folder import trained
-from support import REPO, TINY, Run, rows
+from support import EXPORT, REPO, SAMPLES, TINY, Run, rows
 
-CHAT = [*TINY, "data.chat_template=vicuna", "model.max_position_embeddings=1024", "data.seq_len=512",
+CHAT = [*TINY, SAMPLES, "data.chat_template=vicuna", "model.max_position_embeddings=1024", "data.seq_len=512",
         "data.val_fraction=0.2", "trainer.max_steps=3", "trainer.val_check_interval=1", "model.dropout=0.1",
         "callbacks.samples.max_new_tokens=12", "optimizer.lr=0.01", "schedule.warmup_steps=0"]  # fmt: skip
 SFT = [*CHAT, "objective=sft", "data=chat_jsonl"]
-NO_EXPORT = "export.enabled=false"
 
 
 def test_a_greedy_text_is_that_of_its_prompt_alone() -> None:
@@ -81,14 +80,14 @@ def whole(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     monitor = ["checkpoint.monitor=val/rouge", "checkpoint.mode=max", "callbacks.samples.rows=3"]
     stop = ["callbacks.early_stopping.enabled=true", "callbacks.early_stopping.monitor=val/exact_match",
             "callbacks.early_stopping.mode=max"]  # fmt: skip
-    asked = ["callbacks.samples.prompts=['how far is Oslo?']", "logger=tensorboard"]
+    asked = ["callbacks.samples.prompts=['how far is Oslo?']", "logger=tensorboard", EXPORT]
     ended = sft(chats, folder, *scores, *monitor, *stop, *asked)
     assert ended.code == 0, ended.err
     return folder, ended
 
 
 def test_training_is_not_disturbed(whole: tuple[Path, Ended], chats: Path, tmp_path: Path) -> None:
-    ended = sft(chats, tmp_path / "run", "callbacks.samples.every_n_validations=0", NO_EXPORT)
+    ended = sft(chats, tmp_path / "run", "callbacks.samples.every_n_validations=0")
     assert ended.code == 0, ended.err
     plain = [without_times(row) for row in rows(tmp_path / "run" / "metrics.jsonl")]
     scores = ("val/bleu", "val/rouge", "val/exact_match", "val/Length_answer", "val/Length_reference")
@@ -223,7 +222,7 @@ def test_text_is_compared_with_what_follows_in_the_data(corpus: Path, tmp_path: 
         "callbacks.samples.rows=3",
         "checkpoint.monitor=val/EditDistance",
     ]
-    small = ["data=text", f"data.path={corpus}", "trainer.max_steps=2", "trainer.limit_val_batches=1", NO_EXPORT]
+    small = ["data=text", f"data.path={corpus}", "trainer.max_steps=2", "trainer.limit_val_batches=1", SAMPLES]
     ended = run("train", *TINY, *small, *text, "callbacks.samples.max_new_tokens=8", f"run.dir={tmp_path}/run")
     assert ended.code == 0, ended.err
     kept = rows(tmp_path / "run" / "samples.jsonl")
@@ -271,7 +270,7 @@ def test_metrics_with_a_number_for_each_row(settings: dict[str, Any]) -> None:
 def test_preferences_have_answers_too(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "pairs.jsonl", [pair(i) for i in range(12)])
     words = ["objective=dpo", "data=preference_jsonl", f"data.path={path}", "callbacks.samples.metrics=[rouge]"]
-    ended = run("train", *CHAT, *words, "trainer.max_steps=1", NO_EXPORT, f"run.dir={tmp_path}/run")
+    ended = run("train", *CHAT, *words, "trainer.max_steps=1", f"run.dir={tmp_path}/run")
     assert ended.code == 0, ended.err
     kept = rows(tmp_path / "run" / "samples.jsonl")
     good = {pair(i)["chosen"][0]["content"] for i in range(12)}
@@ -284,7 +283,7 @@ def test_preferences_have_answers_too(tmp_path: Path) -> None:
 def test_two_ranks_score_as_one(chats: Path, tmp_path: Path, lmtrain: Run) -> None:
     """Each rank generates a part of the answers and rank 0 scores all; a metric that synchronized ranks would hang."""
     for devices in (1, 2):
-        settings = ["data.global_batch_size=8", "model.dropout=0", f"trainer.devices={devices}", NO_EXPORT]
+        settings = ["data.global_batch_size=8", "model.dropout=0", f"trainer.devices={devices}"]
         scores = ["callbacks.samples.metrics=[bleu,rouge]", f"run.dir={tmp_path}/{devices}", f"data.path={chats}"]
         done = lmtrain("train", *SFT, *settings, *scores)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -329,7 +328,7 @@ def test_a_metric_that_cannot_be_is_refused_before_training(
     metrics: str, words: str, chats: Path, tmp_path: Path
 ) -> None:
     for key in ("callbacks.samples.metrics", *(["evaluate.metrics"] if "/" not in metrics else [])):
-        ended = sft(chats, tmp_path / "run", f"{key}={metrics}", NO_EXPORT)
+        ended = sft(chats, tmp_path / "run", f"{key}={metrics}")
         assert ended.code == 2
         assert words in ended.err.splitlines()[-1]
         assert ended.err.splitlines()[-1].startswith("error: ")
@@ -371,7 +370,7 @@ def test_tags_that_are_tokens_are_read_by_samples_metrics_chat_and_rewards(kind:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(one) for _ in range(60)))
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": "one? "}) for _ in range(10)))
     words = [*TINY, "objective=sft", "data=chat_jsonl", f"data.path={tmp_path}/rows.jsonl", "data.val_fraction=0.2",
-             "tokenizer.add_tokens=[<think>,</think>,<answer>,</answer>]", "data.chat_template=zephyr",
+             EXPORT, SAMPLES, "tokenizer.add_tokens=[<think>,</think>,<answer>,</answer>]", "data.chat_template=zephyr",
              "data.seq_len=64", "optimizer.lr=0.01", "trainer.max_steps=30", "schedule.warmup_steps=0",
              f"run.dir={tmp_path}/run"]  # fmt: skip
     ended = run("train", *words, "callbacks.samples.metrics=[exact_match]", "callbacks.samples.max_new_tokens=10")

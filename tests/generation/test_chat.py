@@ -17,7 +17,7 @@ from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.generation.conversation import Talk
 from lmtrain.generation.sampling import prompt_tokens, sample_text
 from lmtrain.run_folder import trained
-from support import TINY, rows
+from support import EXPORT, TINY, rows
 from tiny_pretrained import save_pretrained
 
 GREEDY = ["generate.temperature=0", "generate.max_new_tokens=12", "generate.checkpoint=last"]
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("chat")
     chats = write_chats(path / "chats.jsonl", 30)
     ended = run("train", *TINY, "data.chat_template=vicuna", "model.max_position_embeddings=256", "data.seq_len=256",
-                "data.val_fraction=0.2", "trainer.max_steps=6", "objective=sft", "data=chat_jsonl",
+                EXPORT, "data.val_fraction=0.2", "trainer.max_steps=6", "objective=sft", "data=chat_jsonl",
                 f"data.path={chats}", "optimizer.lr=0.01", "schedule.warmup_steps=0", "report.enabled=false",
                 f"run.dir={path / 'run'}",
                 "callbacks.samples.every_n_validations=0", "trainer.val_check_interval=null")  # fmt: skip

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from inprocess import Ended, run
 from lmtrain.generation.sampling import denoise, sample_text
 from lmtrain.run_folder import trained
-from support import TINY, rows
+from support import EXPORT, SAMPLES, TINY, rows
 
 UNIT = "the fox. "
 
@@ -21,7 +21,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(UNIT * 400)
     ended = run("train", *TINY, "objective=mdlm", "model=llama_nano", "model.num_key_value_heads=2", "optimizer=muon",
                 "data=text", f"data.path={folder}/text.txt", "data.global_batch_size=16", "data.micro_batch_size=16",
-                "data.seq_len=48",
+                "data.seq_len=48", EXPORT, SAMPLES,
                 "model.hidden_size=64", "model.intermediate_size=128", "optimizer.lr=0.01", "schedule.warmup_steps=5",
                 "trainer.max_steps=250", "trainer.val_check_interval=250", "callbacks.samples.max_new_tokens=18",
                 "callbacks.samples.temperature=0", "logger=none", "report.enabled=false",
@@ -119,7 +119,7 @@ def test_who_asks_for_the_next_token_is_refused(learned: Path, folder: str) -> N
 def test_only_what_works_is_recommended(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(UNIT * 400)
     ended = run("train", *TINY, "objective=mdlm", "data=text", f"data.path={tmp_path}/text.txt", "trainer.max_steps=1",
-                "trainer.limit_val_batches=1", "logger=none", "report.enabled=true",
+                "trainer.limit_val_batches=1", "logger=none", "report.enabled=true", EXPORT,
                 f"run.dir={tmp_path}/run")  # fmt: skip
     assert ended.code == 0, ended.err
     for said in (ended.out, (tmp_path / "run" / "report.html").read_text()):

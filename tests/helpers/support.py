@@ -13,7 +13,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 REPO = Path(__file__).resolve().parents[2]
-# A model and data so small that imports dominate the time of a run.
+# A model and data so small that imports dominate the time of a run, which ends without an export and writes no samples.
 TINY = [
     "tokenizer=bytes",
     "model.num_hidden_layers=2",
@@ -26,9 +26,14 @@ TINY = [
     "trainer.precision=32-true",
     "trainer.log_every_n_steps=1",
     "logger=none",
+    "callbacks.samples.every_n_validations=0",
     "callbacks.samples.max_new_tokens=4",
+    "export.enabled=false",
     "report.enabled=false",
 ]
+# For tests that read an export, or samples.
+EXPORT = "export.enabled=true"
+SAMPLES = "callbacks.samples.every_n_validations=1"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]  # the type of the fixture `lmtrain`
 

@@ -31,6 +31,7 @@ from guard import Watch, watching
 from pages import unprintable, wrong_in
 
 from inprocess import message, train_tiny
+from support import EXPORT, SAMPLES
 
 CASES: list[Case] = [
     case
@@ -54,7 +55,7 @@ class Shared:
 def shared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Shared:
     """Prepares a run of two steps, the export of a chat model, and prepared text."""
     folder = tmp_path_factory.mktemp("trained")
-    ended = train_tiny(corpus, "run.name=run", f"run.root={folder}", "trainer.save_every_n_steps=1")
+    ended = train_tiny(corpus, EXPORT, SAMPLES, "run.name=run", f"run.root={folder}", "trainer.save_every_n_steps=1")
     assert ended.code == 0, ended.err
     chat = hostile_models.chat_export(folder / "run" / "export", folder / "chat")
     cache = Path(os.environ["LMTRAIN_CACHE"])

@@ -27,13 +27,13 @@ from lmtrain.errors import FINISHED, PREEMPTED, UserError
 from lmtrain.models import flops, fp8
 from lmtrain.run import build
 from lmtrain.run_folder import folder as run_dir
-from support import TINY, rows
+from support import EXPORT, TINY, rows
 
 float8 = pytest.importorskip("torchao.float8")
 FP8 = fp8.Fp8()
 # The first two feed-forward layers are wide enough to gain; the last one and attention's layers are not.
 WIDE = ["model=llama_nano", "model.num_key_value_heads=2", "model.intermediate_size=1040"]
-RUN = [*WIDE, "optimizer=adamw", "trainer.precision=fp8", "export.dtype=float32"]
+RUN = [*WIDE, EXPORT, "optimizer=adamw", "trainer.precision=fp8", "export.dtype=float32"]
 KINDS = ("gate_proj", "up_proj")
 
 

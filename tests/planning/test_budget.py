@@ -31,7 +31,7 @@ from lmtrain.planning import budget
 from lmtrain.planning.budget import Measured, settle, steps_within
 from lmtrain.run import build, resume
 from lmtrain.run.start import start
-from support import TINY, ends_within, rows
+from support import EXPORT, SAMPLES, TINY, ends_within, rows
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_a_budget_without_time_for_training_says_how_much_is_needed() -> None:
 @pytest.mark.slow
 def test_a_machine_that_slows_down_gets_fewer_steps_and_a_whole_schedule(lmtrain, corpus: Path, tmp_path: Path) -> None:
     sleeps = ["callbacks.extra=[{_target_: slow.SlowsDown, step: 60, seconds: 0.5}]", "run.allow_target=[slow]"]
-    words = [*TINY, *WORDS, f"data.path={corpus}", "budget.minutes=1", f"run.root={tmp_path}", *sleeps]
+    words = [*TINY, *WORDS, EXPORT, SAMPLES, f"data.path={corpus}", "budget.minutes=1", f"run.root={tmp_path}", *sleeps]
     began = time.monotonic()
     path = os.pathsep.join([str(Path(__file__).parents[1] / "resume"), os.environ.get("PYTHONPATH", "")])
     done = lmtrain("train", *words, env={"PYTHONPATH": path})
@@ -181,7 +181,7 @@ def test_an_early_sample_is_written_and_changes_nothing(corpus: Path, tmp_path: 
     for early in (None, 2):
         words = [*TINY, "data=text", f"data.path={corpus}", f"run.dir={tmp_path / str(early)}", "trainer.max_steps=4",
                  "trainer.val_check_interval=4", "model.dropout=0.1", "trainer.accelerator=cpu",
-                 "callbacks.samples.max_new_tokens=4", "export.enabled=false"]  # fmt: skip
+                 SAMPLES]  # fmt: skip
         run = lmtrain.build(lmtrain.compose(words))
         (samples,) = (callback for callback in run.trainer.callbacks if isinstance(callback, Samples))
         samples.early = early
@@ -466,8 +466,7 @@ def test_a_budget_of_tokens_is_used_up_by_the_last_step(growing: list[str], corp
 
 
 def test_a_budget_of_flops_gives_a_larger_model_fewer_tokens(corpus: Path, tmp_path: Path) -> None:
-    words = [*TINY, "data=text", f"data.path={corpus}", "trainer.accelerator=cpu", "budget.flops=5e8",
-             "callbacks.samples.every_n_validations=0"]  # fmt: skip
+    words = [*TINY, EXPORT, "data=text", f"data.path={corpus}", "trainer.accelerator=cpu", "budget.flops=5e8"]
     for width in (32, 64):
         done = run("train", *words, f"model.hidden_size={width}", f"run.dir={tmp_path}/{width}")
         assert done.code == 0, done.err

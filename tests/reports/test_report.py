@@ -14,7 +14,7 @@ from lmtrain.reports.report import write_own
 from lmtrain.run_folder import lock
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.terminal import visible
-from support import rows
+from support import EXPORT, SAMPLES, rows
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 
@@ -51,7 +51,7 @@ def assert_self_contained(page: Page) -> None:
 
 
 def test_a_run_ends_with_its_page(corpus: Path, tmp_path: Path) -> None:
-    ended = train_tiny(corpus, f"run.dir={tmp_path / 'a'}", "optimizer.lr=0.01", "report.enabled=true")
+    ended = train_tiny(corpus, EXPORT, SAMPLES, f"run.dir={tmp_path / 'a'}", "optimizer.lr=0.01", "report.enabled=true")
     assert ended.code == 0, ended.err
     page = Page((tmp_path / "a" / "report.html").read_text())
     assert_self_contained(page)
@@ -88,9 +88,9 @@ def test_a_resumed_run_says_so_and_runs_are_compared(corpus: Path, tmp_path: Pat
         ("a", ["optimizer.lr=0.01", "report.enabled=true"]),
         ("b", ["optimizer.lr=0.00001", "model.hidden_size=16"]),
     ):
-        assert train_tiny(corpus, f"run.dir={tmp_path / name}", *more).code == 0
+        assert train_tiny(corpus, SAMPLES, f"run.dir={tmp_path / name}", *more).code == 0
     more = ["optimizer.lr=0.01", "report.enabled=true", "trainer.max_steps=4", "run.resume=auto"]
-    assert train_tiny(corpus, f"run.dir={tmp_path / 'a'}", *more).code == 0
+    assert train_tiny(corpus, SAMPLES, f"run.dir={tmp_path / 'a'}", *more).code == 0
     assert "resumed from step 2" in Page((tmp_path / "a" / "report.html").read_text()).text
     ended = run(
         "report", f"run_dir={tmp_path / 'b'}", f"run_dir={tmp_path / 'a'}", "--out", str(tmp_path / "both.html")

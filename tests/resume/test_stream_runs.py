@@ -17,7 +17,7 @@ from lmtrain.data.stream.ring import Producer
 from lmtrain.data.text import encode
 from lmtrain.files import read_jsonl
 from ranks_again import run_ranks
-from support import TINY
+from support import SAMPLES, TINY
 
 RING = 16_000
 # Windows of 3 x 31 rows: a new one every 12 or 15 steps.
@@ -43,7 +43,7 @@ def command(text: Path, run_dir: Path, *more: str) -> list[str]:
     """Returns the command-line arguments of a run in this process."""
     ends = ["trainer.max_steps=40", "trainer.val_check_interval=20", "trainer.limit_val_batches=2"]
     data = ["data=text", f"data.path={text}", "data.sample_by=line", "data.global_batch_size=8"]
-    quiet = ["export.enabled=false", "report.enabled=false", "run.resume=auto", f"run.dir={run_dir}"]
+    quiet = [SAMPLES, "run.resume=auto", f"run.dir={run_dir}"]
     return [*TINY, *ends, *quiet, *data, *STREAM, *more]
 
 

@@ -20,7 +20,7 @@ import yaml
 from inprocess import train_tiny
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.files import read_jsonl
-from support import TINY
+from support import EXPORT, TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 KILLS = int(os.environ.get("LMTRAIN_TEST_KILLS", "3"))
@@ -102,6 +102,7 @@ def sweep_words(corpus: Path, work: Path) -> list[str]:
         "-m",
         *TINY,
         *SHORT,
+        EXPORT,
         *text(corpus, work),
         "optimizer.lr=1e-3,3e-4",
         f"sweep.root={work}",
@@ -119,8 +120,8 @@ def pipeline_words(corpus: Path, work: Path) -> list[str]:
     shape = [w for w in TINY if w.startswith("model.")]
     tree = {
         "stages": {
-            "first": {"overrides": [*settings, *shape, *SHORT, *text(corpus, work)]},
-            "second": {"overrides": [*settings, *SHORT, *text(corpus, work), "model=pretrained",
+            "first": {"overrides": [*settings, *shape, *SHORT, EXPORT, *text(corpus, work)]},
+            "second": {"overrides": [*settings, *SHORT, EXPORT, *text(corpus, work), "model=pretrained",
                                      "model.name_or_path=${stage.first.export}"]},
         },
         "evaluations": {

@@ -11,7 +11,7 @@ import lmtrain
 from inprocess import message, run, train_tiny
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.checkpoints import store
-from support import TINY, rows
+from support import EXPORT, SAMPLES, TINY, rows
 from tiny_pretrained import save_pretrained
 
 DECAY = 0.8
@@ -19,7 +19,7 @@ SIX = [
     *("trainer.max_steps=6", "trainer.val_check_interval=3", "trainer.save_every_n_steps=1", "checkpoint.keep_last=9"),
     *("optimizer.lr=1e-2", "schedule.warmup_steps=0", "run.dir=run", "run.resume=auto", "export.dtype=float32"),
 ]
-EMA = [*SIX, "callbacks=ema", f"callbacks.ema.decay={DECAY}"]
+EMA = [*SIX, EXPORT, SAMPLES, "callbacks=ema", f"callbacks.ema.decay={DECAY}"]
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from inprocess import TWO_STEPS, message, run
 from lmtrain.config.schema import Config
 from lmtrain.models.feature import Feature
 from lmtrain.run import features
-from support import TINY, rows
+from support import EXPORT, TINY, rows
 
 
 class Doubled(Feature):
@@ -47,7 +47,7 @@ def test_a_feature_of_a_tests_own(
     then: int | str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feature = Doubled()
-    words = [*TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", "model=gpt_nano", "run.name=doubled"]
+    words = [*TINY, *TWO_STEPS, EXPORT, "data=text", f"data.path={corpus}", "model=gpt_nano", "run.name=doubled"]
     plain = run("train", *words, f"run.dir={tmp_path}/plain")
     assert plain.code == 0, plain.err
     monkeypatch.setattr(features, "FEATURES", [*features.FEATURES, feature])

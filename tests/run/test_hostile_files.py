@@ -16,7 +16,7 @@ from rich.table import Table
 from inprocess import Ended, message, run, train_tiny
 from lmtrain import terminal
 from lmtrain.checkpoints import checksums, manifest, store
-from support import TINY
+from support import EXPORT, SAMPLES, TINY
 
 ESCAPE, BIDI, CLEAR = "\x1b]0;title\x07", "\u202egnp.", "\x9b2J"  # sets a title; reverses text; clears the screen
 HOSTILE = f"a{ESCAPE}{BIDI}{CLEAR}b"
@@ -75,7 +75,7 @@ def test_no_plan_steers_the_terminal(here: Path, corpus: Path) -> None:
     for file in corpus.iterdir():
         (data / file.name).write_text(f"{HOSTILE} " * 20 + file.read_text())
     (here / "plain").symlink_to(data)
-    ended = train_tiny(here / "plain", "run.name=x")
+    ended = train_tiny(here / "plain", EXPORT, SAMPLES, "run.name=x")
     assert ended.code == 0, ended.err
     assert_harmless(ended.out)
 
@@ -121,7 +121,7 @@ def assert_one_message(ended: Ended, *said: str) -> None:
 @pytest.fixture(scope="module")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    ended = train_tiny(corpus, "run.name=run", f"run.root={folder}")
+    ended = train_tiny(corpus, EXPORT, SAMPLES, "run.name=run", f"run.root={folder}")
     assert ended.code == 0, ended.err
     return folder / "run"
 

@@ -20,7 +20,7 @@ from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir, locate
 from lmtrain.sweeps.trials import placed
-from support import TINY, rows
+from support import EXPORT, SAMPLES, TINY, rows
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_advice_after_out_of_memory_can_be_followed(corpus: Path, here: Path) ->
 
 
 def test_what_is_in_it(corpus: Path, here: Path) -> None:
-    assert train_tiny(corpus, "run.name=first", "logger=tensorboard", "report.enabled=true").code == 0
+    assert train_tiny(corpus, EXPORT, SAMPLES, "run.name=first", "logger=tensorboard", "report.enabled=true").code == 0
     run_dir = here / "outputs" / "first"
     assert {p.name for p in run_dir.iterdir()} == {
         "config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoints", "export", "tokenizer",
@@ -82,9 +82,9 @@ def test_what_is_in_it(corpus: Path, here: Path) -> None:
 
 
 def test_a_finished_run_says_so_and_changes_nothing(corpus: Path, here: Path) -> None:
-    assert train_tiny(corpus, "run.name=first").code == 0
+    assert train_tiny(corpus, EXPORT, SAMPLES, "run.name=first").code == 0
     before = snapshot(here)
-    again = train_tiny(corpus, "run.name=first")
+    again = train_tiny(corpus, EXPORT, SAMPLES, "run.name=first")
     assert (again.code, again.err) == (0, "")
     assert f"{here}/outputs/first is finished: nothing to do" in again.out
     assert "trainer.max_steps" in again.out
@@ -175,7 +175,13 @@ def test_a_named_run_continues(corpus: Path, here: Path) -> None:
 
 def test_rows_after_the_checkpoint_are_cut_and_written_again(corpus: Path, here: Path) -> None:
     """A run that died after step 3 had logged more than its checkpoint of step 2 knows; one line is even incomplete."""
-    settings = ["run.name=first", "trainer.max_steps=4", "trainer.save_every_n_steps=2", "checkpoint.keep_best=0"]
+    settings = [
+        "run.name=first",
+        "trainer.max_steps=4",
+        "trainer.save_every_n_steps=2",
+        "checkpoint.keep_best=0",
+        SAMPLES,
+    ]
     assert train_tiny(corpus, *settings).code == 0
     run_dir = here / "outputs" / "first"
     whole = stable(run_dir)

@@ -17,7 +17,7 @@ from lmtrain.config import compose
 from lmtrain.run import going_on
 from lmtrain.run.going_on import longer
 from lmtrain.run.summary import git_state
-from support import TINY
+from support import EXPORT, SAMPLES, TINY
 
 ROW = {"step": 250, "train/loss": 2.34567, "lr": 6e-4, "tokens_per_s": 12345.6, "grad_norm": 1.0}
 SCREENS = {  # after 100 s at 2.5 steps a second, without the bar's own characters
@@ -126,7 +126,7 @@ def test_validations_stay_above_the_bar_and_an_interrupted_one_leaves_a_single_b
 
 def test_a_quiet_run_prints_its_result_alone(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ended = train_tiny(corpus, "run.quiet=true", "run.name=a")
+    ended = train_tiny(corpus, EXPORT, SAMPLES, "run.quiet=true", "run.name=a")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.startswith("finished at step 2, val/bits_per_byte ")
     assert ended.out.count("\n") == 1
@@ -136,7 +136,9 @@ def test_a_quiet_run_prints_its_result_alone(corpus: Path, tmp_path: Path, monke
 def test_a_log_is_short(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS")
-    ended = train_tiny(corpus, "run.name=a", "callbacks.samples.max_new_tokens=64", "trainer.max_steps=8")
+    ended = train_tiny(
+        corpus, EXPORT, SAMPLES, "run.name=a", "callbacks.samples.max_new_tokens=64", "trainer.max_steps=8"
+    )
     assert ended.code == 0, ended.err
     lines = ended.out.splitlines()
     assert len(lines) < 80

@@ -11,10 +11,10 @@ import yaml
 
 from inprocess import TWO_STEPS, Ended, run
 from lmtrain.config import compose as rules
-from support import TINY, Run
+from support import EXPORT, SAMPLES, TINY, Run
 
 CANARY = "c4n4ry-hunter2-c4n4ry"
-WITH_ALL = [*TINY, *TWO_STEPS, "report.enabled=true", "logger=many", "~logger.wandb"]
+WITH_ALL = [*TINY, *TWO_STEPS, EXPORT, SAMPLES, "report.enabled=true", "logger=many", "~logger.wandb"]
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -55,7 +55,17 @@ def no_leak(folder: Path, *ended: Ended) -> None:
 
 def test_what_a_config_reads_of_the_environment_is_used_and_not_written(server: str, place: Path) -> None:
     path = f"data.path='{server}?key=${{oc.env:BOOK_ACCESS}}'"
-    words = [*TINY, *TWO_STEPS, "report.enabled=true", "data=text", path, "logger=[csv,tensorboard]", "run.name=one"]
+    words = [
+        *TINY,
+        *TWO_STEPS,
+        EXPORT,
+        SAMPLES,
+        "report.enabled=true",
+        "data=text",
+        path,
+        "logger=[csv,tensorboard]",
+        "run.name=one",
+    ]
     shown = [run("train", *words, "--cfg"), run("explain", "data.path", path, "data=text")]
     trained = run("train", *words)
     assert trained.code == 0, trained.err
@@ -86,7 +96,7 @@ def test_a_secret_typed_in_full_is_written_as_a_reference(
 ) -> None:
     monkeypatch.setenv("BOOK_TOKEN", CANARY)
     monkeypatch.delenv("BOOK_ACCESS")
-    words = [*TINY, *TWO_STEPS, "report.enabled=true", "data=text", f"data.path={server}?key={CANARY}",
+    words = [*TINY, *TWO_STEPS, EXPORT, SAMPLES, "report.enabled=true", "data=text", f"data.path={server}?key={CANARY}",
              "logger=[csv,tensorboard]"]  # fmt: skip
     trained = run("train", *words, "run.dir=one")
     assert trained.code == 0, trained.err

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from inprocess import message, run, train_tiny
-from support import TINY, Run, rows
+from support import SAMPLES, TINY, Run, rows
 
 
 def settings(corpus: Path, steps: int) -> list[str]:
@@ -20,7 +20,7 @@ def settings(corpus: Path, steps: int) -> list[str]:
         *TINY,
         "data=text",
         f"data.path={corpus}",
-        "export.enabled=false",
+        SAMPLES,
         "run.dir=run",
         "run.resume=auto",
         "trainer.val_check_interval=2",
@@ -155,7 +155,7 @@ def test_wandb_keeps_its_id(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
 
 def six(tracker: str) -> list[str]:
     return [
-        *("run.dir=run", "run.resume=auto", "export.enabled=false", "run.allow_target=[inprocess,users_callbacks]"),
+        *("run.dir=run", "run.resume=auto", SAMPLES, "run.allow_target=[inprocess,users_callbacks]"),
         *("trainer.max_steps=6", "trainer.val_check_interval=3", "trainer.save_every_n_steps=4", f"logger={tracker}"),
     ]
 
