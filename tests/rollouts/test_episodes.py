@@ -1,6 +1,7 @@
 """Completions with turns of an environment: masks, log-probabilities and losses against plain loops, and odd input."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import forked
 import odd_environments
 from inprocess import Ended, compare_runs, run
 from lmtrain.callbacks.metrics import without_times
@@ -144,16 +146,15 @@ def test_an_environment_that_never_ends_is_cut_off(prompts: Path, llama: Path, t
     assert all(row["sampled"][-1] for row in table), "nothing follows the last answer"
 
 
-def test_an_interrupted_run_continues_exactly(prompts: Path, llama: Path, tmp_path: Path, lmtrain: Run) -> None:
+def test_an_interrupted_run_continues_exactly(prompts: Path, llama: Path, tmp_path: Path) -> None:
     """Killed inside the environment during the third step's rollout."""
     argv = [*PLAYS, ECHO, f"data.path={prompts}", f"model.name_or_path={llama}", "run.resume=auto",
             "trainer.max_steps=4", "trainer.save_every_n_steps=1", "trainer.accelerator=cpu"]  # fmt: skip
-    env = {"PYTHONPATH": f"{REPO / 'src'}:{REPO / 'tests' / 'helpers'}"}
     whole = run("train", *argv, f"run.dir={tmp_path / 'whole'}")
     assert whole.code == 0, whole.err
     counter = tmp_path / "count"
-    killed = lmtrain("train", *argv, f"run.dir={tmp_path / 'killed'}",
-                     env=env | {odd_environments.KILL_AT: f"{counter} 70"})  # fmt: skip
+    env = {**os.environ, odd_environments.KILL_AT: f"{counter} 70"}
+    killed = forked.run("train", *argv, f"run.dir={tmp_path / 'killed'}", env=env)
     assert killed.returncode == 137
     again = run("train", *argv, f"run.dir={tmp_path / 'killed'}")
     assert again.code == 0, again.err
