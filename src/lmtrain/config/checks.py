@@ -1,6 +1,7 @@
 """Rules between keys of the config; constraints on single keys are in schema.py. Imports no torch."""
 
 import dataclasses
+import functools
 import inspect
 import re
 from typing import Any
@@ -63,12 +64,9 @@ def _found(c: Config, settings: dict[str, Any]) -> list[str]:
     return [f"{key}={written(value, str)}" for key, value in typed.items()]
 
 
-def _value(c: Config, key: str) -> Any:
+def _value(c: Any, key: str) -> Any:
     """Returns the value of a dotted key; None if this config has no such key."""
-    value: Any = c
-    for name in key.split("."):
-        value = getattr(value, name, None)
-    return value
+    return functools.reduce(lambda value, name: getattr(value, name, None), key.split("."), c)
 
 
 def _is_one_of(value: Any, wanted: Any) -> bool:

@@ -209,6 +209,5 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
     else:
         best = probabilities.topk(min(top_k or probabilities.shape[1], probabilities.shape[1]))
         weights = (best.values / best.values[:, :1]) ** (1 / temperature)
-        chosen = torch.multinomial(weights, 1, generator=generator)
-        tokens = best.indices.gather(1, chosen)[:, 0]
+        tokens = best.indices.gather(1, torch.multinomial(weights, 1, generator=generator))[:, 0]
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0]

@@ -262,10 +262,7 @@ def _product_bytes(shape: Any, product: int, parts: int) -> int:
     hidden, (queries, keys) = shape.hidden_size, _attention_widths(shape)
     inner, gates = _inner_width(shape), 2 if hasattr(shape, "rms_norm_eps") else 1
     chosen = getattr(shape, "num_experts_per_tok", None) if getattr(shape, "moe_intermediate_size", None) else None
-    if chosen:
-        fed = chosen * (gates * shape.moe_intermediate_size + hidden)
-    else:
-        fed = gates * inner // parts + hidden
+    fed = chosen * (gates * shape.moe_intermediate_size + hidden) if chosen else gates * inner // parts + hidden
     return product * (2 * (queries + keys) // parts + hidden + fed)
 
 

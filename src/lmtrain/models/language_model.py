@@ -73,11 +73,10 @@ class LanguageModel(nn.Module):
     def __init__(self, model: PreTrainedModel, objective: ObjectiveConfig, router: RouterConfig | None = None) -> None:
         super().__init__()
         self.has_scalar_head = has_scalar_head(model)
-        lacks = None if self.has_scalar_head or model.get_output_embeddings() is not None else "output embedding"
-        if model.base_model is model:
-            lacks = f"{model.base_model_prefix!r}, as transformers calls its decoder"
-        if lacks is not None:
-            raise UserError(f"{type(model).__name__} has no {lacks}: it can't be trained")
+        has_head = self.has_scalar_head or model.get_output_embeddings() is not None
+        if model.base_model is model or not has_head:
+            part = f"{model.base_model_prefix!r}, as transformers calls its decoder" if has_head else "output embedding"
+            raise UserError(f"{type(model).__name__} has no {part}: it can't be trained")
         self.model = model
         # Terms of the loss in `forward`; objectives with a loss of their own don't have these options.
         self.z_loss = getattr(objective, "z_loss", 0.0)

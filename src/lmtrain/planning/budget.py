@@ -327,9 +327,9 @@ def steps_within(seconds: float, took: Measured, config: Config) -> int:
         whole: float = 60 * config.budget.minutes  # type: ignore[operator]
         least = whole - left + 10 * took.step
         raise UserError(
-            f"budget.minutes={config.budget.minutes:g}: as measured, preparing "
-            f"({whole - seconds:.0f} s), starting ({took.starting:.0f} s), a validation "
-            f"({took.validation:.0f} s) and the end of the run leave time for only {max(0, int(steps))} steps of "
-            f"{took.step:.2f} s: give it {least / 60:.1f} minutes or more, or choose a smaller model"
+            f"budget.minutes={config.budget.minutes:g}: as measured, preparing ({whole - seconds:.0f} s), starting "
+            f"({took.starting:.0f} s), a validation ({took.validation:.0f} s) and the end of the run leave time for "
+            f"only {max(0, int(steps))} steps of {took.step:.2f} s: give it {least / 60:.1f} minutes or more, or "
+            "choose a smaller model"
         )
     return sizes.step_of(int(steps * sizes.last))

@@ -116,22 +116,20 @@ def vocabulary(config: Config) -> Vocabulary:
     """Returns the vocabulary size of the run's tokenizer. Raises UserError if only the data determines it."""
     t = config.tokenizer
     added = list(t.add_tokens or [])
-    if t.kind == "bpe" and t.vocab_size:
-        return Vocabulary(t.vocab_size, added)
     if t.kind in ("bpe", "char"):
-        if config.model.vocab_size is None:
+        size = (t.vocab_size if t.kind == "bpe" else None) or config.model.vocab_size
+        if size is None:
             raise UserError(
                 f"the vocabulary size of tokenizer={t.kind} depends on data that isn't read here: set model.vocab_size"
             )
-        return Vocabulary(config.model.vocab_size, added)
+        return Vocabulary(size, added)
     try:
         return Vocabulary(len(tokenizers.load_or_train(t, lambda _: iter(()), tokenizers.identity(t))), [])
     except UserError:
-        if (t.name_or_path or "").rpartition("/")[2] == "gpt2":
-            return Vocabulary(50257, added)
-        if config.model.vocab_size is None:
+        size = 50257 if (t.name_or_path or "").rpartition("/")[2] == "gpt2" else config.model.vocab_size
+        if size is None:
             raise
-        return Vocabulary(config.model.vocab_size, added)
+        return Vocabulary(size, added)
 
 
 def build(config: Config, tokens: int | None = None) -> PreTrainedModel:

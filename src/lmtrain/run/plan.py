@@ -310,7 +310,7 @@ def for_budget(c: Config, steps: int, ended_by: str | None) -> list[str]:
 
 def advice(run: Run) -> list[str]:
     """Returns the notes that a practitioner would make on the plan."""
-    c, corpus, notes = run.config, run.corpus, []
+    c, corpus, tokenizer, notes = run.config, run.corpus, run.corpus.tokenizer, []
     epochs = run.metrics.numbers.rows_before(run.total_steps) / len(corpus.train)
     if corpus.stream is None:
         notes += for_repeats(c, epochs, run.total_steps)
@@ -340,12 +340,11 @@ def advice(run: Run) -> list[str]:
             "checkpoint is taken for the best (checkpoint.min_val_rows=0 chooses by score anyway; data.val_path can "
             "name a larger validation set)"
         )
-    bos, eos = corpus.tokenizer.bos_token_id, corpus.tokenizer.eos_token_id
-    if c.data.rows == "text" and corpus.tokenizer("")["input_ids"][:1] == [bos] != [eos]:
-        notes.append(f"documents begin without {corpus.tokenizer.bos_token}, which the tokenizer puts before a prompt")
-    if c.data.rows != "text" and leaves_out_bos(corpus.tokenizer):
+    if c.data.rows == "text" and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] != [tokenizer.eos_token_id]:
+        notes.append(f"documents begin without {tokenizer.bos_token}, which the tokenizer puts before a prompt")
+    if c.data.rows != "text" and leaves_out_bos(tokenizer):
         notes.append(
-            f"the chat template doesn't write {corpus.tokenizer.bos_token}, which the tokenizer puts before plain "
+            f"the chat template doesn't write {tokenizer.bos_token}, which the tokenizer puts before plain "
             f"text: the model is trained without it, but llama.cpp (GGUF) begins every chat with it (docs/sft.md)"
         )
     return notes

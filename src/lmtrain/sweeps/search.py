@@ -5,7 +5,7 @@ import warnings
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 
 from lmtrain.config import explain
@@ -33,8 +33,7 @@ def choices(override: Override) -> list[str]:
     """Returns `key=value` for each value of a swept key, or for the two ends of an interval."""
     key = override.get_key_element()
     if override.is_interval_sweep():
-        interval = override.value()
-        assert isinstance(interval, IntervalSweep)
+        interval: Any = override.value()
         return [f"{key}={interval.start}", f"{key}={interval.end}"]
     try:
         values = list(itertools.islice(override.sweep_string_iterator(), VALUES + 1))
@@ -72,14 +71,11 @@ def distributions(swept: list[Override]) -> dict[str, Any]:
         if not override.is_interval_sweep():
             found[key] = CategoricalDistribution([c.partition("=")[2] for c in choices(override)])
             continue
-        interval = override.value()
-        assert isinstance(interval, IntervalSweep)
+        interval: Any = override.value()
         low, high, log = interval.start, interval.end, "log" in interval.tags
         try:
-            if isinstance(low, int) and isinstance(high, int):
-                found[key] = IntDistribution(low, high, log=log)
-            else:
-                found[key] = FloatDistribution(low, high, log=log)  # type: ignore[arg-type]
+            whole = isinstance(low, int) and isinstance(high, int)
+            found[key] = (IntDistribution if whole else FloatDistribution)(low, high, log=log)
         except ValueError as error:
             raise UserError(f"{override.input_line}: {error}") from None
     return found
