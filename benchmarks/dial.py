@@ -1,17 +1,17 @@
 """The experiments behind experiment=dial: learning rates at several depths, and the best depth for a given time.
 
 python benchmarks/dial.py --json numbers.json rates     the loss at half, the same and twice the rule's rate
-python benchmarks/dial.py --json numbers.json law       depths and lengths, and the law fitted to them
+python benchmarks/dial.py --json numbers.json law       the law fitted to the runs in dial_runs.csv
+python benchmarks/dial.py --json numbers.json runs      these runs on the standard library, made again
 python benchmarks/dial.py --json numbers.json search    the dial against 24 random shapes, rates and batches
 python benchmarks/dial.py --json numbers.json forecast a.txt b.txt     what validations at two thirds say of the end
 
 The text is the source of the standard library; `forecast` accepts your own files too. Each run is a process with one
-thread; results that are already in the file of `--json` are not computed again. The law has the form of Hoffmann et al.
-2022 (arXiv:2203.15556): bits per byte = E + A / N^0.34 + B / D^0.28, where N is the number of weights in the layers and
-D the number of tokens, both as far as the text can use them (Muennighoff et al. 2023).
+thread; results that are already in the file of `--json` are not computed again.
 """
 
 import argparse
+import csv
 import functools
 import itertools
 import math
@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from kept import Kept, train
 from machine import setting
+from scipy.optimize import least_squares
 
 from lmtrain.config.compose import check, compose
 from lmtrain.data.corpus import build_corpus
@@ -30,11 +31,15 @@ from lmtrain.models import dial
 
 RATES = {2: 300, 4: 200, 6: 100}  # depth: steps
 FACTORS = (0.5, 1.0, 2.0)
-FITTED = (
-    *((2, 293), (2, 534), (2, 1782), (2, 4455), (3, 196), (3, 653), (3, 1634), (3, 2622), (4, 75), (4, 200), (4, 252)),
-    *((4, 500), (4, 632), (4, 1887), (5, 130), (5, 327), (6, 100)),
-)  # depth, steps: at most five minutes each on two cores
-LEFT_OUT = ((5, 1000), (4, 2308))  # runs that the law is to foretell
+RUNS = Path(__file__).with_name(
+    "dial_runs.csv"
+)  # runs of up to five minutes; longer ones are left out, and one of 60 steps
+CODE = "standard library"  # the text that the law is for; others differ by a factor, and in what copying saves
+FREE = {  # what is fitted, and its bounds
+    "BETA": (0.15, 0.45), "WEIGHTS": (1e3, 1e7), "TOKENS": (1e4, 1e8), "COPIES_LESS": (0.0, 0.2),
+    "COPIES_AFTER": (5e5, 2e7), "COPIES_SOONER": (0.0, 2.0), "WITHIN": (0.1, 0.8), "_WORN": (0.5, 40.0),
+}  # fmt: skip
+START = {name: getattr(dial, name) for name in FREE}
 SEARCHED, DRAWN = 60, 24  # CPU seconds for the steps of each candidate; number of random candidates
 FORECASTS = ((2, 300), (2, 1200), (3, 400), (3, 800), (4, 400))  # depth, steps
 ROW, ROWS = 256, 4  # tokens per row; rows per step, times the number of layers
@@ -56,34 +61,56 @@ def rates(kept: Kept) -> None:
         kept.number("bits_per_byte", name, functools.partial(score, depth, steps, factor))
 
 
-def terms(depth: int, trained: float, unique: float) -> tuple[float, float]:
-    """Returns what the law multiplies by A and by B."""
-    without = {name: getattr(dial, name) for name in ("E", "A", "B")}
-    found = []
-    for one in ({"E": 0.0, "A": 1.0, "B": 0.0}, {"E": 0.0, "A": 0.0, "B": 1.0}):
-        vars(dial).update(one)
-        found.append(dial.expected(depth, trained, unique))
-    vars(dial).update(without)
-    return found[0], found[1]
-
-
-def law(kept: Kept) -> None:
+def made(kept: Kept) -> None:
+    """Makes the runs of RUNS on the standard library again."""
     unique = build_corpus(check(compose(["experiment=dial"]))).epoch_tokens
-    found = []
-    for depth, steps in (*FITTED, *LEFT_OUT):
+    for run in runs():
+        if run["text"] != CODE:
+            continue
+        depth, steps = int(run["layers"]), int(run["steps"])
         held = dial.regularization(6e-3 * (depth / 4) ** -0.5, steps, tokens(depth, steps) / unique)
         words = [f"model.depth={depth}", f"trainer.max_steps={steps}", *(f"{key}={it}" for key, it in held.items())]
-        name = f"depth {depth}, {steps} steps"
-        found.append((depth, steps, kept.number("bits_per_byte", name, functools.partial(bits, words))))
-    losses, fitted = np.array([loss for *_, loss in found]), len(FITTED)
-    parts = np.array([terms(depth, tokens(depth, steps), unique) for depth, steps, _ in found])
-    weighted = parts[:fitted] / losses[:fitted, None]  # relative errors
-    (a, b), *_ = np.linalg.lstsq(weighted, 1 - dial.E / losses[:fitted], rcond=None)
-    print(f"bits per byte = {dial.E} + {a:.4g} / N^{dial.ALPHA} + {b:.4g} / D^{dial.BETA}")
-    for (depth, steps, loss), part in zip(found, parts, strict=True):
-        said = "left out" if (depth, steps) in LEFT_OUT else "fitted"
-        print(f"depth {depth}, {steps} steps: {loss:.3f}, {dial.E + part @ (a, b):.3f} by the law ({said})")
-    print(setting())
+        kept.number("bits_per_byte", f"depth {depth}, {steps} steps", functools.partial(bits, words))
+
+
+def runs() -> list[dict[str, str]]:
+    with RUNS.open() as file:
+        return list(csv.DictReader(file))
+
+
+def by_law(run: dict[str, str], constants: dict[str, float]) -> float:
+    """Returns the bits per byte of a run by the law with these constants."""
+    vars(dial).update(constants)
+    depth = int(run["layers"])
+    return dial.expected(depth, tokens(depth, int(run["steps"])), float(run["unique_tokens"]))
+
+
+def law(_: Kept) -> None:
+    found, texts = runs(), list(dict.fromkeys(run["text"] for run in runs()))
+    losses, used = np.array([float(run["bits_per_byte"]) for run in found]), [run["used"] == "fitted" for run in found]
+
+    def off(x: np.ndarray) -> np.ndarray:
+        """Returns the relative errors: of a run on another text by its factor and its share of copying."""
+        shared = dict(zip(FREE, x, strict=False))
+        factors, shares = np.split(x[len(FREE) :], 2)
+        others = dict(zip(texts[1:], zip(factors, shares, strict=True), strict=True))
+        of_text = {CODE: (1.0, shared["COPIES_LESS"]), **others}
+        laws = [of_text[r["text"]][0] * by_law(r, {**shared, "COPIES_LESS": of_text[r["text"]][1]}) for r in found]
+        return np.array(laws) / losses - 1
+
+    others = len(texts) - 1
+    bounds = np.array([*FREE.values(), *[(0.4, 2.0)] * others, *[(0.0, 0.2)] * others]).T
+    start = np.array([*START.values(), *[1.15] * others, *[0.02] * others])
+    x = least_squares(lambda x: off(x)[used], start, bounds=bounds, x_scale=np.abs(start)).x
+    print(", ".join(f"{name} {value:.4g}" for name, value in zip(FREE, x, strict=False)))
+    for name, factor, share in zip(texts[1:], *np.split(x[len(FREE) :], 2), strict=True):
+        print(f"{name}: times {factor:.3f}, COPIES_LESS {share:.3f}")
+    for run, error in zip(found, off(x), strict=True):
+        print(
+            f"{run['text']}, {run['layers']} layers, {run['steps']} steps: {error:+.1%} ({run['used']}) {run['note']}"
+        )
+    on_code = [e for e, run in zip(off(x), found, strict=True) if (run["text"], run["used"]) == (CODE, "fitted")]
+    print(f"root mean square of the fitted runs on code: {np.sqrt(np.mean(np.square(on_code))):.2%}")
 
 
 def bits(words: list[str]) -> float:
@@ -147,12 +174,13 @@ def forecasts(kept: Kept, texts: list[Path]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where numbers are kept; read at the start")
-    parser.add_argument("part", choices=("rates", "law", "search", "forecast"))
+    parser.add_argument("part", choices=("rates", "law", "runs", "search", "forecast"))
     parser.add_argument("texts", nargs="*", type=Path, help="more texts, for forecast")
     options = parser.parse_args()
     series = {
         "rates": rates,
         "law": law,
+        "runs": made,
         "search": search,
         "forecast": functools.partial(forecasts, texts=options.texts),
     }

@@ -1,7 +1,6 @@
 """The best depth of model=dial for a time budget, by a scaling law fitted to runs (benchmarks/dial.py).
 
-The law has the form of Hoffmann et al. 2022 (arXiv:2203.15556); repeated tokens count as in Muennighoff et al. 2023
-(arXiv:2305.16264). It was fitted on Python source: on other text the bits per byte differ, the best depth hardly does.
+It was fitted on Python source: on other text the bits per byte differ, the best depth hardly does.
 """
 
 import functools
@@ -20,11 +19,18 @@ NAME = "dial"
 KEY = "model.depth"
 LAYERS = "model.num_hidden_layers"  # follows from model.depth, and may be set instead of it
 DEPTHS = (*range(1, 9), *range(10, 33, 2))  # above 8 even ones: widths of heads that 8 divides, as kernels ask for
-# Bits per byte = E + A / weights ** ALPHA + B / tokens ** BETA: the exponents of Hoffmann et al., a floor below what
-# large models reach (GPT-3: 0.72 on the Pile), and A and B as fitted. Both count as in Muennighoff et al.: tokens after
-# so many epochs are worth little, and so are weights beyond so many times one per 20 tokens of new text.
-E, A, ALPHA, B, BETA = 0.5, 29.3, 0.34, 37.0, 0.28
-_WORN, _EXCESS, _PER_WEIGHT = 15.4, 5.3, 20
+# Bits per byte = E + ((WEIGHTS / N) ** (ALPHA / BETA) + TOKENS / D) ** BETA, for N weights of the layers and D tokens:
+# the form of Kaplan et al. 2020 (arXiv:2001.08361) with a floor, as that of Hoffmann et al. 2022 (arXiv:2203.15556). E
+# is below what large models reach (GPT-3: 0.72 on the Pile). With ALPHA the best size for 1e18 FLOPs is near that of
+# nanochat's sweep, and N and D grow alike from there, as by Hoffmann et al.; the rest is fitted.
+E, ALPHA, BETA, WEIGHTS, TOKENS = 0.5, 0.2, 0.2104, 1.284e5, 2.53e6
+# After some millions of tokens, fewer if it is larger, a model of code learns faster for a while, as if it began
+# to copy from its context: it gains a share of COPIES_LESS in all, and half of that by COPIES_AFTER tokens with a
+# million weights. WITHIN is the width, in log(tokens).
+COPIES_LESS, COPIES_AFTER, COPIES_SOONER, WITHIN = 0.136, 2.95e6, 0.6, 0.56
+# Repeated tokens count as in Muennighoff et al. 2023 (arXiv:2305.16264), but for models as small as those fitted all
+# repeats together are worth 1.3 epochs, not 15.
+_WORN = 1.3
 _VOCABULARY, _LONGER = 1024, 0.15  # of those tokens; tokens are longer by (vocabulary / 1,024) ** 0.15
 FED = 1.25  # at most so many weights of the layers per token of the text; larger models memorize it
 # Text that is seen more than once is memorized without weight decay. With it, weights are an average of the updates of
@@ -86,21 +92,19 @@ def regularization(lr: float, steps: int, epochs: float) -> dict[str, float]:
     return {"optimizer.weight_decay": weight_decay(lr, steps / epochs), "model.dropout": dropout(epochs)}
 
 
-def worth(amount: float, unique: float, most: float = _WORN) -> float:
-    """Returns how many new tokens are worth as much as `amount` tokens, of which only `unique` are distinct.
-
-    Args:
-        most: what all repeats can be worth, relative to `unique`.
-    """
-    if amount <= unique:
-        return amount
-    return unique * (1 + most * (1 - math.exp(-(amount / unique - 1) / most)))
+def worth(tokens: float, unique: float) -> float:
+    """Returns how many new tokens are worth as much as `tokens`, `unique` of them distinct (Muennighoff et al.)."""
+    if tokens <= unique:
+        return tokens
+    return unique * (1 + _WORN * (1 - math.exp(-(tokens / unique - 1) / _WORN)))
 
 
 def expected(depth: int, tokens: float, unique: float = math.inf) -> float:
     """Returns the expected bits per byte of held-out Python source after these tokens, `unique` of them distinct."""
-    used = worth(weights(depth), max(1.0, min(tokens, unique)) / _PER_WEIGHT, _EXCESS)
-    return E + A / used**ALPHA + B / max(1.0, worth(tokens, unique)) ** BETA
+    size = weights(depth)
+    loss = E + ((WEIGHTS / size) ** (ALPHA / BETA) + TOKENS / max(1.0, worth(tokens, unique))) ** BETA
+    after = COPIES_AFTER * (1e6 / size) ** COPIES_SOONER
+    return loss * (1 - COPIES_LESS / (1 + (after / max(1.0, tokens)) ** (1 / WITHIN)))
 
 
 class Shape(NamedTuple):
