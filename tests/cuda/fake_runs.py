@@ -6,8 +6,6 @@ no values.
 """
 
 import contextlib
-import copy
-import functools
 import gc
 import io
 import json
@@ -21,6 +19,7 @@ from unittest import mock
 
 import library
 
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 if __name__ == "__main__":
     library.load(sys.argv[1])
 
@@ -35,7 +34,6 @@ import numpy as np
 import peft  # noqa: F401
 import torch.distributed as distributed
 from lightning.pytorch.strategies import model_parallel
-from omegaconf import OmegaConf
 from pretended import fused_attention, pretend
 from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -44,6 +42,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 from watch import Watch
 
+import composed_once
 from lmtrain.adapters import memory_adapter, quantized
 from lmtrain.callbacks.stopping import Preemption
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
@@ -85,12 +84,6 @@ def without_values(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Mod
             if buffer is not None and not isinstance(buffer, FakeTensor):
                 module._buffers[name] = fake.from_tensor(buffer, static_shapes=True)
     return model
-
-
-@functools.cache
-def parsed(text: str) -> Any:
-    """Parses YAML once per text: it takes a quarter of a run here, and most runs parse the same texts."""
-    return OmegaConf.create(text)
 
 
 def _fake_state(state: Any, fake: FakeTensorMode) -> None:
@@ -279,8 +272,8 @@ def main() -> None:
     cases, folder = json.load(sys.stdin), Path(sys.argv[2])
     gc.disable()  # fake tensors hold no memory; collecting takes a tenth of the time
     results: dict[str, Any] = {}
-    load = mock.patch.object(OmegaConf, "load", lambda file: copy.deepcopy(parsed(file.read())))
-    with pretend(), load, contextlib.redirect_stdout(io.StringIO()):
+    composed_once.install()
+    with pretend(), contextlib.redirect_stdout(io.StringIO()):
         for name, overrides in cases.items():
             started = time.process_time()
             try:
