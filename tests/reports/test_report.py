@@ -10,7 +10,7 @@ import pytest
 
 from inprocess import message, run, train_tiny
 from lmtrain.reports.curves import Curve, thinned
-from lmtrain.reports.report import write_own
+from lmtrain.reports.report import told, write_own
 from lmtrain.run_folder import lock
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.terminal import visible
@@ -189,6 +189,13 @@ def test_a_folder_with_a_comma_and_brackets_is_one_run(corpus: Path, tmp_path: P
     assert ended.code == 0, ended.err
     assert run("report", str(folder)).code == 0
     assert (folder / "report.html").exists()
+
+
+def test_a_model_of_masked_tokens_is_not_offered_a_chat(corpus: Path, tmp_path: Path) -> None:
+    """Also without an export, which says what the model is."""
+    words = ["objective=mdlm", "model=llama_nano", "tokenizer.add_tokens=[HIDDEN]", "objective.mask_token=HIDDEN"]
+    assert train_tiny(corpus, *words, "trainer.max_steps=1", f"run.dir={tmp_path}/run").code == 0
+    assert told(RunDir(tmp_path / "run")).how_to_use == [f"python -m lmtrain.generate {tmp_path}/run"]
 
 
 def test_a_long_run_is_small_and_hostile_samples_are_text(long_run: Path) -> None:
