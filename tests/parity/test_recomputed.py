@@ -25,7 +25,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from inprocess import run, train_tiny
 from lmtrain.data.order import mix64, stream_rows
-from support import REPO, Run, rows
+from support import REPO, SAMPLES, Run, rows
 from tiny_pretrained import save_pretrained
 
 definitions = SimpleNamespace(**runpy.run_path(str(REPO / "docs" / "metrics.py")))
@@ -404,7 +404,7 @@ def test_names_of_other_runs(corpus: Path, folder: Path, tmp_path: Path) -> None
         corpus, sets, "model=memory_nano", "memory.layers=[0]", "memory.num_chapters=4", "memory.chapter_size=4",
         "memory.memory_dim=16", "memory.top_k=2", "data.curriculum={by: length, start_length: 16, steps: 1}",
         "data.batch_warmup={start_size: 2, steps: 1}", "callbacks.samples.metrics=[bleu,rouge2,exact_match]",
-        "export.enabled=false", f"run.dir={tmp_path / 'run'}",
+        SAMPLES, f"run.dir={tmp_path / 'run'}",
     )  # fmt: skip
     assert ended.code == 0, ended.err
     found = names_in(tmp_path / "run")

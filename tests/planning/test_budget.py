@@ -196,8 +196,8 @@ def test_an_early_sample_is_no_part_of_the_time_of_steps(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Samples, "_continue", lambda *_: time.sleep(2) or "")
-    words = [*TINY, "data=text", f"data.path={corpus}", f"run.dir={tmp_path}/run", "trainer.max_steps=3",
-             "trainer.val_check_interval=null", "trainer.accelerator=cpu", "export.enabled=false"]  # fmt: skip
+    words = [*TINY, SAMPLES, "data=text", f"data.path={corpus}", f"run.dir={tmp_path}/run", "trainer.max_steps=3",
+             "trainer.val_check_interval=null", "trainer.accelerator=cpu"]  # fmt: skip
     run = lmtrain.build(lmtrain.compose(words))
     next(callback for callback in run.trainer.callbacks if isinstance(callback, Samples)).early = 2
     run.fit()
