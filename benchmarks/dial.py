@@ -31,13 +31,12 @@ from lmtrain.models import dial
 
 RATES = {2: 300, 4: 200, 6: 100}  # depth: steps
 FACTORS = (0.5, 1.0, 2.0)
-RUNS = Path(__file__).with_name(
-    "dial_runs.csv"
-)  # runs of up to five minutes; longer ones are left out, and one of 60 steps
+# Runs of up to five minutes, to which the law is fitted; longer ones and one of 60 steps are left out.
+RUNS = Path(__file__).with_name("dial_runs.csv")
 CODE = "standard library"  # the text that the law is for; others differ by a factor, and in what copying saves
 FREE = {  # what is fitted, and its bounds
     "BETA": (0.15, 0.45), "WEIGHTS": (1e3, 1e7), "TOKENS": (1e4, 1e8), "COPIES_LESS": (0.0, 0.2),
-    "COPIES_AFTER": (5e5, 2e7), "COPIES_SOONER": (0.0, 2.0), "WITHIN": (0.1, 0.8), "_WORN": (0.5, 40.0),
+    "COPIES_AFTER": (5e5, 2e7), "COPIES_SOONER": (0.0, 2.0), "WITHIN": (0.1, 0.8), "WORN": (0.5, 40.0),
 }  # fmt: skip
 START = {name: getattr(dial, name) for name in FREE}
 SEARCHED, DRAWN = 60, 24  # CPU seconds for the steps of each candidate; number of random candidates
@@ -49,10 +48,14 @@ def tokens(depth: int, steps: int) -> int:
     return ROW * ROWS * depth * steps
 
 
+def rate(depth: int) -> float:
+    return float(dial.recipe(depth)["model.learning_rate"])
+
+
 def score(depth: int, steps: int, factor: float = 1.0) -> float:
     """Returns the bits per byte of the held-out modules."""
-    rate = 6e-3 * (depth / 4) ** -0.5 * factor
-    return bits([f"model.num_hidden_layers={depth}", f"trainer.max_steps={steps}", f"optimizer.lr={rate:.4g}"])
+    lr = rate(depth) * factor
+    return bits([f"model.num_hidden_layers={depth}", f"trainer.max_steps={steps}", f"optimizer.lr={lr:.4g}"])
 
 
 def rates(kept: Kept) -> None:
@@ -68,7 +71,7 @@ def made(kept: Kept) -> None:
         if run["text"] != CODE:
             continue
         depth, steps = int(run["layers"]), int(run["steps"])
-        held = dial.regularization(6e-3 * (depth / 4) ** -0.5, steps, tokens(depth, steps) / unique)
+        held = dial.regularization(rate(depth), steps, tokens(depth, steps) / unique)
         words = [f"model.depth={depth}", f"trainer.max_steps={steps}", *(f"{key}={it}" for key, it in held.items())]
         kept.number("bits_per_byte", f"depth {depth}, {steps} steps", functools.partial(bits, words))
 
@@ -86,15 +89,16 @@ def by_law(run: dict[str, str], constants: dict[str, float]) -> float:
 
 
 def law(_: Kept) -> None:
-    found, texts = runs(), list(dict.fromkeys(run["text"] for run in runs()))
+    found = runs()
+    texts = list(dict.fromkeys(run["text"] for run in found))
     losses, used = np.array([float(run["bits_per_byte"]) for run in found]), [run["used"] == "fitted" for run in found]
 
     def off(x: np.ndarray) -> np.ndarray:
         """Returns the relative errors: of a run on another text by its factor and its share of copying."""
         shared = dict(zip(FREE, x, strict=False))
         factors, shares = np.split(x[len(FREE) :], 2)
-        others = dict(zip(texts[1:], zip(factors, shares, strict=True), strict=True))
-        of_text = {CODE: (1.0, shared["COPIES_LESS"]), **others}
+        of_text = {CODE: (1.0, shared["COPIES_LESS"])}
+        of_text |= zip(texts[1:], zip(factors, shares, strict=True), strict=True)
         laws = [of_text[r["text"]][0] * by_law(r, {**shared, "COPIES_LESS": of_text[r["text"]][1]}) for r in found]
         return np.array(laws) / losses - 1
 
@@ -105,11 +109,11 @@ def law(_: Kept) -> None:
     print(", ".join(f"{name} {value:.4g}" for name, value in zip(FREE, x, strict=False)))
     for name, factor, share in zip(texts[1:], *np.split(x[len(FREE) :], 2), strict=True):
         print(f"{name}: times {factor:.3f}, COPIES_LESS {share:.3f}")
-    for run, error in zip(found, off(x), strict=True):
-        print(
-            f"{run['text']}, {run['layers']} layers, {run['steps']} steps: {error:+.1%} ({run['used']}) {run['note']}"
-        )
-    on_code = [e for e, run in zip(off(x), found, strict=True) if (run["text"], run["used"]) == (CODE, "fitted")]
+    errors = list(zip(found, off(x), strict=True))
+    for run, error in errors:
+        of = f"{run['text']}, {run['layers']} layers, {run['steps']} steps"
+        print(f"{of}: {error:+.1%} ({run['used']}) {run['note']}")
+    on_code = [error for run, error in errors if (run["text"], run["used"]) == (CODE, "fitted")]
     print(f"root mean square of the fitted runs on code: {np.sqrt(np.mean(np.square(on_code))):.2%}")
 
 
@@ -158,7 +162,7 @@ def forecast_off(words: list[str], steps: int) -> float:
     every = math.ceil(steps / 10.5)
     rows = train(["experiment=dial", *words, f"trainer.max_steps={steps}", f"trainer.val_check_interval={every}"])
     scores = [(row["step"], row["val/bits_per_byte"]) for row in rows if "val/bits_per_byte" in row]
-    return scores[-1][1] / dial.forecast(scores, steps, decayed=False)[0] - 1
+    return scores[-1][1] / dial.forecast(scores, steps, decayed=False) - 1
 
 
 def forecasts(kept: Kept, texts: list[Path]) -> None:

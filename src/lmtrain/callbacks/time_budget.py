@@ -176,8 +176,7 @@ class Forecast(pl.Callback):
             self._say(step, steps)
 
     def _say(self, step: int, steps: int) -> None:
-        bits, fell = dial.forecast(self.scores, steps, decayed=self.decayed)
-        least, most = dial.FALLS
+        fell, (least, most) = dial.fall(self.scores, steps), dial.FALLS
         if not least <= fell <= most:
             self.made = {}
             said = (
@@ -186,6 +185,7 @@ class Forecast(pl.Callback):
             )
             self.console.print(said, highlight=False)
             return
+        bits = dial.forecast(self.scores, steps, decayed=self.decayed)
         low, high = bits * (1 - dial.SPREAD), bits * (1 + dial.SPREAD)
         self.made = {SCORE: bits, "low": low, "high": high, "step": step}
         said = (

@@ -1,7 +1,6 @@
 """Rules between keys of the config; constraints on single keys are in schema.py. Imports no torch."""
 
 import dataclasses
-import functools
 import inspect
 import re
 from typing import Any
@@ -64,9 +63,12 @@ def _found(c: Config, settings: dict[str, Any]) -> list[str]:
     return [f"{key}={written(value, str)}" for key, value in typed.items()]
 
 
-def _value(c: Any, key: str) -> Any:
+def _value(c: Config, key: str) -> Any:
     """Returns the value of a dotted key; None if this config has no such key."""
-    return functools.reduce(lambda value, name: getattr(value, name, None), key.split("."), c)
+    value: Any = c
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def _is_one_of(value: Any, wanted: Any) -> bool:

@@ -50,8 +50,9 @@ def many(model: Any, tokenizer: Any, config: Config) -> int:
     answers = AnswersFile(g.out, g.batch_size, asked)
     for start in range(answers.done, len(asked), g.batch_size):
         batch = asked[start : start + g.batch_size]
-        prompts, stops = zip(*(as_conversation(tokenizer, config, prompt) for prompt, _ in batch), strict=True)
-        ends = next((ids for ids in stops if ids is not None), None)  # an empty prompt is no turn and has none
+        given = [as_conversation(tokenizer, config, prompt) for prompt, _ in batch]
+        prompts = [ids for ids, _ in given]
+        ends = next((ids for _, ids in given if ids is not None), None)  # an empty prompt is no turn and has none
         texts = sample_texts(model, tokenizer, prompts, seed=config.seed + start, end_ids=ends, **settings_of(g))
         answers.add([(prompt, i, text) for (prompt, i), text in zip(batch, texts, strict=True)])
     return errors.FINISHED

@@ -132,9 +132,10 @@ def prompt_tokens(tokenizer: Any, prompt: str | list[int]) -> list[int]:
 
     If there are none, they are the end-of-text token, after which a document begins.
     """
-    texts = (prompt, "") if isinstance(prompt, str) else ()
-    ids, added = (tokenizer(text)["input_ids"] for text in texts) if texts else (prompt, [])
-    ids = ids[:-1] if added[-1:] == ids[-1:] == [tokenizer.eos_token_id] else ids
+    ids: list[int] = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    end = [tokenizer.eos_token_id]
+    if isinstance(prompt, str) and ids[-1:] == end and tokenizer("")["input_ids"][-1:] == end:
+        ids = ids[:-1]  # some tokenizers end every text, and this one goes on
     if not ids and tokenizer.eos_token_id is None:
         raise UserError("the prompt is empty, and the tokenizer has no end-of-text token to begin with: give a prompt")
     return ids or [tokenizer.eos_token_id]

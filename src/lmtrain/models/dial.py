@@ -30,7 +30,7 @@ E, ALPHA, BETA, WEIGHTS, TOKENS = 0.5, 0.2, 0.2104, 1.284e5, 2.53e6
 COPIES_LESS, COPIES_AFTER, COPIES_SOONER, WITHIN = 0.136, 2.95e6, 0.6, 0.56
 # Repeated tokens count as in Muennighoff et al. 2023 (arXiv:2305.16264), but for models as small as those fitted all
 # repeats together are worth 1.3 epochs, not 15.
-_WORN = 1.3
+WORN = 1.3
 _VOCABULARY, _LONGER = 1024, 0.15  # of those tokens; tokens are longer by (vocabulary / 1,024) ** 0.15
 FED = 1.25  # at most so many weights of the layers per token of the text; larger models memorize it
 # Text that is seen more than once is memorized without weight decay. With it, weights are an average of the updates of
@@ -96,7 +96,7 @@ def worth(tokens: float, unique: float) -> float:
     """Returns how many new tokens are worth as much as `tokens`, `unique` of them distinct (Muennighoff et al.)."""
     if tokens <= unique:
         return tokens
-    return unique * (1 + _WORN * (1 - math.exp(-(tokens / unique - 1) / _WORN)))
+    return unique * (1 + WORN * (1 - math.exp(-(tokens / unique - 1) / WORN)))
 
 
 def expected(depth: int, tokens: float, unique: float = math.inf) -> float:
@@ -171,20 +171,21 @@ def best_depth(seconds: float, speed: Speed, shape: Callable[[int], Shape], uniq
     return min(fed_by(unique), key=loss)
 
 
-def forecast(scores: Sequence[tuple[int, float]], steps: int, *, decayed: bool) -> tuple[float, float]:
+def forecast(scores: Sequence[tuple[int, float]], steps: int, *, decayed: bool) -> float:
     """Forecasts a run's final bits per byte from its validations.
 
     Args:
         scores: (step, bits per byte) of at least two validations, sorted by step.
         steps: number of steps of the whole run.
         decayed: whether there is a weight decay.
-
-    Returns:
-        the forecast, and the share by which bits per byte fell from FIRST to SECOND; it holds if that is within FALLS
     """
     first, second = (_read(scores, share * steps) for share in (FIRST, SECOND))
-    end = second * math.exp(LEVEL + DECAYED * decayed - SLOPE * math.log(first / second))
-    return end, 1 - second / first
+    return second * math.exp(LEVEL + DECAYED * decayed - SLOPE * math.log(first / second))
+
+
+def fall(scores: Sequence[tuple[int, float]], steps: int) -> float:
+    """Returns the share by which bits per byte fell from FIRST to SECOND; a forecast holds if it is within FALLS."""
+    return 1 - _read(scores, SECOND * steps) / _read(scores, FIRST * steps)
 
 
 def _read(scores: Sequence[tuple[int, float]], step: float) -> float:

@@ -75,7 +75,8 @@ def settle(config: Config, began: float) -> list[str]:
     """
     typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
     by_hand = [key for key in LENGTHS if key in typed and value_of(config, key)]
-    by_hand += ["debug"] * (typed.get("debug", "null") != "null")
+    if typed.get("debug", "null") != "null":
+        by_hand.append("debug")
     if by_hand:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)
