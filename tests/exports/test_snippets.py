@@ -64,7 +64,7 @@ def train(objective: str, peft: str, base: Path, folder: Path) -> Path:
 
 def codes(run_dir: Path) -> list[str]:
     """Returns the code of the cards and the report, each the part that loads model and tokenizer."""
-    found = [code for code in _how_to_use(RunDir(run_dir), None) if "import" in code]
+    found = [code for code in _how_to_use(RunDir(run_dir), {}) if "import" in code]
     for card in sorted(run_dir.glob("export*/README.md")):
         (code,) = re.findall(r"```python\n(.*?)```", card.read_text(), flags=re.DOTALL)
         before = re.split(r"^(?:messages|inputs) = ", code, flags=re.MULTILINE)[0]

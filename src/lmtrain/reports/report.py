@@ -108,7 +108,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         evaluations=_evaluations(run),
         checkpoints=_checkpoints(run),
         history=history,
-        how_to_use=_how_to_use(run, objective),
+        how_to_use=_how_to_use(run, config.get("objective", {})),
         score=None if best is None else best[monitor],
         higher_is_better=higher,
         compared=compared,
@@ -304,11 +304,12 @@ def _history(run: RunDir, summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _how_to_use(run: RunDir, objective: str | None) -> list[str]:
+def _how_to_use(run: RunDir, objective: dict[str, Any]) -> list[str]:
     here, verbs = shlex.quote(str(run.path)), ["chat", "generate", "evaluate"]
-    if objective == "reward" or gives_rewards(run.export):
+    # A run without an export is recognized by an option that only objectives of its kind have.
+    if "center_rewards_coefficient" in objective or gives_rewards(run.export):
         verbs = ["evaluate"]
-    elif objective == "mdlm" or predicts_masked_tokens(run.export):
+    elif "mask_token" in objective or predicts_masked_tokens(run.export):
         verbs = ["generate"]
     found = [f"python -m lmtrain.{verb} {here}" for verb in verbs]
     for folder in (run.export, run.export_merged):
