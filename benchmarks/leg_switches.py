@@ -6,8 +6,8 @@ All see the same batches, so the losses tell whether a variant learns the same. 
 SPEC: {"overrides": [...], "variants": {name: {...}}, "turns": N, "steps": timed in a turn, "embedding_rows": of
 nanoGPT's model}. A variant may have "overrides", "inductor" (options of torch.compile),
 "one_region" (the decoder, instead of each block), "bf16_stream" (the residual stream in bf16), "loss_kernel" (block
-size and warps of loss_kernel.py), "attention" (names of the kernels that F.scaled_dot_product_attention may choose), or
-"nanogpt" (the folder of its model.py, which trains instead).
+size and warps of loss_kernel.py), "fp8_head" (what fp8_head.py switches on), "attention" (names of the kernels that
+F.scaled_dot_product_attention may choose), or "nanogpt" (the folder of its model.py, which trains instead).
 """
 
 import contextlib
@@ -71,6 +71,10 @@ class Variant:
 
             size, warps = own["loss_kernel"]
             cross_entropy._compiled_block = partial(loss_kernel.block, size=size, warps=warps)
+        if "fp8_head" in own:
+            import fp8_head
+
+            fp8_head.switch_on(own["fp8_head"])
         if not self.compiled:
             return
 
@@ -132,6 +136,14 @@ class Variant:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss = loss_sum.detach() / n_tokens
+
+    def curve(self, steps: int) -> list[float]:
+        """Trains; returns the loss of each step."""
+        losses = []
+        for _ in range(steps):
+            self._steps(1)
+            losses.append(float(self.loss))
+        return losses
 
     def profile(self) -> dict[str, Any]:
         """Trains a few steps in the profiler; returns the table of kernels."""

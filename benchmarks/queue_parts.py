@@ -118,8 +118,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16_stream": {"bf16_stream": True},
     "loss_kernel": {"loss_kernel": [4096, 8]},
     "loss_kernel_16_warps": {"loss_kernel": [8192, 16]},
+    "fp8_head": {"fp8_head": "all"},
+    "fp8_logits": {"fp8_head": "forward"},
     "one_region_bf16": {"one_region": True, "bf16_stream": True},
-    "all": {"one_region": True, "bf16_stream": True, "loss_kernel": [4096, 8]},
+    "all": {"one_region": True, "bf16_stream": True, "fp8_head": "all"},
     "muon": {"overrides": ["optimizer=muon"]},
 }
 
@@ -252,6 +254,7 @@ def cases(first: str, last: str) -> Callable[[Place], dict[str, Any]]:
     return make
 
 
+SWITCHES = ("leg_switches", "loss_kernel", "fp8_head", "kernels")
 FINETUNE = ("benchmarks/finetune.py", "benchmarks/workload.py", "benchmarks/leg_trl.py")
 PARTS = {
     "tests": Part("Do the tests marked gpu pass?", 45, (SRC + "models", SRC + "losses", "tests/models"), gpu_tests,
@@ -260,8 +263,8 @@ PARTS = {
                       ("benchmarks/attention_errors.py",), attention_kernels),
     "verify": Part("Does a killed and resumed run on packed rows equal one that was not?", 60, TUNED, verify,
                    ("cuda",)),
-    "switches": Part("What do larger regions, bf16 and other kernels gain, and where does the time go?", 170,
-                     (*MODEL, *(f"benchmarks/{name}.py" for name in ("leg_switches", "loss_kernel", "kernels"))),
+    "switches": Part("What do larger regions, bf16, 8 bits and other kernels gain, and where does the time go?", 210,
+                     (*MODEL, *(f"benchmarks/{name}.py" for name in SWITCHES)),
                      switches([*VARIANTS], 4, 12, nanogpt=True)),
     "stream_curve": Part("Does gpt_small learn as well with a bf16 residual stream, over 300 steps?", 140,
                          (*MODEL, "benchmarks/leg_switches.py"), switches(["as_is", "bf16_stream"], 5, 48)),

@@ -11,14 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import fp8_head
 import gpu_queue
 import kernels
 import pytest
 import queue_cases
 import queue_page
+import torch
 from queue_parts import PARTS, Part, Place
 
 from lmtrain.config.compose import compose
+from lmtrain.losses import cross_entropy
 from support import REPO
 
 NEEDS_A_GPU = {"verify", "qlora_8b", "sft_fp8", "recipes", "time_to_loss"}  # or nanoGPT
@@ -126,6 +129,29 @@ def test_kernels_are_counted_once_and_named() -> None:
     found = kernels.table([event("nvjet", 3), event("Torch-Compiled Region: 0/0", 9, True), event("triton_poi_", 2)], 6)
     assert found["kernels_ms"] == 5
     assert found["kinds"] == {"matrix products": 3, "inductor: elementwise": 2}
+
+
+@pytest.mark.parametrize("head", [fp8_head.Head, fp8_head.HeadAndGradients])
+def test_an_output_layer_in_8_bits_is_near_the_plain_one(head: type[fp8_head.Head]) -> None:
+    torch.manual_seed(0)
+    labels = torch.randint(512, (96,))
+    labels[::5] = -100
+    at_first = torch.randn(96, 64), torch.randn(512, 64) / 8
+    found = []
+    for own in (True, False):
+        hidden, weight = (x.clone().requires_grad_() for x in at_first)
+        if own:
+            logits = cross_entropy.Logits(cross_entropy.Terms(0.0, 0.0, None), 1.0, 32, torch.float32, False)
+            loss, _ = head.apply(hidden, weight, None, labels, logits, True)
+        else:
+            loss = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
+        (3 * loss).backward()
+        found.append((loss.item(), hidden.grad, weight.grad))
+    (loss, *ours), (expected, *plain) = found
+    assert loss == pytest.approx(expected, rel=2e-3)
+    for a, b in zip(ours, plain, strict=True):
+        assert float((a - b).norm() / b.norm()) < 0.06  # e4m3 rounds by up to 1/16, e5m2 by 1/8
+    assert not ours[0][::5].any()
 
 
 @pytest.mark.slow
