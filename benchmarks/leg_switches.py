@@ -4,9 +4,9 @@ Each variant is a process with its own model and optimizer; all compile at the s
 All see the same batches, so the losses tell whether a variant learns the same. Run by gpu_queue.py:
     python leg_switches.py spec.json
 SPEC: {"overrides": [...], "variants": {name: {...}}, "turns": N, "steps": timed in a turn, "embedding_rows": of
-nanoGPT's model}. A variant may have "overrides", "inductor" (options of torch.compile),
-"one_region" (the decoder, instead of each block), "bf16_stream" (the residual stream in bf16), "loss_kernel" (block
-size and warps of loss_kernel.py), "fp8_head" (what fp8_head.py switches on), "attention" (names of the kernels that
+nanoGPT's model}. A variant may have "overrides", "inductor" (values of torch._inductor.config), "one_region" (the
+decoder, instead of each block), "bf16_stream" (the residual stream in bf16), "loss_kernel" (block size and warps of
+loss_kernel.py), "fp8_head" (what fp8_head.py switches on), "attention" (names of the kernels that
 F.scaled_dot_product_attention may choose), or "nanogpt" (the folder of its model.py, which trains instead).
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 
 import kernels
 import torch
+import torch._inductor.config
 from leg_bare import read_steps
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -78,15 +79,13 @@ class Variant:
         if not self.compiled:
             return
 
-        # A function of its own keeps torch from using the code that it generated for another variant.
-        def backend(graph: Any, inputs: Any) -> Any:
-            return _inductor(own.get("inductor", {}), graph, inputs)
-
+        for key, value in own.get("inductor", {}).items():
+            setattr(torch._inductor.config, key, value)
         if own.get("one_region"):
-            model.base_model.compile(backend=backend)
+            model.base_model.compile(backend=_inductor)
             self.model._compiled = lambda: True  # the loss too
         else:
-            compile_model(model, backend=backend)  # type: ignore[arg-type]
+            compile_model(model, backend=_inductor)  # type: ignore[arg-type]
 
     def _nanogpt(self, folder: str, vocab_size: int) -> None:
         sys.path.insert(0, folder)
@@ -161,12 +160,12 @@ def _to_bf16(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tu
     return (args[0].to(dtype), *args[1:]), options
 
 
-def _inductor(options: dict[str, Any], graph: Any, inputs: Any) -> Any:
+def _inductor(graph: Any, inputs: Any) -> Any:
     if not torch.cuda.is_available():
         return graph  # without inductor, whose C++ takes long to compile
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(graph, inputs, config_patches=options)
+    return compile_fx(graph, inputs)
 
 
 def serve(spec: dict[str, Any], name: str) -> None:

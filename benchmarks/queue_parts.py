@@ -121,6 +121,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8_head": {"fp8_head": "all"},
     "fp8_logits": {"fp8_head": "forward"},
     "one_region_bf16": {"one_region": True, "bf16_stream": True},
+    "tuned": {"inductor": {"coordinate_descent_tuning": True}},
     "all": {"one_region": True, "bf16_stream": True, "fp8_head": "all"},
     "muon": {"overrides": ["optimizer=muon"]},
 }
@@ -263,7 +264,7 @@ PARTS = {
                       ("benchmarks/attention_errors.py",), attention_kernels),
     "verify": Part("Does a killed and resumed run on packed rows equal one that was not?", 60, TUNED, verify,
                    ("cuda",)),
-    "switches": Part("What do larger regions, bf16, 8 bits and other kernels gain, and where does the time go?", 210,
+    "switches": Part("What do larger regions, bf16, 8 bits and other kernels gain, and where does the time go?", 230,
                      (*MODEL, *(f"benchmarks/{name}.py" for name in SWITCHES)),
                      switches([*VARIANTS], 4, 12, nanogpt=True)),
     "stream_curve": Part("Does gpt_small learn as well with a bf16 residual stream, over 300 steps?", 140,
