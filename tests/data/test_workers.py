@@ -5,10 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+import forked
+from inprocess import TWO_STEPS
 from processes import read
+from support import TINY
 
 # The workers sleep at their start, so that the parent is dead when they continue.
 DIES_AT_FORK = """
@@ -49,3 +53,10 @@ def test_workers_of_a_killed_parent_are_gone() -> None:
     finally:
         for pid in filter(read, workers):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_workers_start_where_the_default_is_a_server_process(corpus: Path, tmp_path: Path) -> None:
+    """Python 3.14's default on Linux, and that of forked processes: the server would be the parent of workers."""
+    words = [*TINY, *TWO_STEPS, "data=text", f"data.path={corpus}", f"run.dir={tmp_path}/run", "data.num_workers=1"]
+    ended = forked.run("train", *words, env=os.environ)
+    assert ended.returncode == 0, ended.stderr

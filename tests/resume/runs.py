@@ -53,11 +53,8 @@ def environment() -> dict[str, str]:
 
 
 def train(corpus: Path | None, run_dir: Path, *extra: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Trains in a process of its own, forked unless it has workers: those of a forked process ended unexpectedly."""
-    argv = command(corpus, run_dir, *extra)
-    if any(word.startswith("data.num_workers=") and word[-1] != "0" for word in extra):
-        return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=timeout)
-    return forked.run("train", *argv[3:], env=environment(), timeout=timeout)
+    """Trains in a process of its own."""
+    return forked.run("train", *command(corpus, run_dir, *extra)[3:], env=environment(), timeout=timeout)
 
 
 def train_here(corpus: Path | None, run_dir: Path, *extra: str) -> Ended:

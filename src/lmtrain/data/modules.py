@@ -31,6 +31,10 @@ from lmtrain.data.order import MicroBatch, Rows
 from lmtrain.distributed.devices import data_parallel, trainer_steps
 from lmtrain.errors import UserError
 
+# From Python 3.14 on, the default is a server process that starts them: it, not the run, would be their parent, with
+# which they end (loaders.start_worker), and each would import torch anew.
+WORKERS = "fork" if sys.platform == "linux" else None
+
 
 class TokenDataModule(pl.LightningDataModule):
     """Training and validation rows as Lightning data loaders; batch sizes are in rows, intervals in optimizer steps."""
@@ -70,6 +74,7 @@ class TokenDataModule(pl.LightningDataModule):
             batch_size=None,  # an item is already a whole step or micro-batch
             sampler=sampler,
             num_workers=self.num_workers,
+            multiprocessing_context=WORKERS if self.num_workers else None,
             pin_memory=torch.cuda.is_available(),
             # A separate generator: starting an iterator must not draw random numbers from the one that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
