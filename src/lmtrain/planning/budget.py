@@ -207,8 +207,8 @@ def _at_depth(config: Config, depth: int) -> Config:
 def _choose_depth(config: Config, corpus: Corpus, began: float, typed: Mapping[str, Any]) -> int:
     """Returns the depth of the least expected loss after the time that is left, and notes the durations there.
 
-    Steps are measured at the depth composed, and at a second one: the best one if all of a step's time went into FLOPs.
-    Where the best is then far beyond both, it is measured too. None takes more than a sixth of the time left.
+    Measures steps at the composed depth and at those that `_next_to_measure` names, until one takes more than a sixth
+    of the time left.
     """
     now, size = config.model.num_hidden_layers, len(corpus.tokenizer)  # type: ignore[attr-defined]
 
@@ -218,20 +218,19 @@ def _choose_depth(config: Config, corpus: Corpus, began: float, typed: Mapping[s
         return dial.Shape(depth, vocabulary or at.tokenizer.vocab_size or size, tokens)
 
     unique = corpus.epoch_tokens * dial.longer(size) if corpus.stream is None else math.inf  # a window is no epoch
-    times, tried = dict[int, float](), now
-    while True:
-        other, before = _at_depth(config, tried), time.time()
+    times: dict[int, float] = {}
+    measured: int | None = now
+    while measured is not None:
+        other, before = _at_depth(config, measured), time.time()
         other.tokenizer.vocab_size = config.tokenizer.vocab_size  # of the text that is prepared
         _split(other, typed)
-        took = measure(other, corpus if tried == now else build_corpus(other))
-        times[tried] = took.step
+        took = measure(other, corpus if measured == now else build_corpus(other))
+        times[measured] = took.step
         speed = dial.Speed.of([(shape(at, size), step) for at, step in times.items()])
         ends = began + 60 * config.budget.minutes - took.starting - took.validation - ENDING_S  # type: ignore[operator]
         left = ends - time.time()
         depth = dial.best_depth(left, speed, shape, unique)
-        tried = min(depth, _FAR * max(times)) if depth != now or len(times) > 1 else max(1, now // 2)
-        if tried in times or (len(times) > 1 and depth <= _NEAR * max(times)) or time.time() - before > left / 6:
-            break
+        measured = _next_to_measure(depth, list(times)) if time.time() - before <= left / 6 else None
     bound = speed.layer * now / speed.step(shape(now))
     terminal.say_once(
         f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}, the depth that is expected to reach the "
@@ -241,6 +240,18 @@ def _choose_depth(config: Config, corpus: Corpus, began: float, typed: Mapping[s
     step = speed.step(shape(depth))
     _expected[:] = [Measured(took.starting, step, _validation(_at_depth(config, depth), corpus, step))]
     return depth
+
+
+def _next_to_measure(best: int, measured: list[int]) -> int | None:
+    """Returns the depth to measure after those, or None if they tell enough about the one that looks best by them.
+
+    A second depth tells the time of a FLOP from that of a layer's launches: the best one if all time went into FLOPs,
+    or half the first. Further ones are measured where the best is far beyond them.
+    """
+    alone, deepest = len(measured) == 1, max(measured)
+    if alone and best == deepest:
+        return best // 2 or None
+    return min(best, _FAR * deepest) if alone or best > _NEAR * deepest else None
 
 
 def _chosen_before(config: Config) -> dict[str, Any] | None:
