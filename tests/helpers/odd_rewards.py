@@ -60,3 +60,8 @@ def lacking(completions: Sequence[Any], solution: Sequence[Any]) -> list[float]:
 
 def deaf(prompts: Sequence[Any]) -> list[float]:
     return [0.0 for _ in prompts]
+
+
+def early_letters(completions: Sequence[str], wanted: Sequence[int], **columns: Sequence[Any]) -> list[float]:
+    """Rewards the share of characters before "p", or if `wanted` is -1 punishes it."""
+    return [w * sum(c < "p" for c in text) / max(1, len(text)) for text, w in zip(completions, wanted, strict=True)]

@@ -264,6 +264,29 @@ def test_a_collapse_is_said_once_with_what_to_change(
     assert "grown from 10 to 21 tokens" in found["length"]
 
 
+def test_held_out_rewards_that_fall_while_others_rise_are_said_once(llama: Path, tmp_path: Path) -> None:
+    """Held-out prompts are rewarded for the opposite of what training prompts are."""
+    for name, wanted in (("train", 1), ("val", -1)):
+        lines = [json.dumps({"prompt": f"say {i}", "wanted": wanted}) + "\n" for i in range(12)]
+        (tmp_path / name).with_suffix(".jsonl").write_text("".join(lines))
+    words = ["reward=custom", "reward._target_=odd_rewards.early_letters", "run.allow_target=[odd_rewards]"]
+    size = ["trainer.max_steps=14", "data.global_batch_size=6", "objective.group_size=6", f"run.dir={tmp_path}/run"]
+    paths = [f"data.path={tmp_path}/train.jsonl", f"data.val_path={tmp_path}/val.jsonl", f"model.name_or_path={llama}"]
+    ended = run("train", *(word for word in GRPO if "val_fraction" not in word), *words, *size, *paths)
+    assert ended.code == 0, ended.err
+    rewards = [row["val/reward"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "val/reward" in row]
+    assert rewards[-1] < rewards[0]
+    assert " ".join(ended.out.split()).count("learns the training prompts by heart") == 1
+    past = [rollouts.Validated(step, held, trained, 0.5) for step, held, trained in
+            ((10, 0.5, 0.2), (20, 0.8, 0.4), (30, 0.5, 0.6), (40, 0.5, 0.7))]  # fmt: skip
+    assert rollouts.overfits(past[:3], 100) is None  # once may be chance
+    found = rollouts.overfits(past, 100)
+    assert found is not None
+    assert "fallen from 0.8 (step 20) to 0.5, while train/reward rose from 0.4 to 0.7" in found
+    assert rollouts.overfits(past, 10) is None  # 0.3 is less than twice 0.5 * sqrt(2 / 10)
+    assert rollouts.overfits([*past[:3], past[3]._replace(trained=0.3)], 100) is None
+
+
 def test_groups_without_signal_are_replaced(prompts: Path, llama: Path, tmp_path: Path) -> None:
     ended = grpo(prompts, llama, tmp_path / "run", *LETTERS, "objective.loss=dapo", "objective.keep_rollouts=true")
     assert ended.code == 0, ended.err

@@ -1,16 +1,17 @@
 """Reports on rollouts: completions with their rewards, failing rewards, and steps without a learning signal."""
 
 import json
+import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from rich.console import Console
 from rich.text import Text
 
 from lmtrain import terminal
-from lmtrain.callbacks.records import Records
+from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.samples import on_a_line
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.schema_data import DataConfig
@@ -27,25 +28,39 @@ from lmtrain.run_folder.folder import RunDir
 FIRST_STEPS = 10  # with which later ones are compared
 
 
+class Validated(NamedTuple):
+    """Rewards of a validation, and of training since the one before."""
+
+    step: int
+    held_out: float  # mean over the held-out prompts
+    trained: float  # mean over the completions
+    spread: float  # their standard deviation
+
+
 class Rollouts(pl.Callback):
     """A callback that reads `objective.rollout`, this rank's part of the step's completions, after each step."""
 
     def __init__(
-        self, records: Records, run_dir: RunDir, options: GRPOOptions, data: DataConfig, console: Console
+        self, metrics: Metrics, run_dir: RunDir, options: GRPOOptions, data: DataConfig, console: Console
     ) -> None:
-        self.records, self.samples, self.data, self.console = records, run_dir.samples, data, console
+        self.metrics, self.samples, self.data, self.console = metrics, run_dir.samples, data, console
         self.kept = run_dir.path / "rollouts" if options.keep_rollouts else None  # for whole rollouts
         self.warn_after_steps = options.warn_after_steps
         self.idle_steps, self.warned = 0, False
         self.told: list[str] = []  # kinds of failures and of collapse already reported
         self.first: list[dict[str, float]] = []  # `signs` of the first steps
+        self.sums = [0, 0.0, 0.0]  # since the last validation: number of rewards, their sum and that of their squares
+        self.validated: list[Validated] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"idle_steps": self.idle_steps, "warned": self.warned, "told": list(self.told), "first": [*self.first]}
+        said = {"idle_steps": self.idle_steps, "warned": self.warned, "told": [*self.told], "first": [*self.first]}
+        return said | {"sums": [*self.sums], "validated": [[*one] for one in self.validated]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.idle_steps, self.warned = state_dict["idle_steps"], state_dict["warned"]
         self.told, self.first = list(state_dict["told"]), list(state_dict.get("first", []))
+        self.sums = list(state_dict.get("sums", self.sums))
+        self.validated = [Validated(*one) for one in state_dict.get("validated", [])]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: GRPO, *_: Any, **__: Any) -> None:
         step, groups = trainer.global_step, pl_module.rollout
@@ -55,12 +70,28 @@ class Rollouts(pl.Callback):
         if not trainer.is_global_zero:
             return
         self._warn(pl_module, step)
+        for group in groups:
+            scored = group.rewards[~group.rewards.isnan()].double()
+            more = (len(scored), float(scored.sum()), float(scored.square().sum()))
+            self.sums = [a + b for a, b in zip(self.sums, more, strict=True)]
         if len(self.first) < FIRST_STEPS:
             self.first += [signs(groups)] if groups else []
         else:
             self._warn_of_collapse(groups, step)
-        if groups and self.records.holds_step():
+        if groups and self.metrics.records.holds_step():
             self._show(chosen(groups, step), step)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: GRPO) -> None:
+        held_out, (count, total, squares) = self.metrics.last_val.get("val/reward"), self.sums
+        if not trainer.is_global_zero or not count or held_out is None:
+            return
+        mean, self.sums = total / count, [0, 0.0, 0.0]
+        spread = math.sqrt(max(0.0, squares / count - mean**2))
+        self.validated.append(Validated(trainer.global_step, held_out, mean, spread))
+        words = overfits(self.validated, int(pl_module.val_sums[0]["n_tokens"]) * trainer.world_size)
+        if words is not None and "held_out" not in self.told:
+            self.told.append("held_out")
+            terminal.note(f"step {trainer.global_step:,}: {words}")
 
     def _warn(self, module: GRPO, step: int) -> None:
         for reason, count in module.failures.items():
@@ -134,6 +165,25 @@ def collapses(first: dict[str, float], now: dict[str, float]) -> dict[str, str]:
             "cost as much as short ones"
         )
     return found
+
+
+def overfits(validated: list[Validated], prompts: int) -> str | None:
+    """Returns what to do if rewards of `prompts` held-out prompts fall while those of training rise, else None.
+
+    They fall if the last two validations are both below an earlier one by twice the standard error of the difference.
+    """
+    if len(validated) < 3:
+        return None
+    best, last = max(validated[:-2], key=lambda one: one.held_out), validated[-1]
+    margin = 2 * last.spread * math.sqrt(2 / prompts)
+    if max(one.held_out for one in validated[-2:]) >= best.held_out - margin or last.trained <= best.trained:
+        return None
+    return (
+        f"val/reward has fallen from {best.held_out:.3g} (step {best.step:,}) to {last.held_out:.3g}, while "
+        f"train/reward rose from {best.trained:.3g} to {last.trained:.3g}: the model learns the training prompts by "
+        "heart. Use the checkpoint of the best validation, as lmtrain.export does, or train again with more prompts or "
+        "with objective.kl_coef=0.05"
+    )
 
 
 def chosen(groups: list[Group], step: int) -> list[tuple[str, Group, int]]:

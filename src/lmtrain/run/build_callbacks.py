@@ -123,7 +123,7 @@ def build_callbacks(
     callbacks: list[pl.Callback | None] = [
         metrics,
         Routing(metrics.records, config.router.warn_after_steps, config.memory.router_noise),
-        Rollouts(metrics.records, run_dir, options, config.data, console) if isinstance(options, GRPOOptions) else None,
+        Rollouts(metrics, run_dir, options, config.data, console) if isinstance(options, GRPOOptions) else None,
         BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps),
         average,
         validation,
