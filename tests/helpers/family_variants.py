@@ -25,13 +25,13 @@ _EXCLUDED = {
 EXCLUDED = {name: why for why, names in _EXCLUDED.items() for name in names.split()}
 # Families whose rows can't always hold several documents, or which can't be trained: probed at the start of every run.
 _PROBED = (
-    "axk2 bailing_hybrid bamba bert bert-generation big_bird biogpt bloom camembert codegen data2vec-text "
-    "deepseek_v32 deepseek_v4 doge electra ernie falcon falcon_h1 falcon_mamba glm_moe_dsa gpt_neo "
-    "gpt_neox_japanese gptj granitemoehybrid hy_v4 inkling2_text inkling_text jamba kimi_linear lfm2 lfm2_moe "
-    "lfm3 llama4_text mamba mamba2 megatron-bert minimax minimax_m3_vl_text modernbert-decoder mpt nemotron "
-    "nemotron_h olmo_hybrid openai-gpt phimoe qwen2_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma "
-    "rembert roberta roberta-prelayernorm roc_bert roformer rwkv stablelm xglm xlm-roberta xlm-roberta-xl xlnet "
-    "xlstm zamba zamba2 zaya"
+    "apertus1p5_text axk2 bailing_hybrid bamba bert bert-generation big_bird biogpt bloom camembert codegen "
+    "data2vec-text deepseek_v32 deepseek_v4 doge dory electra ernie exaone falcon falcon_h1 falcon_mamba glm_moe_dsa "
+    "gpt_neo gpt_neox_japanese gptj granitemoehybrid hy_v4 inkling2_loop_text inkling2_text inkling_text jamba "
+    "kimi_linear lara_mini lfm2 lfm2_moe lfm3 llama4_text mamba mamba2 megatron-bert minimax minimax_m3_vl_text "
+    "modernbert-decoder mpt nemotron nemotron_h olmo_hybrid openai-gpt phimoe qwen2_moe qwen3_5_moe_text qwen3_5_text "
+    "qwen3_next recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer rwkv sarvam_mla sarvam_moe "
+    "stablelm xglm xlm-roberta xlm-roberta-xl xlnet xlstm zamba zamba2 zaya"
 )
 PROBED = tuple(_PROBED.split())
 # Settings that a family's default config lacks.
