@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,13 +20,16 @@ import pytest
 import torch
 import yaml
 from hydra.utils import get_class
+from omegaconf import OmegaConf
 from transformers import AutoModelForSequenceClassification
 
 from chats import ROWS, write_rows
 from inprocess import TWO_STEPS, Ended, run, train_tiny
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config import compose as config
+from lmtrain.config import interpolations, sections
 from lmtrain.config.keys import keys_of as keys_of_class
+from lmtrain.config.schema import Config, EmaConfig
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 from lmtrain.models.build import build_model
@@ -70,6 +74,41 @@ def test_how_many_there_are() -> None:
     bases = {name.split("/")[0] for name in YAMLS if name.endswith("/base.yaml")}
     for group in bases:  # a base is what its options share, and is run with each of them
         assert any("base" in str(yaml.safe_load((CONF / o).read_text()).get("defaults")) for o in in_group(group))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["objective=dpo", "optimizer=muon", "schedule=wsd", "optimizer.lr=1", "callbacks.ema.enabled=true"],
+        ["experiment=grpo_tools", "data.path=[a, b]", "optimizer.groups=[{pattern: wpe, lr: 1}]", "trainer.devices=2"],
+        ["model=memory_nano", "data=text_mixture", "data.mixture=[{path: a, weight: 2}, {path: b, max_epochs: 1}]"],
+        ["objective=distill", "peft=lora", "logger=wandb", "model.extra={a: {b: [1, 2.5, null, true]}}"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_values_of_the_right_types_are_read_as_omegaconf_reads_them(words: list[str]) -> None:
+    plain = interpolations.resolved(config.compose(words))
+    found = sections.classes(plain)
+    schema = OmegaConf.structured(Config)
+    for section, options in found.items():
+        schema[section] = OmegaConf.structured(options)
+    theirs = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.create(plain)))
+    ours = sections.typed(Config, plain, found)
+    assert repr(ours) == repr(theirs)  # in which 1, 1.0 and True differ
+    ours.callbacks.extra.append(ours.model.extra)
+    ours.model.extra["new"] = 1
+    assert plain == interpolations.resolved(config.compose(words)), "it is a copy"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(int, "1"), (int, True), (int, 1.0), (int, None), (float, True), (float, 10**400), (str, 1), (str, "???"),
+     (bool, 1), (int | str, 1.0), (list[str], "a"), (list[str], [1]), (dict[str, Any], [1]), (dict[str, Any], {1: 2}),
+     (Any, (1,)), (Any, [{"a": "???"}]), (EmaConfig, {"enabled": True}), (EmaConfig, None), (EmaConfig, {"a": 1})],
+)  # fmt: skip
+def test_other_values_are_left_to_omegaconf(kind: Any, value: Any) -> None:
+    with pytest.raises((KeyError, OverflowError, TypeError)):
+        sections.typed(kind, value)
 
 
 def in_group(group: str) -> list[str]:
@@ -137,7 +176,6 @@ def data_of(experiment: str) -> str:
 
 def composed(name: str) -> dict:
     """Returns the composed tree with this option chosen, without resolving values."""
-    from omegaconf import OmegaConf
 
     group, option = name.removesuffix(".yaml").split("/")
     own = ["model=pretrained"] if name == "tokenizer/pretrained.yaml" else []  # whose tokenizer it uses

@@ -1,22 +1,17 @@
-"""Caches Hydra's composition of conf/ per choice of options, parsed YAML files, overrides and interpolations, and the
-schema, within one process: tests compose thousands of configs.
+"""Caches Hydra's composition of conf/ per choice of options, parsed YAML files, overrides and interpolations, within
+one process: tests compose thousands of configs.
 
 Values are set on a copy, as Hydra sets them. Of the processes that tests start, only those of forked.py use this cache.
 Cached configs are pickled, in this process only: OmegaConf's nodes are unpickled six times as fast as they are copied.
-What OmegaConf asks of each node and value, hundreds of thousands of times, gets the same answer by a shorter way.
 """
 
 import copy
-import dataclasses
 import functools
 import os
 import pickle
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import attr
 import yaml
 from hydra._internal import config_loader_impl as loader
 from hydra._internal.config_repository import ConfigRepository
@@ -24,9 +19,9 @@ from hydra._internal.defaults_list import DefaultsList
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from omegaconf import DictConfig, Node, _utils, base
+from omegaconf import DictConfig, base
 
-from lmtrain.config import interpolations, sections
+from lmtrain.config import interpolations
 from support import REPO
 
 # Hydra's own options and ours, which no test changes; a user's folder is checked for changes each time.
@@ -50,8 +45,6 @@ class _Defaults(list[Any]):
 def install() -> None:
     _install_compositions()
     _install_parsing()
-    _install_schema()
-    _install_questions()
 
 
 def _install_parsing() -> None:
@@ -67,85 +60,6 @@ def _install_parsing() -> None:
 
     OverridesParser.parse_rule = parsed  # type: ignore[method-assign]
     base.parse = interpolations.parse = functools.lru_cache(4096)(base.parse)  # type: ignore[attr-defined]
-
-
-def _install_schema() -> None:
-    """Lets a merge, which copies the schema first, unpickle it instead."""
-    made, copied = sections.schema_of, DictConfig.__deepcopy__
-    pickled: dict[int, tuple[DictConfig, bytes]] = {}  # by id, with the schema, so that no other one gets its id
-
-    def schema_of(*found: tuple[str, type[Any]]) -> DictConfig:
-        schema = made(*found)
-        if id(schema) not in pickled and all(kind.__module__.startswith("lmtrain.") for _, kind in found):
-            pickled[id(schema)] = schema, pickle.dumps(schema)
-        return schema
-
-    def copy_of(self: DictConfig, memo: dict[int, Any]) -> DictConfig:
-        return pickle.loads(pickled[id(self)][1]) if id(self) in pickled else copied(self, memo)  # noqa: S301
-
-    sections.schema_of = schema_of
-    DictConfig.__deepcopy__ = copy_of  # type: ignore[method-assign]
-
-
-class _Plain(type):
-    """A metaclass without ABCMeta's slow isinstance."""
-
-
-def _nodes(kind: type[Node]) -> Iterator[type[Node]]:
-    yield kind
-    for below in kind.__subclasses__():
-        yield from _nodes(below)
-
-
-def _install_questions() -> None:
-    """Answers OmegaConf's questions about a value without importing anything, and by its type only once."""
-    for kind in _nodes(Node):
-        kind.__class__ = _Plain  # type: ignore[assignment]
-
-    @functools.cache
-    def is_structured(kind: type[Any]) -> bool:
-        return not issubclass(kind, Node) and (attr.has(kind) or dataclasses.is_dataclass(kind))
-
-    def is_structured_config(obj: Any) -> bool:
-        return is_structured(obj if isinstance(obj, type) else type(obj))
-
-    def is_missing(value: Any) -> bool:
-        value = value._value() if isinstance(value, Node) else value
-        return isinstance(value, str) and value == "???"
-
-    def is_interpolation(v: Any, strict_interpolation_validation: bool = False) -> bool:
-        v = v._value() if isinstance(v, Node) else v
-        return isinstance(v, str) and _utils._is_interpolation_string(v, strict_interpolation_validation)
-
-    asked = _utils._is_none
-
-    def is_none(value: Any, resolve: bool = False, throw_on_resolution_failure: bool = True) -> bool:
-        if resolve or not isinstance(value, Node):
-            return asked(value, resolve, throw_on_resolution_failure)
-        return value._is_none()
-
-    ours = {"is_structured_config": is_structured_config, "_is_missing_value": is_missing, "_is_none": is_none,
-            "_is_interpolation": is_interpolation}  # fmt: skip
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "omegaconf"]
-    for name, answer in ours.items():
-        theirs = getattr(_utils, name)
-        for module in modules:
-            if vars(module).get(name) is theirs:
-                setattr(module, name, answer)
-
-    validated = DictConfig._validate_get
-
-    def validate_get(self: DictConfig, key: Any, value: Any = None) -> None:
-        if key not in self.__dict__["_content"]:  # a key that is there is never refused
-            validated(self, key, value)
-
-    def copy_of(self: base.Metadata, memo: dict[int, Any]) -> base.Metadata:
-        made = copy.copy(self)
-        made.flags, made.resolver_cache = copy.copy(self.flags), copy.deepcopy(self.resolver_cache, memo)
-        return made
-
-    DictConfig._validate_get = validate_get  # type: ignore[method-assign]
-    base.Metadata.__deepcopy__ = copy_of  # type: ignore[attr-defined]
 
 
 def _install_compositions() -> None:

@@ -9,7 +9,7 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
@@ -224,28 +224,13 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     plain, kept = composed, dict[str, environment.Reading]()
     if isinstance(composed, DictConfig):
         plain, kept = interpolations.resolved(composed), environment.note(composed)
-    tree = OmegaConf.create(interpolations.escaped(plain))
-    assert isinstance(tree, DictConfig)
-    init, name = (OmegaConf.select(tree, f"model.{key}") for key in ("init", "name_or_path"))
-    check_pretrained_name(init, name)  # before data.seq_len, for which such a model has no default
-    for key in sections.GONE:
-        section, _, name = key.rpartition(".")
-        holder = OmegaConf.select(tree, section)
-        if isinstance(holder, DictConfig) and (section != "optimizer" or "_target_" not in holder):
-            holder.pop(name, None)
-    found = sections.classes(tree)
+    # Before data.seq_len, for which such a model has no default.
+    check_pretrained_name(*(at(plain, ("model", key)) for key in ("init", "name_or_path")))
     try:
-        schema = sections.schema_of(*found.items())
-        merged = OmegaConf.merge(schema, tree)
-        try:
-            config = OmegaConf.to_object(merged)
-        except MissingMandatoryValue:
-            missing = {key.split(".")[0] for key in OmegaConf.missing_keys(merged)}
-            config = OmegaConf.to_object(OmegaConf.merge(schema, _defaults_of(missing), tree))
-    except OmegaConfBaseException as error:
-        raise UserError(explain.wrong_type(error, tree, sections.names_of(found))) from None
-    assert isinstance(config, Config)
-    vars(config)["kept"] = environment.typed(kept, dataclasses.asdict(config))
+        config = sections.typed(Config, plain, sections.classes(plain))
+    except (KeyError, OverflowError, TypeError, UserError):
+        config = _converted(plain)
+    vars(config)["kept"] = environment.typed(kept, dataclasses.asdict(config)) if kept else {}
     check_values(config)
     data = config.data
     if data.rows == "text" and data.packing == "concat":
@@ -255,6 +240,26 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     apply_fast_dev_run(config)
     batch_split(data.global_batch_size, data.micro_batch_size, parts=1)
     return config
+
+
+def _converted(plain: Mapping[str, Any]) -> Config:
+    """Returns plain values as the config, converted to the types of their keys; raises UserError if one can't be."""
+    tree: Any = OmegaConf.create(interpolations.escaped(plain))
+    for key in sections.GONE:
+        section, _, name = key.rpartition(".")
+        holder = OmegaConf.select(tree, section)
+        if isinstance(holder, DictConfig) and (section != "optimizer" or "_target_" not in holder):
+            holder.pop(name, None)
+    found = sections.classes(tree)
+    try:
+        schema = OmegaConf.structured(Config)
+        for section, options in found.items():
+            schema[section] = OmegaConf.structured(options)
+        missing = {key.split(".")[0] for key in OmegaConf.missing_keys(OmegaConf.merge(schema, tree))}
+        config: Any = OmegaConf.to_object(OmegaConf.merge(schema, _defaults_of(missing), tree))
+        return config
+    except OmegaConfBaseException as error:
+        raise UserError(explain.wrong_type(error, tree, sections.names_of(found))) from None
 
 
 def _defaults_of(groups: set[str]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Key:
 
 
 @functools.cache
-def _declared(section: type) -> dict[str, tuple[Any, ...]]:
+def declared(section: type) -> dict[str, tuple[Any, ...]]:
     """Returns the type and annotations of each field of a config class."""
     hints = get_type_hints(section, include_extras=True).items()
     return {
@@ -52,7 +52,7 @@ def keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
     """
     found: list[Key] = []
     absent = {f.name for f in dataclasses.fields(section) if f.default is None}
-    for name, (type_, *marks) in _declared(section).items():
+    for name, (type_, *marks) in declared(section).items():
         key = f"{prefix}{name}"
         if dataclasses.is_dataclass(type_):
             found += keys_of(type_, f"{key}.")  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def annotations_of(name: str, config: Any) -> list[Any]:
     for part in name.split("."):
         if not dataclasses.is_dataclass(config):
             break
-        found[:0] = _declared(type(config)).get(part, ())[1:]  # type: ignore[arg-type]
+        found[:0] = declared(type(config)).get(part, ())[1:]  # type: ignore[arg-type]
         config = getattr(config, part, None)
     return found
 
