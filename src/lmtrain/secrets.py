@@ -45,11 +45,8 @@ def is_secret(name: str) -> bool:
 
 def hidden() -> dict[str, str]:
     """Maps the value of each hidden variable to its name, the longest value first."""
-    found = {
-        value: name
-        for name, value in os.environ.items()
-        if len(value) >= _LENGTH and (name in _read or is_secret(name)) and not _is_place(value)
-    }
+    named = ((os.environ[name], name) for name in os.environ if name in _read or is_secret(name))
+    found = {value: name for value, name in named if len(value) >= _LENGTH and not _is_place(value)}
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 

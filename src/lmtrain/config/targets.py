@@ -74,7 +74,8 @@ def find_class(target: str, key: str, kind: type[T], allow_target: Sequence[str]
     cls = class_named(target, key, allow_target)
     if not issubclass(cls, kind):
         raise UserError(f"{key}: _target_={target} is not {a_or_an(kind.__name__)}: derive it from {_path(kind)}")
-    names = [n for n in dir(cls) if getattr(inspect.getattr_static(cls, n, None), "__isabstractmethod__", False)]
+    members = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
+    names = sorted(name for name, value in members.items() if getattr(value, "__isabstractmethod__", False))
     if names:
         raise UserError(f"{key}: _target_={target} lacks {', '.join(names)}: {_path(kind)} says what it returns")
     return cls

@@ -1,12 +1,13 @@
 """The end of a run: summary.json, the table on the screen, and the export."""
 
 import contextlib
+import functools
 import os
 import platform
 import socket
 import subprocess
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +32,23 @@ from lmtrain.run_folder.folder import asked
 from lmtrain.secrets import command
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     names = ("lmtrain", "torch", "lightning", "transformers", "datasets", "tokenizers", "peft", "hydra-core")
-    found = {"python": platform.python_version()}
-    for name in names:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    found = ((name, made.version) for name in names for made in [*distributions(name=name)][:1])
+    return {"python": platform.python_version(), **dict(found)}
 
 
 def git_state() -> dict[str, Any] | None:
     """Returns {commit, dirty} of the repository around the working folder, or None; dirty: tracked files changed."""
+    # Disables core.fsmonitor, with which a repository's config can name a program for git to run.
+    line = ["git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        commit = _git("rev-parse", "HEAD")
-        return {"commit": commit.strip(), "dirty": bool(_git("status", "--porcelain", "--untracked-files=no").strip())}
+        said = subprocess.run(line, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(*words: str) -> str:
-    # Disables core.fsmonitor, with which a repository's config can name a program for git to run.
-    line = ["git", "-c", "core.fsmonitor=false", *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=10, check=True).stdout
+    commit = said[0].removeprefix("# branch.oid ")
+    return None if commit == "(initial)" else {"commit": commit, "dirty": not said[-1].startswith("#")}
 
 
 def write_summary(run: Run, status: str, started: float, error: BaseException | None = None) -> dict[str, Any]:
