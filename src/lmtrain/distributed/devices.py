@@ -37,7 +37,8 @@ def resolve_auto(config: Config) -> None:
         adopt_file(t)
     obstacle = why_not_compiled(t)
     if t.compile == "auto":
-        t.compile = obstacle is None and (t.accelerator == "cuda" or _is_long(config))
+        pays_off = (config.budget.minutes or 0) >= _LONG_MINUTES and t.devices == 1 and gains_on_cpu(config)
+        t.compile = obstacle is None and (t.accelerator == "cuda" or pays_off)
     elif t.compile and obstacle is not None and t.strategy != "deepspeed":
         raise UserError(f"trainer.compile=true: {obstacle}; trainer.compile=false trains without, slower")
     if t.activation_checkpointing == "auto":
@@ -65,12 +66,6 @@ def why_not_used() -> str | None:
 
 
 _LONG_MINUTES = 3  # on a CPU, compiling takes 10 to 30 s the first time and saves up to a third of each step
-
-
-def _is_long(config: Config) -> bool:
-    """Returns whether a run on a CPU is known to train long enough for compiling to pay off."""
-    minutes = config.budget.minutes or 0
-    return config.trainer.devices == 1 and minutes >= _LONG_MINUTES and gains_on_cpu(config)
 
 
 def gains_on_cpu(config: Config) -> bool:

@@ -236,15 +236,12 @@ def _sources(made: Translation, name: str, found: Mapping[str, Any]) -> Iterator
         entries = _registered(made, entries, folder) if name == "dataset" else [{"path": entries}]
     for entry in (one for one in (entries if isinstance(entries, list) else [entries]) if isinstance(one, dict)):
         source = {here: entry[key] for key, here in _TABLE["dataset_key"].items() if entry.get(key)}
-        if "path" not in source and _is_file(str(source.get("name"))):
+        file = Path(str(source.get("name")))
+        if "path" not in source and (file.suffix in files.FORMATS or file.expanduser().exists()):
             source["path"] = source.pop("name")
         for key in entry.keys() - _TABLE["dataset_key"].keys() - set(_TABLE["seen"]):
             made.answers[f"{name}: {key}"] = "data.columns and data.conversation_format name columns and formats"
         yield source
-
-
-def _is_file(name: str) -> bool:
-    return Path(name).suffix in files.FORMATS or Path(name).expanduser().exists()
 
 
 def _registered(made: Translation, names: str, folder: str) -> list[dict[str, Any]]:

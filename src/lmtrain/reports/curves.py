@@ -109,12 +109,9 @@ def heat_maps(rows: Iterable[dict[str, Any]]) -> list[HeatMap]:
 def _shares(uses: list[list[float]]) -> list[list[float]]:
     """Returns the share of each choice in at most COLUMNS stretches of neighbouring steps."""
     count = min(COLUMNS, len(uses))
-    columns = [_sum(uses[i * len(uses) // count : (i + 1) * len(uses) // count]) for i in range(count)]
+    stretches = (uses[i * len(uses) // count : (i + 1) * len(uses) // count] for i in range(count))
+    columns = [[sum(values) for values in zip(*stretch, strict=True)] for stretch in stretches]
     return [[value / max(sum(column), 1e-9) for value in column] for column in columns]
-
-
-def _sum(uses: list[list[float]]) -> list[float]:
-    return [sum(values) for values in zip(*uses, strict=True)]
 
 
 def level(share: float, choices: int) -> int:
