@@ -18,7 +18,7 @@ from lmtrain.generation.conversation import Talk
 from lmtrain.generation.sampling import prompt_tokens, sample_text
 from lmtrain.run_folder import trained
 from support import EXPORT, TINY, rows
-from tiny_pretrained import SHORT, save_pretrained
+from tiny_pretrained import save_pretrained
 
 GREEDY = ["generate.temperature=0", "generate.max_new_tokens=12", "generate.checkpoint=last"]
 
@@ -138,18 +138,6 @@ def test_a_prompt_begins_as_transformers_tokenizer_begins_it(adds: str, tmp_path
     assert prompt_tokens(tokenizer, "the king") == begins
     assert prompt_tokens(tokenizer, text) == text
     assert prompt_tokens(tokenizer, "") == [special[0 if "{bos}" in adds else 1][1]]
-
-
-def test_the_plan_says_that_documents_begin_without_bos(tmp_path: Path, corpus: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(save_pretrained(tmp_path / "base", spare_rows=2))
-    tokenizer.add_special_tokens({"bos_token": "<b>"})
-    special = [("<b>", tokenizer.convert_tokens_to_ids("<b>"))]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<b> $A", special_tokens=special)
-    tokenizer.save_pretrained(tmp_path / "base")
-    ended = run("train", *SHORT, f"model.name_or_path={tmp_path / 'base'}", "data=text", f"data.path={corpus}",
-                f"run.dir={tmp_path / 'run'}", "trainer.max_steps=1", "export.enabled=false")  # fmt: skip
-    assert ended.code == 0, ended.err
-    assert "documents begin without <b>" in " ".join((tmp_path / "run" / "plan.txt").read_text().split())
 
 
 @pytest.mark.parametrize("form", ["txt", "jsonl", "-"])

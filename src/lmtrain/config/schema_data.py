@@ -123,6 +123,8 @@ class DataConfig:
     min_length: Annotated[int | None, PREPARED, not_negative] = None
     dedup: Annotated[str | None, PREPARED, choice("exact", "near"), _OF_WHOLE_TEXT] = None  # see data/text/repeats.py
     append_eos: Annotated[bool | None, PREPARED] = None
+    # Compared by the tokens themselves; None, in the config.yaml of earlier versions, puts none.
+    prepend_bos: Annotated[bool | str | None, PREPARED, CONTENT, choice("auto")] = None
     shard_tokens: Annotated[int | None, PREPARED, at_least(1)] = None
     # Streaming of data that is larger than the disk, see data/stream/.
     ring_bytes: Annotated[int | None, SHOWN, at_least(1)] = None

@@ -34,6 +34,7 @@ from lmtrain.data.text.fim import fill_in_the_middle, fim_words
 from lmtrain.data.text.mixture import mixture_fingerprint, mixture_words, prepare_mixture
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.windows import Windows
+from lmtrain.data.tokenizers import own_bos
 from lmtrain.errors import UserError, naming
 from lmtrain.terminal import counted
 
@@ -191,8 +192,12 @@ def _text(config: Config) -> Corpus:
         train=rows,
         val=text_rows(val.shards, config, None)[0] if val is not None else None,
         epoch_tokens=len(rows) * config.data.seq_len if isinstance(rows, Windows) else rows.examples.tokens,
-        words=[f"{train.tokens:,} tokens{documents} ({prepared.folder})", *words],
-        val_bytes_per_token=val.bytes_per_token if val is not None else None,
+        words=[
+            f"{train.tokens:,} tokens{documents} ({prepared.folder})",
+            *bos_words(train, prepared.tokenizer),
+            *words,
+        ],
+        val_bytes_per_token=bytes_per_target([val] if val is not None else [], config.data, prepared.tokenizer),
     )
 
 
@@ -211,8 +216,8 @@ def _stream(config: Config) -> Corpus:
         epoch_tokens=ring.window_rows * ring.seq_len,
         words=[f"{head.source.label}, a stream of {head.source.parts:,} files or shards: windows of "
                f"{ring.window_rows:,} rows in a ring of {ring.bytes:,} bytes",
-               f"held out: its first {val.tokens:,} tokens ({prepared.folder})"],
-        val_bytes_per_token=val.bytes_per_token,
+               f"held out: its first {val.tokens:,} tokens ({prepared.folder})", *bos_words(val, prepared.tokenizer)],
+        val_bytes_per_token=bytes_per_target([val], config.data, prepared.tokenizer),
         stream=head,
     )  # fmt: skip
 
@@ -251,11 +256,26 @@ def _mixture(config: Config) -> Corpus:
         val=_windows([shard for split in held_out for shard in split.shards], config, None) if held_out else None,
         epoch_tokens=len(windows) * config.data.seq_len,
         words=[f"{counts['train']['tokens']:,} tokens of {counted(len(sources), 'source')}",
-               *mixture_words(parts, mixture), *fim_words(windows.fim)],
+               *mixture_words(parts, mixture), *bos_words(trained[0], parts[0][1].tokenizer), *fim_words(windows.fim)],
         notes=[note for _, part in parts for note in part.notes],
-        val_bytes_per_token=counts["val"]["bytes"] / counts["val"]["tokens"] if counts["val"]["bytes"] else None,
+        val_bytes_per_token=bytes_per_target(held_out, config.data, parts[0][1].tokenizer),
         splits=counts,
     )  # fmt: skip
+
+
+def bos_words(split: SplitBins, tokenizer: Any) -> list[str]:
+    """Returns the line of the plan on BOS, if documents begin with it or the tokenizer begins a text with it."""
+    if split.begins_with(tokenizer.bos_token_id):
+        return [f"each document begins with {tokenizer.bos_token}"]
+    without = f"documents begin without {tokenizer.bos_token}, which the tokenizer puts before a text"
+    return [f"{without} (data.prepend_bos)"] if own_bos(tokenizer) else []
+
+
+def bytes_per_target(splits: list[SplitBins], data: DataConfig, tokenizer: Any) -> float | None:
+    """Returns the UTF-8 bytes of text per predicted token: BOS is one unless documents are apart; None if unknown."""
+    known, apart = _summed(splits), data.isolate_documents or data.packing is not None
+    begins = [split.documents or 0 for split in splits if apart and split.begins_with(tokenizer.bos_token_id)]
+    return known["bytes"] / (known["tokens"] - sum(begins)) if known["bytes"] else None
 
 
 def _summed(splits: list[SplitBins]) -> dict[str, Any]:

@@ -199,6 +199,12 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return sorted(i for i in single if tokenizer.decode([i], clean_up_tokenization_spaces=False) == text)
 
 
+def own_bos(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Returns the id of the BOS token, in a list, if the tokenizer puts it before a text; else an empty list."""
+    start: list[int] = tokenizer("a")["input_ids"][:1]  # of a text: some tokenizers put the same token after it
+    return start if start == [tokenizer.bos_token_id] else []
+
+
 def unknown_token(tokenizer: PreTrainedTokenizerFast) -> int | None:
     """Returns the id that stands for characters which the tokenizer lacks; None if it lacks none.
 

@@ -9,7 +9,7 @@ from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
-from lmtrain.data.corpus import Corpus, row_format, text_rows
+from lmtrain.data.corpus import Corpus, bytes_per_target, row_format, text_rows
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.loaders import seen_rows, spread_rows
 from lmtrain.data.order import Rows
@@ -85,7 +85,7 @@ def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:
         found = prepared.splits["train"]
         rows = text_rows(found.shards, config, None)[0]
         notes = [note for note in prepared.notes if "data.dedup=" not in note]  # a set is scored as it is
-        return ValSet(rows, found.bytes_per_token, prepared.fingerprint, notes)
+        return ValSet(rows, bytes_per_target([found], config.data, corpus.tokenizer), prepared.fingerprint, notes)
     encoder = row_format(config)
     made = prepare_examples(data, tokenizer, encoder)
     examples = made.split("train")

@@ -140,6 +140,7 @@ def _of_bins(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]
             ids = np.concatenate([*begun, shard.read(start, end - start)])
             begun.clear()
             ids = ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_token_id else ids
+            ids = ids[1:] if len(ids) and ids[0] == tokenizer.bos_token_id else ids
             yield ids, len(tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False).encode())
         last = ends[-1] if ends else 0
         begun.append(shard.read(last, shard.tokens - last))

@@ -13,6 +13,7 @@ from lmtrain import errors, terminal
 from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus
+from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.row_counts import Counts, bad_lines, remark_lines, too_many_lost, too_many_untrained
 from lmtrain.data.examples.rows import PackedRows
 from lmtrain.data.text.windows import IGNORE, Windows
@@ -159,10 +160,7 @@ def _lengths(rows: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
     if isinstance(rows, Windows):
         if any(shard.docs is None for shard in rows.shards):
             return None, None
-        # Counted over all shards, as a document that is longer than a shard goes on in the next one.
-        starts = np.cumsum([0, *(shard.tokens for shard in rows.shards)])
-        ends = [s.document_ends(1, s.tokens + 1) + start for s, start in zip(rows.shards, starts, strict=False)]
-        return np.diff(np.concatenate(ends), prepend=0), None
+        return Examples(rows.shards).lengths, None  # those of documents, also of ones that go on in another shard
     return rows.examples.lengths, rows.examples.learned() if _learns(rows) else None
 
 

@@ -21,12 +21,12 @@ from lmtrain.config.effect import TRIAL
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8, overruled
+from lmtrain.data.chat.templates import leaves_out_bos
 from lmtrain.data.loaders import rows_of_step, seen_rows
 from lmtrain.data.text import repeats
 from lmtrain.data.text.windows import Windows
 from lmtrain.data.val_sets import count
 from lmtrain.distributed import devices, ranks
-from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
 from lmtrain.models import dial, flops, wrapper
 from lmtrain.models.blocks import decoder_blocks
@@ -340,8 +340,6 @@ def advice(run: Run) -> list[str]:
             "checkpoint is taken for the best (checkpoint.min_val_rows=0 chooses by score anyway; data.val_path can "
             "name a larger validation set)"
         )
-    if c.data.rows == "text" and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] != [tokenizer.eos_token_id]:
-        notes.append(f"documents begin without {tokenizer.bos_token}, which the tokenizer puts before a prompt")
     if c.data.rows != "text" and leaves_out_bos(tokenizer):
         notes.append(
             f"the chat template doesn't write {tokenizer.bos_token}, which the tokenizer puts before plain "
@@ -431,16 +429,3 @@ def unlikely(c: Config, total_steps: int, cores: int, typed: Collection[str]) ->
             f"other down (set {cores} or fewer)"
         )
     return notes
-
-
-def leaves_out_bos(tokenizer: Any) -> bool:
-    """Returns whether a chat begins without the BOS token that plain text begins with."""
-    from lmtrain.data.chat.templates import own_template, user_turn
-
-    template, plain = own_template(tokenizer), tokenizer("a")["input_ids"]
-    if template is None or tokenizer.bos_token_id is None or plain[0] != tokenizer.bos_token_id:
-        return False
-    try:
-        return user_turn(tokenizer, template, "a", None)[0] != tokenizer.bos_token_id
-    except UserError:  # the template rejects such a turn
-        return False

@@ -19,7 +19,7 @@ from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_to
 from lmtrain.data.chat.special_text import AnswerDecoder, PlainText, pattern_of, special_tokens
 from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.data.fast_ids import TextIds
-from lmtrain.data.tokenizers import plain_backend
+from lmtrain.data.tokenizers import own_bos, plain_backend
 from lmtrain.errors import UserError
 
 
@@ -94,8 +94,7 @@ class ChatEncoder:
         self.tokenizer, self.cfg = tokenizer, cfg
         # Plain texts need no template, so it is not an error here if neither config nor tokenizer names one.
         self._template = self.chat if cfg.chat_template or tokenizer.chat_template else None
-        start = tokenizer("a")["input_ids"][:1]  # of a text: some tokenizers put the same token after it
-        self._bos = start if start == [tokenizer.bos_token_id] else []
+        self._bos = own_bos(tokenizer)
         self._special = pattern_of(special_tokens(tokenizer))
         self._plain = PlainText(tokenizer) if cfg.allow_special_text is False else None
         backend = plain_backend(tokenizer)
@@ -303,6 +302,15 @@ def user_turn(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, text: 
     except BadRow as bad:
         raise UserError(f"a prompt can't be put into a conversation: {bad.reason}") from None
     return tokenizer(asked, add_special_tokens=False)["input_ids"]
+
+
+def leaves_out_bos(tokenizer: Any) -> bool:
+    """Returns whether a chat begins without the BOS token that plain text begins with."""
+    template, bos = own_template(tokenizer), own_bos(tokenizer)
+    try:
+        return template is not None and user_turn(tokenizer, template, "a", None)[: len(bos)] != bos
+    except UserError:  # the template rejects such a turn
+        return False
 
 
 def _tokens_of(offsets: list[tuple[int, int]], span: tuple[int, int]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
+from lmtrain.config.constraints import regular_expression
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.targets import build_target, building, class_named, lacking
 from lmtrain.data.sources.files import FileSource
@@ -65,10 +66,7 @@ def open_source(cfg: DataConfig) -> Source:
     """
     if cfg.val_path and not cfg.path:
         raise UserError(f"data.val_path={cfg.val_path} goes with files to train on: set data.path too")
-    try:
-        re.compile(cfg.document_start or "")
-    except re.error as error:
-        raise UserError(f"data.document_start={cfg.document_start!r} is not a regular expression: {error}") from None
+    regular_expression("data.document_start", cfg.document_start or "")
     if "." in cfg.source:
         return open_own(cfg)
     if cfg.source == "python_stdlib":

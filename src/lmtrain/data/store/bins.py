@@ -106,9 +106,8 @@ class SplitBins:
     dtype: str
     meta: Meta | None
 
-    @property
-    def bytes_per_token(self) -> float | None:
-        return self.bytes / self.tokens if self.bytes else None
+    def begins_with(self, token: int | None) -> bool:
+        return self.shards[0].read(0, 1).tolist() == [token]
 
 
 def has_split(folder: Path, split: str) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from lmtrain.data.store.progress import RowProgress
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, writing
 from lmtrain.files import fsync, publish, remove_leftovers, temporary_beside
 
 PART = 128  # rows whose numbers are saved in one file
@@ -34,7 +34,7 @@ def build_once(
     each under its own temporary name; the first one that finishes is kept.
     """
     locks = target.parent / ".locks"
-    try:
+    with writing(f"data.cache_dir={target.parent}", "; set another"):
         locks.mkdir(parents=True, exist_ok=True)
         lock = FileLock(locks / f"{target.name}.lock")
         try:
@@ -43,8 +43,6 @@ def build_once(
             if "RANK" not in os.environ:  # it is normal that ranks of one run wait for each other
                 say(f"another process is preparing {target}; waiting for it")
             lock.acquire()
-    except OSError as error:
-        raise UserError(f"data.cache_dir={target.parent} can't be written: {error.strerror}; set another") from None
     try:
         if is_complete(target):
             return

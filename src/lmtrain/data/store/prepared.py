@@ -60,13 +60,46 @@ def folder_key(data: DataConfig, tokenizer: TokenizerConfig, **contents: Any) ->
     """
     # Secrets in the settings of a user's own source are replaced by hashes, as the key is written beside the tokens.
     key = shown_in({"data": settings(data), "tokenizer": settings(tokenizer), **contents}, hashed)
+    if data.prepend_bos is True or (data.prepend_bos == "auto" and tokenizer.kind == "hub"):  # those made here put none
+        key["prepend_bos"] = data.prepend_bos
     return dict(json.loads(json.dumps(key, sort_keys=True)))
 
 
 def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
-    """Returns the folder for a key, <cache_dir>/<label>-<hash>."""
+    """Returns the folder for a key, <cache_dir>/<label>-<hash>, or one of an earlier version that serves."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", label)
-    return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{short_hash(key)[:12]}"
+    folder = Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{short_hash(key)[:12]}"
+    if key.get("prepend_bos") != "auto" or bins.is_complete(folder):
+        return folder
+    older_key = {name: value for name, value in key.items() if name != "prepend_bos"}
+    older = folder_of(cfg, label, older_key)
+    return older if bins.is_complete(older) and _serves(older, older_key, key) else folder
+
+
+def find_folder(cfg: DataConfig, label: str, key: dict[str, Any], show: PrepareProgress) -> Path:
+    """Returns `folder_of` a key, or the newest complete one that differs only in what a silent hub couldn't tell."""
+    target = folder_of(cfg, label, key)
+    unknown = [name for name, value in key["resolved"].items() if value is None]
+    found = []
+    look = unknown and not bins.is_complete(target)
+    for folder in target.parent.glob(f"{target.name.rpartition('-')[0]}-*") if look else ():
+        if ".tmp-" in folder.name or not bins.is_complete(folder):
+            continue
+        theirs = bins.load_meta(folder)["key"]
+        resolved = {**theirs.get("resolved", {}), **dict.fromkeys(unknown)}
+        if _serves(folder, {**theirs, "resolved": resolved}, key):
+            found.append(folder)
+    newest = max(found, key=lambda f: (f / bins.META).stat().st_mtime_ns, default=None)
+    if newest is not None:
+        show.say(f"the hub doesn't answer; using what was prepared from it before: {newest}")
+    return newest or target
+
+
+def _serves(folder: Path, its_key: dict[str, Any], key: dict[str, Any]) -> bool:
+    """Returns whether a folder holds the tokens of `key`: earlier versions put no BOS, as some tokenizers do not."""
+    if its_key == key or {"prepend_bos": "auto", **its_key} != key:
+        return its_key == key
+    return not tokenizers.own_bos(tokenizers.load_folder(folder / "tokenizer"))
 
 
 def prepare_folder(

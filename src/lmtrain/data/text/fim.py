@@ -4,7 +4,7 @@ Bavarian et al. 2022 (arXiv:2207.14255), applied to the documents as they stand 
 form): two positions, drawn uniformly, cut a document into prefix, middle and suffix. These become
     PSM   <prefix> prefix <suffix> suffix <middle> middle
     SPM   <prefix> <suffix> suffix <middle> prefix middle
-followed by the end of the document, if the row contains it. The positions are between tokens.
+after the document's BOS and followed by its end, if the row contains them. The positions are between tokens.
 """
 
 import itertools
@@ -26,7 +26,7 @@ class FillInTheMiddle:
     """What to rearrange, and the token ids it takes; draws are a function of (seed, epoch, row, document in the row).
 
     rate: share of documents that are rearranged; spm_rate: share of those that become SPM.
-    end: the token that ends a document; None if there is none.
+    end, begin: the tokens that end and begin a document, where it has them; None if there are none.
     """
 
     rate: float
@@ -36,6 +36,7 @@ class FillInTheMiddle:
     middle: int
     end: int | None
     seed: int
+    begin: int | None = None
 
     def rearrange(self, tokens: np.ndarray, ends: np.ndarray, epoch: int, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Rearranges the documents of a row; returns the row's tokens [n] and where documents end in it.
@@ -67,13 +68,13 @@ class FillInTheMiddle:
 
     def _parts_in_order(self, document: np.ndarray, draws: list[float]) -> np.ndarray:
         """Returns the document, [n], as PSM or SPM, [n + 3]."""
-        has_end = len(document) > 0 and self.end is not None and document[-1] == self.end
-        text, end = (document[:-1], document[-1:]) if has_end else (document, document[:0])
+        last = len(document) - int(len(document) > 0 and document[-1] == self.end)
+        begin, text, end = np.split(document, [int(last > 0 and document[0] == self.begin), last])
         first, second = sorted(int(draw * (len(text) + 1)) for draw in draws[1:3])
         prefix, middle, suffix = np.split(text, [first, second])
         if draws[3] < self.spm_rate:
-            return np.concatenate([[self.prefix, self.suffix], suffix, [self.middle], prefix, middle, end])
-        return np.concatenate([[self.prefix], prefix, [self.suffix], suffix, [self.middle], middle, end])
+            return np.concatenate([begin, [self.prefix, self.suffix], suffix, [self.middle], prefix, middle, end])
+        return np.concatenate([begin, [self.prefix], prefix, [self.suffix], suffix, [self.middle], middle, end])
 
 
 def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, seed: int) -> FillInTheMiddle | None:
@@ -96,7 +97,8 @@ def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, se
             f"[{','.join(missing)}]', or name its own with data.fim.prefix_token, suffix_token and middle_token"
         )
     prefix, suffix, middle = (vocabulary[name] for name in names)
-    return FillInTheMiddle(fim.rate, fim.spm_rate, prefix, suffix, middle, tokenizer.eos_token_id, seed)
+    end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
+    return FillInTheMiddle(fim.rate, fim.spm_rate, prefix, suffix, middle, end, seed, begin)
 
 
 def fim_words(fim: FillInTheMiddle | None) -> list[str]:

@@ -19,7 +19,7 @@ from lmtrain.data.sources.addresses import is_address
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store import bins
 from lmtrain.data.store.contents import Facts
-from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, open_folder, prepare_folder
+from lmtrain.data.store.prepared import PreparedData, find_folder, folder_key, new_meta, open_folder, prepare_folder
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.text.encode import Encoder, make_encoder
@@ -52,9 +52,7 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
             resolved={"source": source.resolved, "tokenizer": named.resolved},
             **sources.min_val_rows(cfg),
         )
-        target = folder_of(cfg, f"{source.label}-{named.label}", key)
-        if None in key["resolved"].values() and not bins.is_complete(target):
-            target = _prepared_before(target, key, show) or target
+        target = find_folder(cfg, f"{source.label}-{named.label}", key, show)
         filling = _Filling(cfg, tokenizer_cfg, source, named, show)
         return prepare_folder(target, lambda folder: filling.fill(folder, key), source.notes, cfg, show)
 
@@ -66,23 +64,6 @@ def pieces_of(cfg: DataConfig, name: str) -> Iterator[Piece] | None:
     """
     with PrepareProgress(show=True) as show:
         return sources.pieces(without_repeats(sources.open_source(cfg), cfg, show), cfg, name)
-
-
-def _prepared_before(target: Path, key: dict[str, Any], show: PrepareProgress) -> Path | None:
-    """Returns the newest folder that differs from `target` only in what an unreachable hub couldn't tell, or None."""
-    unknown = [name for name, value in key["resolved"].items() if value is None]
-    found = []
-    for folder in target.parent.glob(f"{target.name.rpartition('-')[0]}-*"):
-        if ".tmp-" in folder.name or not bins.is_complete(folder):
-            continue
-        theirs = bins.load_meta(folder)["key"]
-        resolved = {**theirs.get("resolved", {}), **dict.fromkeys(unknown)}
-        if {**theirs, "resolved": resolved} == key:
-            found.append(folder)
-    newest = max(found, key=lambda f: (f / bins.META).stat().st_mtime_ns, default=None)
-    if newest is not None:
-        show.say(f"the hub doesn't answer; using what was prepared from it before: {newest}")
-    return newest
 
 
 @dataclass(frozen=True)
