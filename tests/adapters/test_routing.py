@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from chats import write_chats
 from inprocess import message, run, train_tiny
 from lmtrain.adapters import memory
 from lmtrain.callbacks.routing import MOST, use
@@ -75,11 +76,16 @@ def test_losses_of_a_step_want_one_reading_of_a_micro_batch() -> None:
     assert "Set router.scope=micro_batch" in message(ended.err)
 
 
-def test_losses_of_a_step_want_no_filled_up_rows() -> None:
-    padded = ["objective=sft", "data=chat_jsonl", "data.path=x", "data.packing=off", "data.seq_len=64"]
-    ended = run("train", *padded, "router.scope=step")
-    assert ended.code == 2
-    assert "data.packing=off does not go with router.scope=step" in message(ended.err)
+def test_padding_changes_no_loss_of_a_step(tmp_path: Path) -> None:
+    """With router.scope=step, conversations that are padded to other lengths give equal losses and gradients."""
+    chats = write_chats(tmp_path / "chats.jsonl", 40)
+    words = [*TINY, *SHAPE, *LARGE, "objective=sft", "data=chat_jsonl", f"data.path={chats}", "data.packing=off",
+             "data.chat_template=vicuna", "data.seq_len=256", "model.max_position_embeddings=256", "router.scope=step",
+             "trainer.limit_val_batches=1"]  # fmt: skip
+    for size in (8, 2):
+        ended = run("train", *words, f"data.micro_batch_size={size}", f"run.dir={tmp_path / str(size)}")
+        assert ended.code == 0, ended.err
+    assert_equal(records(tmp_path / "2"), records(tmp_path / "8"))
 
 
 def test_a_collapsed_router_is_told_once_and_seen_in_the_report(

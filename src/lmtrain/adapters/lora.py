@@ -31,6 +31,7 @@ from lmtrain.adapters import quantized
 from lmtrain.adapters.memory import attach_memory
 from lmtrain.adapters.memory_adapter import memory_of
 from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of
+from lmtrain.config.constraints import regular_expression
 from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError, first_line
 from lmtrain.models.folder import check_shards
@@ -161,10 +162,8 @@ def _check_names_match(model: PreTrainedModel, key: str, names: Any) -> None:
     modules, hint = [name for name, _ in model.named_modules() if name], ""
     if isinstance(names, str):
         hint = ": a pattern must match the whole name; an entry of a list such as [q_proj,v_proj] only its end"
-        try:
-            missing = [] if any(re.fullmatch(names, m) for m in modules) else [names]
-        except re.error as error:
-            raise UserError(f"{key}={names!r} is not a regular expression: {error}") from None
+        regular_expression(key, names)
+        missing = [] if any(re.fullmatch(names, m) for m in modules) else [names]
     else:
         missing = [n for n in names if not any(_matches(m, [n]) for m in modules)]
     if not missing:

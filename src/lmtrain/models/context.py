@@ -58,7 +58,7 @@ class Context:
             own["learned"] = (own["labels"].flatten() != IGNORE_INDEX).nonzero()[:, 0]
         if "seen" in batch:
             own["seen"] = batch["seen"] * int(self.rank == 0)
-        return {**batch, **own}
+        return {name: x for name, x in {**batch, **own}.items() if name != "real"}  # mixtures of experts are refused
 
     def heads_for_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchanges a slice with all heads, [B, H, T / size, D], for whole rows with some heads, [B, H / size, T, D].

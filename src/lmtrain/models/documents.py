@@ -52,6 +52,7 @@ class Inputs(NamedTuple):
     cu_seqlens: Tensor | None = None
     prefixes: Prefixes | None = None  # given if documents attend to a prefix of the previous one
     row_lengths: Tensor | None = None  # [B] int64, tokens of each row before its padding; None: there is no padding
+    real: Tensor | None = None  # [n] int64, flattened positions of tokens other than padding; None: all are
 
 
 def token_lengths(cu_seqlens: Tensor, rows: int, length: int, more: Tensor | None = None) -> Tensor:

@@ -66,9 +66,9 @@ def with_routers(parts: LossParts, forward: LogProbs) -> LossParts:
 def inputs_of(batch: dict[str, Tensor]) -> Inputs:
     """Returns the rows of a micro-batch, padded or of documents, as a LanguageModel reads them."""
     prefixes = Prefixes(batch["prefix_lengths"], batch["kv_index"], batch["cu_kv"]) if "kv_index" in batch else None
-    # Padded batches have neither positions nor documents, but lengths.
+    # Padded rows have neither positions nor documents, and windows of text have no padding.
     optional = (batch.get("position_ids"), batch.get("cu_seqlens"), prefixes, batch.get("row_lengths"))
-    return Inputs(batch["input_ids"], *optional)
+    return Inputs(batch["input_ids"], *optional, batch.get("real"))
 
 
 def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> None:

@@ -143,7 +143,8 @@ class PairRows(ExampleRows):
             rejected one of pair p; lengths int64 [2P]: scored tokens per answer; ends int64 [2P]: position in N of
             the last token in each answer's text; pairs, seen int64 []: P, N; reference int64 [P, 2], margin int64 [P]
             (the bits of fp64) if available. If padded: input_ids [2P, T],
-            positions in its 2P * T tokens, row_lengths int64 [2P], and neither position_ids nor cu_seqlens.
+            positions in its 2P * T tokens, row_lengths int64 [2P], real int64 [N]: the positions of tokens other than
+            padding, and neither position_ids nor cu_seqlens.
         """
         pairs = [(self.examples.read(2 * int(row)), self.examples.read(2 * int(row) + 1)) for _, row in rows]
         # Even if no prompt is shared there are prefixes, of 0: a compiled model would need a second variant.
@@ -227,6 +228,6 @@ def pad_answers(batch: dict[str, torch.Tensor]) -> None:
     place = torch.repeat_interleave(torch.arange(len(lengths)), lengths) * longest + column  # [N] in the padded rows
     padded = torch.zeros(len(lengths) * longest, dtype=torch.int64)
     padded[place] = batch["input_ids"].flatten()
-    batch["input_ids"], batch["row_lengths"] = padded.view(len(lengths), longest), lengths
+    batch |= {"input_ids": padded.view(len(lengths), longest), "row_lengths": lengths, "real": place}
     for name in batch.keys() & {"scored", "before", "ends"}:
         batch[name] = place[batch[name]]

@@ -149,12 +149,12 @@ class PaddedRows:
             input_ids int64 [B, T]; labels int64 [B, T], shifted: labels[b, t] is token t + 1 if that is trained on,
             else IGNORE; learned int64 [n]: positions of labels in the B * T flattened tokens, so that logits are
             computed only there; row_lengths int64 [B]: number of tokens of each row that are not padding; seen int64
-            []: their sum.
+            []: their sum; real int64 [seen]: their positions in the B * T.
         """
         return padded([self.examples.read(int(self.order[row])) for _, row in rows], _MULTIPLE)
 
     def empty(self) -> dict[str, torch.Tensor]:
-        return {**_tensors(_blank(1, _MULTIPLE)), "row_lengths": torch.tensor([_MULTIPLE]), "seen": torch.tensor(0)}
+        return _empty(_MULTIPLE)
 
 
 class PackedRows:
@@ -179,40 +179,31 @@ class PackedRows:
         """Returns a micro-batch for (epoch, row) pairs [B, 2], T = seq_len.
 
         Returns:
-            input_ids, labels, learned and seen as in `PaddedRows.read`; no label is the first token of an example. With
-            isolation, position_ids int64 [B, T], restarting at each example, and cu_seqlens int32 [n + 1], the starts
-            of examples (and of a row's empty end) in the B * T flattened tokens.
+            what `PaddedRows.read` returns; no label is the first token of an example. With isolation, position_ids
+            int64 [B, T], restarting at each example, and cu_seqlens int32 [n + 1], the starts of examples (and of a
+            row's empty end) in the B * T flattened tokens.
         """
         pack, length = self.packing, self.packing.capacity
+        parts = [[self._piece(p) for p in range(int(pack.first[row]), int(pack.first[row + 1]))] for _, row in rows]
         if self.padded:
-            of_rows = [range(int(pack.first[row]), int(pack.first[row + 1])) for _, row in rows]
-            return padded([self._piece(piece) for pieces in of_rows for piece in pieces], _MULTIPLE)
-        batch = _blank(len(rows), length)
-        starts, seen = [], 0
-        for b, (_, row) in enumerate(rows):
-            at = 0
-            for piece in range(int(pack.first[row]), int(pack.first[row + 1])):
-                ids, trained = self._piece(piece)
-                _lay(batch, b, at, ids, trained)
-                starts.append(b * length + at)
-                at += len(ids)
-            if at < length:
-                starts.append(b * length + at)
-            seen += at
-        documents = documents_at(starts, len(rows), length) if self.isolate_documents else {}
-        return {**_tensors(batch), **documents, "seen": torch.tensor(seen)}
+            return padded([piece for pieces in parts for piece in pieces], _MULTIPLE)
+        joined = [(np.concatenate([i for i, _ in pieces]), np.concatenate([t for _, t in pieces])) for pieces in parts]
+        batch = padded(joined, length)
+        if not self.isolate_documents:
+            return batch
+        ends = [np.cumsum([len(ids) for ids, _ in pieces]) + b * length for b, pieces in enumerate(parts)]
+        starts = np.union1d(np.concatenate(ends), np.arange(len(rows)) * length)
+        return batch | documents_at(starts[starts < len(rows) * length], len(rows), length)
 
     def _piece(self, piece: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids and the loss mask of a piece of an example."""
-        ids, trained = self.examples.read(int(self.packing.example[piece]))
+        """Returns the ids of a piece of an example and its loss mask, without its first token, which none predicts."""
         part = slice(int(self.packing.start[piece]), int(self.packing.stop[piece]))
-        return ids[part], trained[part]
+        ids, trained = (values[part] for values in self.examples.read(int(self.packing.example[piece])))
+        return ids, trained & (np.arange(len(ids)) > 0)
 
     def empty(self) -> dict[str, torch.Tensor]:
-        batch = _blank(1, _MULTIPLE if self.padded else self.packing.capacity)
-        isolated = self.isolate_documents and not self.padded
-        documents = documents_at([0], 1, self.packing.capacity) if isolated else {}
-        return {**_tensors(batch), **documents, "seen": torch.tensor(0)}
+        length = _MULTIPLE if self.padded else self.packing.capacity
+        return _empty(length) | (documents_at([0], 1, length) if self.isolate_documents and not self.padded else {})
 
 
 def example_rows(examples: Examples, config: Config, seed: int | None) -> tuple[Rows, str]:
@@ -236,30 +227,22 @@ def example_rows(examples: Examples, config: Config, seed: int | None) -> tuple[
 
 def padded(parts: Sequence[tuple[np.ndarray, np.ndarray]], multiple: int = 1) -> dict[str, torch.Tensor]:
     """Lays out (ids, trained) as padded rows of a length that is a multiple of `multiple`; see `PaddedRows.read`."""
-    longest = max(len(ids) for ids, _ in parts)
-    batch = _blank(len(parts), -(-longest // multiple) * multiple)
+    lengths = np.array([len(ids) for ids, _ in parts])
+    shape = len(parts), -(-int(lengths.max()) // multiple) * multiple
+    input_ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
     for b, (ids, trained) in enumerate(parts):
-        _lay(batch, b, 0, ids, trained)
-    lengths = torch.tensor([len(ids) for ids, _ in parts])
-    return {**_tensors(batch), "row_lengths": lengths, "seen": lengths.sum()}
-
-
-def _blank(rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.zeros((rows, length), dtype=np.int64), np.full((rows, length), IGNORE, dtype=np.int64)
-
-
-def _lay(batch: tuple[np.ndarray, np.ndarray], row: int, at: int, ids: np.ndarray, trained: np.ndarray) -> None:
-    """Writes an example's tokens into a row from slot `at` on, and trained tokens as labels one slot earlier."""
-    input_ids, labels = batch
-    input_ids[row, at : at + len(ids)] = ids
-    labels[row, at : at + len(ids) - 1] = np.where(trained[1:], ids[1:], IGNORE)
-
-
-def _tensors(batch: tuple[np.ndarray, np.ndarray]) -> dict[str, torch.Tensor]:
-    input_ids, labels = batch
-    learned = np.flatnonzero(labels != IGNORE)
+        input_ids[b, : len(ids)] = ids
+        labels[b, : len(ids) - 1] = np.where(trained[1:], ids[1:], IGNORE)
     return {
         "input_ids": torch.from_numpy(input_ids),
         "labels": torch.from_numpy(labels),
-        "learned": torch.from_numpy(learned),
+        "learned": torch.from_numpy(np.flatnonzero(labels != IGNORE)),
+        "real": torch.from_numpy(np.flatnonzero(np.arange(shape[1]) < lengths[:, None])),
+        "row_lengths": torch.from_numpy(lengths),
+        "seen": torch.tensor(int(lengths.sum())),
     }
+
+
+def _empty(length: int) -> dict[str, torch.Tensor]:
+    """Returns a row of `length` tokens that trains nothing."""
+    return padded([(np.zeros(length, np.int64), np.zeros(length, bool))]) | {"seen": torch.tensor(0)}
