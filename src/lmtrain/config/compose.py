@@ -1,5 +1,6 @@
 """Composes, checks, saves and loads the config. Imports neither torch nor lightning."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -303,9 +304,13 @@ def dump(config: Config) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """Reads a run's config.yaml as plain values; interpolations that read the environment are kept as text."""
-    tree = undumped(safe_yaml.text_of(path), str(path))
+    text = safe_yaml.text_of(path)
+    tree = safe_yaml.parse(text, str(path))
+    with contextlib.suppress(KeyError, TypeError):  # OmegaConf says what is wrong with other values
+        if "${" not in str(tree):
+            return sections.typed(dict[str, Any], tree)
     with naming(str(path)):
-        return interpolations.resolved(environment.as_text(tree))
+        return interpolations.resolved(environment.as_text(undumped(text, str(path))))
 
 
 def undumped(text: str, where: str) -> DictConfig:
