@@ -186,10 +186,6 @@ def line_of(curve: Curve, name: str, number: int) -> dict[str, Any]:
     }
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONG else f"{text[:_LONG]} ... ({len(text) - _LONG:,} more characters)"
-
-
 def _plain(value: Any) -> Any:
     """Makes control characters of a run's texts visible; markup that the templates made stays."""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
@@ -201,7 +197,7 @@ _PAGES = jinja2.Environment(
 )  # fmt: skip
 _PAGES.filters |= {
     "broken": broken,
-    "cut": _cut,
+    "cut": lambda text: text if len(text) <= _LONG else f"{text[:_LONG]} ... ({len(text) - _LONG:,} more characters)",
     "sparse": lambda text: re.sub(r"\n\s*\n", "\n\n", text),  # models that have learned little write many empty lines
     "paths": paths,
     "visible": visible,
