@@ -1,6 +1,8 @@
 """Configs for the data tests: the real defaults from conf/ with the values that a test sets."""
 
+import copy
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 CONF = Path(__file__).parents[2] / "conf"
 
 
+@functools.cache
 def _load(group: str, option: str) -> dict:
     tree = OmegaConf.load(CONF / group / f"{option}.yaml")
     plain = OmegaConf.to_container(tree, resolve=False)
@@ -33,7 +36,8 @@ def data_config(tmp_path):
     """Returns a factory: data_config("wikitext", min_length=5) is that option of conf/data with a cache in tmp_path."""
 
     def make(option: str = "text", **settings) -> DataConfig:
-        values = {**_load("data", option), "seq_len": 64, "cache_dir": str(tmp_path / "cache"), **settings}
+        defaults = copy.deepcopy(_load("data", option))
+        values = {**defaults, "seq_len": 64, "cache_dir": str(tmp_path / "cache"), **settings}
         unknown = set(values) - {f.name for f in dataclasses.fields(DataConfig)}
         assert not unknown
         return data_of(values)
@@ -46,6 +50,6 @@ def tokenizer_config():
     """Returns a factory: tokenizer_config("bpe", vocab_size=300) is that option of conf/tokenizer."""
 
     def make(option: str = "bytes", **settings) -> TokenizerConfig:
-        return TokenizerConfig(**{**_load("tokenizer", option), **settings})
+        return TokenizerConfig(**{**copy.deepcopy(_load("tokenizer", option)), **settings})
 
     return make

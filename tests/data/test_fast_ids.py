@@ -79,7 +79,7 @@ def odd_texts(prose: str) -> list[str]:
              " 1", "  12", "'ll", "'LL", "'ſ", "<end>", "é", "e\u0301", "日本", "ⅷ", "½", "٣",
              "\u00a0", "\u2028",
              "\u0085", "\u200b", "🙂", "👩‍👧", "\x00", "\x1c", "\u1c89", "\U00010d40", "\ufb01"]  # fmt: skip
-    return ["".join(rng.choices(parts, k=rng.randint(1, 60))) for _ in range(3000)]
+    return ["".join(rng.choices(parts, k=rng.randint(1, 60))) for _ in range(1500)]
 
 
 def fast_of(backend: Tokenizer) -> TextIds:

@@ -288,7 +288,6 @@ def check(row: Any, expected: str | tuple[str], read: Any, option: str) -> None:
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Turns off garbage collection: deep JSON is read near the recursion limit, where destructors would fail."""
-    gc.collect()
     gc.disable()
     try:
         yield

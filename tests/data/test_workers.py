@@ -2,51 +2,56 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 import forked
 from inprocess import TWO_STEPS
+from lmtrain.config.batch import Stages
+from lmtrain.data.modules import TokenDataModule
 from processes import read
 from support import TINY
 
-# The workers sleep at their start, so that the parent is dead when they continue.
-DIES_AT_FORK = """
-import os, signal, sys, time
-import torch
-from torch.utils.data import TensorDataset
-from lmtrain.config.batch import Stages
-from lmtrain.data.modules import TokenDataModule
 
-module = TokenDataModule(None, None, seed=0, sizes=Stages.constant(1), micro_batch_size=1, total_steps=1,
-                         max_epochs=None, limit_val_batches=None, num_workers=2)
-forks = []
+def die_after_the_second_fork(written: str) -> None:
+    """Starts two workers, which write their process ids and sleep, so that the parent is dead when they continue."""
+    module = TokenDataModule(
+        None, None, seed=0, sizes=Stages.constant(1), micro_batch_size=1, total_steps=1, max_epochs=None,
+        limit_val_batches=None, num_workers=2,
+    )  # fmt: skip
+    forks = []
 
-def dies_after_the_second():
-    forks.append(1)
-    if len(forks) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def in_worker() -> None:
+        with Path(written).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(1)
 
-os.register_at_fork(after_in_child=lambda: (print(os.getpid(), flush=True), time.sleep(1)),
-                    after_in_parent=dies_after_the_second)
-batches = iter(module._loader(TensorDataset(torch.zeros(4)), None))
-time.sleep(60)
-"""
+    def in_parent() -> None:
+        forks.append(1)
+        if len(forks) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.register_at_fork(after_in_child=in_worker, after_in_parent=in_parent)
+    iter(module._loader(TensorDataset(torch.zeros(4)), None))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
-def test_workers_of_a_killed_parent_are_gone() -> None:
+def test_workers_of_a_killed_parent_are_gone(tmp_path: Path) -> None:
     """Workers whose parent died first end too; torch's own watchdog takes the process adopting them for the parent."""
-    process = subprocess.Popen([sys.executable, "-c", DIES_AT_FORK], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    workers = [int(process.stdout.readline()) for _ in range(2)]
-    assert process.wait(timeout=60) == -signal.SIGKILL
+    written, deadline = tmp_path / "workers", time.monotonic() + 60  # torch's watchdog checks every 5 s
+    process = forked.start(die_after_the_second_fork, str(written))
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    while written.read_text().count("\n") < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    workers = [int(line) for line in written.read_text().splitlines()]
     try:
-        deadline = time.monotonic() + 60  # torch's watchdog checks every 5 s
+        assert len(workers) == 2
         while any(map(read, workers)) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not any(map(read, workers))
