@@ -77,7 +77,10 @@ def test_pretraining(family: str) -> None:
     assert graphs() == 2  # one for the blocks, one for the loss
 
 
-@pytest.mark.parametrize(("family", "changes", "variants"), [("llama", {}, 1), ("gemma3_text", GEMMA3, 2)])
+@pytest.mark.parametrize(
+    ("family", "changes", "variants"),
+    [("llama", {}, 1), pytest.param("gemma3_text", GEMMA3, 2, marks=pytest.mark.slow)],
+)
 def test_packed_rows(family: str, changes: dict[str, Any], variants: int) -> None:
     """Each variant of layer (sliding or not) needs one graph, and so does the loss; validation needs as many again."""
     model = compiled(family, **changes)
