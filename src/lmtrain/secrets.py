@@ -10,10 +10,11 @@ import functools
 import hashlib
 import os
 import re
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from lmtrain.terminal import in_shell
 
 _LENGTH = 8  # minimum length of hidden values; shorter ones occur in other text by chance
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
@@ -68,7 +69,7 @@ def hide(text: str, literal: Callable[[str], str] = str) -> str:
 
 def command(verb: str, words: list[str]) -> str:
     """Returns a command to paste into a shell, with secrets replaced by references to the environment."""
-    return shlex.join(["python", "-m", f"lmtrain.{verb}", *map(hide, words)])
+    return " ".join(["python", "-m", f"lmtrain.{verb}", *(in_shell(hide(word)) for word in words)])
 
 
 def names_in(text: str) -> list[str]:

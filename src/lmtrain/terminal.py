@@ -7,6 +7,7 @@ Console of this module (plans, tables and notes). Imports nothing slow.
 import io
 import itertools
 import os
+import shlex
 import sys
 import threading
 import unicodedata
@@ -37,6 +38,14 @@ def _sign(character: str) -> str:
     if ord(character) < 0x20:
         return chr(0x2400 + ord(character))  # control pictures: ␛ for escape
     return f"\\u{ord(character):04x}"
+
+
+def in_shell(word: str) -> str:
+    """Quotes a word for a shell; one with control characters as $'...', in which they are seen and can be pasted."""
+    if word.isprintable():
+        return shlex.quote(word)
+    shown = (c if c.isprintable() and c not in "'\\" else "".join(f"\\x{b:02x}" for b in os.fsencode(c)) for c in word)
+    return f"$'{''.join(shown)}'"
 
 
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -103,6 +103,13 @@ def test_plus_and_tilde() -> None:
     assert shown("+debug=fast", "+trainer=cpu")["trainer"]["accelerator"] == "cpu"
 
 
+@pytest.mark.parametrize("section", ["", "data"])
+def test_control_characters_are_read_back(section: str) -> None:
+    path = "a\x85b\x9b\x1b\u2028"
+    found = shown("data=text", f'data.path="{path}"', *(["-p", section] if section else []))
+    assert (found if section else found["data"])["path"] == path
+
+
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
 def as_hydra_runs_it(config: DictConfig) -> None:
     """An application of Hydra's over the same folder of configs."""

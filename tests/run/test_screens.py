@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from lmtrain.config import compose
 from lmtrain.run import going_on
 from lmtrain.run.going_on import longer
 from lmtrain.run.summary import git_state
+from lmtrain.terminal import visible
 from support import EXPORT, SAMPLES, TINY
 
 ROW = {"step": 250, "train/loss": 2.34567, "lr": 6e-4, "tokens_per_s": 12345.6, "grad_norm": 1.0}
@@ -213,6 +216,16 @@ def test_the_command_that_continues(
     made = SimpleNamespace(config=named, dir=SimpleNamespace(path=Path("out/1")))
     said = going_on.continuing(made, *changes)  # type: ignore[arg-type]
     assert shlex.split(said) == ["python", "-m", "lmtrain.train", *wanted]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_a_command_with_control_characters_is_read_by_a_shell_as_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["run.name=a", "data.path=\x1b[1m\x85it's\\ é\u202e日本", "data.val_path=\udcff\n\t"]
+    monkeypatch.setattr(going_on, "typed", lambda: words)
+    made = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name="a")), dir=SimpleNamespace(path=Path("a")))
+    shown = visible(going_on.continuing(made))  # type: ignore[arg-type]
+    read = subprocess.run(["bash", "-c", shown.replace("python", "printf '%s\\0'", 1)], capture_output=True, check=True)
+    assert read.stdout.split(b"\0")[2:-1] == [os.fsencode(word) for word in words]
 
 
 @pytest.mark.parametrize(

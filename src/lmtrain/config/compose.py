@@ -207,12 +207,13 @@ def to_yaml(composed: DictConfig, package: str | None = None) -> str:
     """
     kept = environment.note(composed)
     tree = environment.unresolved(OmegaConf.to_container(composed, resolve=True), kept, environment.as_written)
-    if package in (None, "_global_"):
-        return OmegaConf.to_yaml(OmegaConf.create(tree))
-    section = at(tree, str(package).split("."))
+    whole = package in (None, "_global_")
+    section = tree if whole else at(tree, str(package).split("."))
     if not isinstance(section, dict):
         raise UserError(f"--package {package}: choose {', '.join(k for k in tree if isinstance(tree[k], dict))}")
-    return f"# @package {package}\n{OmegaConf.to_yaml(OmegaConf.create(section))}"
+    text = OmegaConf.to_yaml(OmegaConf.create(section))
+    text = safe_yaml.dumped(section) if "\x85" in text else text  # OmegaConf leaves a NEL, which ends a line, as it is
+    return text if whole else f"# @package {package}\n{text}"
 
 
 def check(composed: DictConfig | Mapping[str, Any]) -> Config:

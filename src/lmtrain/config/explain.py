@@ -18,6 +18,7 @@ from lmtrain.config import aliases
 from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, absent, misspelt, used_here, with_value
 from lmtrain.config.defaults import PARTS, options_of
 from lmtrain.errors import UserError
+from lmtrain.terminal import in_shell
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:
@@ -140,7 +141,8 @@ def unreadable(override: str) -> str:
             '"a|(b)", lr: 1e-4}]\''
         )
     twice = f"a value that holds {holds} needs quotes twice, for the shell and for Hydra"
-    return f"cannot read {override!r}: {twice}: '{key}=\"{value}\"'"
+    in_quotes = f'{key}="{value}"'
+    return f"cannot read {override!r}: {twice}: {in_shell(in_quotes)}"
 
 
 def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str:

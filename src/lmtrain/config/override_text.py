@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import shlex
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from hydra.errors import HydraException
 from lmtrain.config.interpolations import escaped
 from lmtrain.config.keys import flat
 from lmtrain.config.sections import all_keys, text_keys
+from lmtrain.terminal import in_shell
 
 
 def to_hydra(override: str) -> str:
@@ -114,7 +114,7 @@ def bare_or_quoted(text: str) -> str:
 
 def shell_word(key: str, text: str) -> str:
     """Returns the override as a word to paste into a shell: quoted for Hydra and for the shell where they need it."""
-    return shlex.quote(f"{key}={bare_or_quoted(text)}")
+    return in_shell(f"{key}={bare_or_quoted(text)}")
 
 
 def quoted(text: str) -> str:
