@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, Node, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from lmtrain import secrets
 from lmtrain.config.defaults import conf_dir
-from lmtrain.config.interpolations import escaped, interpolated
+from lmtrain.config.interpolations import escaped, interpolated, plain
 from lmtrain.config.keys import flat
 from lmtrain.config.override_text import quoted
 from lmtrain.terminal import visible
@@ -71,7 +71,7 @@ def readings(tree: DictConfig) -> dict[str, Reading]:
             names.clear()
             value = None
             with contextlib.suppress(OmegaConfBaseException, ValueError):
-                value = resolved(node)
+                value = plain(node)
             if set(names) - OPEN:
                 found[key] = Reading(str(node._value()), value, tuple(dict.fromkeys(names)))
     return found
@@ -91,14 +91,6 @@ def _recording() -> Iterator[list[str]]:
         yield names
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-
-
-def resolved(node: Node) -> Any:
-    """Returns the resolved value of a node, which may be an interpolation, as plain containers."""
-    found = node._dereference_node()
-    if isinstance(found, DictConfig | ListConfig):
-        return OmegaConf.to_container(found, resolve=True)
-    return found._value()
 
 
 def as_written(text: str) -> str:

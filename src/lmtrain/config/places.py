@@ -16,7 +16,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config.config_files import composed_files, file_of
-from lmtrain.config.environment import is_trusted, readings, refusal, resolved
+from lmtrain.config.environment import is_trusted, readings, refusal
+from lmtrain.config.interpolations import plain
 from lmtrain.config.keys import flat
 from lmtrain.config.override_text import leaves
 from lmtrain.errors import UserError
@@ -98,9 +99,9 @@ def asked(tree: DictConfig) -> Iterator[Asked]:
         node: Any = OmegaConf.select(tree, section) if section else tree
         child = node._get_node(name) if OmegaConf.is_dict(node) and name in node else None
         if child is not None:
-            plain = OmegaConf.is_config(child) and not child._is_interpolation()
-            raw = OmegaConf.to_container(child, resolve=False) if plain else child._value()
-            yield from _walk(key, raw, resolved(child))
+            is_tree = OmegaConf.is_config(child) and not child._is_interpolation()
+            raw = OmegaConf.to_container(child, resolve=False) if is_tree else child._value()
+            yield from _walk(key, raw, plain(child))
 
 
 def _walk(key: str, raw: Any, value: Any, origin: tuple[str, Any] | None = None) -> Iterator[Asked]:
