@@ -31,7 +31,8 @@ from lmtrain.models import dial
 
 RATES = {2: 300, 4: 200, 6: 100}  # depth: steps
 FACTORS = (0.5, 1.0, 2.0)
-# Runs of up to five minutes, to which the law is fitted; longer ones and one of 60 steps are left out.
+# Runs of up to five minutes, to which the law is fitted; longer ones, one of 60 steps and other vocabularies are left
+# out. Unique tokens are those of a vocabulary of 1,024.
 RUNS = Path(__file__).with_name("dial_runs.csv")
 CODE = "standard library"  # the text that the law is for; others differ by a factor, and in what copying saves
 FREE = {  # what is fitted, and its bounds
@@ -66,14 +67,16 @@ def rates(kept: Kept) -> None:
 
 def made(kept: Kept) -> None:
     """Makes the runs of RUNS on the standard library again."""
-    unique = build_corpus(check(compose(["experiment=dial"]))).epoch_tokens
+    unique = build_corpus(check(compose(["experiment=dial", "tokenizer.vocab_size=1024"]))).epoch_tokens
     for run in runs():
         if run["text"] != CODE:
             continue
         depth, steps = int(run["layers"]), int(run["steps"])
-        held = dial.regularization(rate(depth), steps, tokens(depth, steps) / unique)
-        words = [f"model.depth={depth}", f"trainer.max_steps={steps}", *(f"{key}={it}" for key, it in held.items())]
-        kept.number("bits_per_byte", f"depth {depth}, {steps} steps", functools.partial(bits, words))
+        epochs = tokens(depth, steps) * dial.longer(int(run["vocabulary"])) / unique
+        held = dial.regularization(rate(depth), steps, epochs)
+        words = [f"model.depth={depth}", f"tokenizer.vocab_size={run['vocabulary']}", f"trainer.max_steps={steps}"]
+        name = f"depth {depth}, vocabulary {run['vocabulary']}, {steps} steps"
+        kept.number("bits_per_byte", name, functools.partial(bits, [*words, *(f"{k}={v}" for k, v in held.items())]))
 
 
 def runs() -> list[dict[str, str]]:
@@ -84,8 +87,8 @@ def runs() -> list[dict[str, str]]:
 def by_law(run: dict[str, str], constants: dict[str, float]) -> float:
     """Returns the bits per byte of a run by the law with these constants."""
     vars(dial).update(constants)
-    depth = int(run["layers"])
-    return dial.expected(depth, tokens(depth, int(run["steps"])), float(run["unique_tokens"]))
+    depth, longer = int(run["layers"]), dial.longer(int(run["vocabulary"]))
+    return dial.expected(depth, longer * tokens(depth, int(run["steps"])), float(run["unique_tokens"]))
 
 
 def law(_: Kept) -> None:
@@ -111,7 +114,7 @@ def law(_: Kept) -> None:
         print(f"{name}: times {factor:.3f}, COPIES_LESS {share:.3f}")
     errors = list(zip(found, off(x), strict=True))
     for run, error in errors:
-        of = f"{run['text']}, {run['layers']} layers, {run['steps']} steps"
+        of = f"{run['text']}, {run['layers']} layers, {run['vocabulary']} tokens, {run['steps']} steps"
         print(f"{of}: {error:+.1%} ({run['used']}) {run['note']}")
     on_code = [error for run, error in errors if (run["text"], run["used"]) == (CODE, "fitted")]
     print(f"root mean square of the fitted runs on code: {np.sqrt(np.mean(np.square(on_code))):.2%}")

@@ -31,7 +31,9 @@ COPIES_LESS, COPIES_AFTER, COPIES_SOONER, WITHIN = 0.136, 2.95e6, 0.6, 0.56
 # Repeated tokens count as in Muennighoff et al. 2023 (arXiv:2305.16264), but for models as small as those fitted all
 # repeats together are worth 1.3 epochs, not 15.
 WORN = 1.3
-_VOCABULARY, _LONGER = 1024, 0.15  # of those tokens; tokens are longer by (vocabulary / 1,024) ** 0.15
+# Of those tokens; those of another vocabulary are 1 + MOST * (1 - (1,024 / vocabulary) ** SOONER) times as long, and at
+# least a character, of which those have 2.7.
+VOCABULARY, MOST, SOONER, CHARACTER = 1024, 0.83, 0.36, 0.37
 FED = 1.25  # at most so many weights of the layers per token of the text; larger models memorize it
 # Text that is seen more than once is memorized without weight decay. With it, weights are an average of the updates of
 # the last 1 / (learning rate x weight decay) steps (Wang & Aitchison 2024, arXiv:2405.13698), and in our runs so many
@@ -129,8 +131,8 @@ def recipe(depth: int) -> dict[str, Any]:
 
 
 def longer(vocabulary: int) -> float:
-    """Returns the characters of a token relative to those of a vocabulary of 1,024."""
-    return float((vocabulary / _VOCABULARY) ** _LONGER)
+    """Returns the characters of a token relative to a vocabulary of 1,024 (within 1 % from 1,536 to 32,768)."""
+    return max(CHARACTER, 1 + MOST * (1 - (VOCABULARY / vocabulary) ** SOONER))
 
 
 class Speed(NamedTuple):
