@@ -161,7 +161,7 @@ def repository(folder: Path, texts: list[str]) -> Path:
     """Writes a dataset repository in the hub's layout, with the configurations that the yamls of conf/data name."""
     folder.mkdir()
     data_files = [{"split": split, "path": f"{split}.jsonl"} for split in ("train", "validation")]
-    names = {composed(o)["data"].get("config_name") or "default" for o in in_group("data")}
+    names = {in_yaml(o, "config_name") or "default" for o in in_group("data")}
     configs = [{"config_name": name, "data_files": data_files} for name in sorted(names)]
     (folder / "README.md").write_text("---\n" + yaml.safe_dump({"configs": configs}) + "---\n")
     for split in ("train", "validation"):
@@ -182,10 +182,11 @@ def composed(name: str) -> dict:
     return OmegaConf.to_container(config.compose([f"{group}={option}", *own]))  # type: ignore[return-value]
 
 
-def source_of(name: str) -> str:
-    """Returns the source of a data option from its yaml or base; composing would take a hundred times as long."""
+def in_yaml(name: str, key: str) -> Any:
+    """Returns what a data option's yaml or base has for a key; composing would take a hundred times as long."""
     tree = yaml.safe_load((CONF / name).read_text())
-    return tree["source"] if "source" in tree else source_of(f"data/{tree['defaults'][0]}.yaml")
+    bases = [base for base in tree.get("defaults", ()) if base != "_self_"]
+    return tree.get(key) if key in tree or not bases else in_yaml(f"data/{bases[0]}.yaml", key)
 
 
 def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
@@ -354,7 +355,7 @@ def assert_a_step_was_trained(folder: Path, ended: Ended) -> None:
     assert (export / "model.safetensors").exists() or (export / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize("name", [o for o in in_group("data") if source_of(o) == "hub"])
+@pytest.mark.parametrize("name", [o for o in in_group("data") if in_yaml(o, "source") == "hub"])
 def test_the_hubs_datasets_by_their_own_names(name: str) -> None:
     """A dataset of the hub that can't be fetched is named in the message, with an alternative."""
     data = composed(name)["data"]
