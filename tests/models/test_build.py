@@ -71,14 +71,6 @@ def test_qwen3_gives_the_published_number_for_its_published_shape():
     assert count(preset("qwen3_small", *(f"model.{s}" for s in shape)), 151936) == 596_049_920
 
 
-@pytest.mark.parametrize(
-    ("name", "low", "high"),
-    [("gpt_nano", 2e6, 7e6), ("llama_nano", 3e6, 7e6), ("llama_small", 120e6, 130e6), ("qwen3_small", 110e6, 130e6)],
-)
-def test_presets_are_as_large_as_they_say(name, low, high):
-    assert low < count(preset(name), 4096 if name.endswith("nano") else 50257) < high
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_large_presets_bring_their_tokenizer(name):
     kind = {"nano": "bpe", "dial": "bpe"}.get(name.split("_")[-1], "hub")
