@@ -184,6 +184,7 @@ def _text(config: Config) -> Corpus:
     train, val = prepared.splits["train"], prepared.splits.get("val")  # prepare refuses data without the first
     rows, words = text_rows(train.shards, config, config.seed)
     documents = f" in {counted(train.documents, 'document')}" if train.documents is not None else ""
+    known = [f"{train.tokens:,} tokens{documents} ({prepared.folder})", *bos_words(train, prepared.tokenizer)]
     if isinstance(rows, Windows):
         rows.fim = fill_in_the_middle(config.data, rows.shards, prepared.tokenizer, config.seed)
         words = fim_words(rows.fim)
@@ -192,11 +193,7 @@ def _text(config: Config) -> Corpus:
         train=rows,
         val=text_rows(val.shards, config, None)[0] if val is not None else None,
         epoch_tokens=len(rows) * config.data.seq_len if isinstance(rows, Windows) else rows.examples.tokens,
-        words=[
-            f"{train.tokens:,} tokens{documents} ({prepared.folder})",
-            *bos_words(train, prepared.tokenizer),
-            *words,
-        ],
+        words=[*known, *words],
         val_bytes_per_token=bytes_per_target([val] if val is not None else [], config.data, prepared.tokenizer),
     )
 
