@@ -130,9 +130,11 @@ def typed_keys(overrides: Sequence[str]) -> dict[str, str]:
 
 def leaves(overrides: Sequence[str]) -> dict[str, Any]:
     """Maps dotted keys to the unresolved values that overrides set, with nested containers flattened by `flat`."""
-    parsed = OverridesParser.create().parse_overrides([to_hydra(o) for o in overrides])
-    set_once = (o for o in parsed if not o.is_delete() and not o.is_sweep_override())
-    return {key: value for o in set_once for key, value in flat(o.value(), o.key_or_group)}
+    found: dict[str, Any] = {}
+    for override in OverridesParser.create().parse_overrides([to_hydra(o) for o in overrides]):
+        if not override.is_delete() and not override.is_sweep_override():
+            found |= flat(override.value(), override.key_or_group)
+    return found
 
 
 def leaves_of(tree: Mapping[Any, Any], known: Container[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:

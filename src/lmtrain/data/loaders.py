@@ -109,11 +109,12 @@ class StepDataset(Dataset):
 
     def shares(self, step: int, chosen: np.ndarray) -> list[np.ndarray]:
         """Returns this rank's micro-batches of a step's `row_ids`, as arguments of `Rows.read`; some may be empty."""
-        # If a last step has a single row, its other row is the last row of the previous step.
-        alone = len(chosen) == 1 and step > 0
-        others = self.row_ids(step - 1)[-1:, 1] if alone else np.roll(chosen[:, 1], 1)
-        pairs = self.by_length(coupled(self.rows, chosen, others))
-        return order.rank_share(pairs, self.rank, self.world_size, self.micro_batch_size)
+        if getattr(self.rows, "coupled", False):
+            # If a last step has a single row, its other row is the last row of the previous step.
+            alone = len(chosen) == 1 and step > 0
+            others = self.row_ids(step - 1)[-1:, 1] if alone else np.roll(chosen[:, 1], 1)
+            chosen = np.column_stack([chosen, others])
+        return order.rank_share(self.by_length(chosen), self.rank, self.world_size, self.micro_batch_size)
 
     def __getitem__(self, step: int) -> dict[str, Any]:
         chosen = self.row_ids(step)

@@ -128,7 +128,8 @@ class TokenDataModule(pl.LightningDataModule):
         """Returns the validation loaders for `trainer.test`; data.val_path names the data. `evaluate` offers more."""
         return self.val_dataloader()
 
-    predict_dataloader = test_dataloader
+    def predict_dataloader(self) -> DataLoader | list[DataLoader]:
+        return self.val_dataloader()
 
 
 class CorpusDataModule(TokenDataModule):

@@ -152,8 +152,10 @@ class TextMetrics:
 
     def score(self, answers: list[str], references: list[str], prompts: list[str] | None = None) -> dict[str, float]:
         """Returns each metric over all answers; several values of one metric are named <metric>_<value's name>."""
-        found = (self._one(name, answers, references, prompts or [""] * len(answers)) for name in self.metrics)
-        return {name: value for values in found for name, value in values.items()}
+        found: dict[str, float] = {}
+        for name in self.metrics:
+            found |= self._one(name, answers, references, prompts or [""] * len(answers))
+        return found
 
     def _one(self, name: str, answers: list[str], references: list[str], prompts: list[str]) -> dict[str, float]:
         metric = self.metrics[name]

@@ -126,18 +126,24 @@ class LanguageModel(nn.Module):
         return getattr(self.model, "unpacked_because", None)
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, learned: Tensor | None = None, **more: Any
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        learned: Tensor | None = None,
+        row_lengths: Tensor | None = None,
+        real: Tensor | None = None,
     ) -> LanguageModelOutput:
         """Computes the loss of one micro-batch.
 
         Args:
-            input_ids: [B, T] int64.
+            input_ids: [B, T] int64; `position_ids`, `cu_seqlens`, `row_lengths` and `real` are those of `Inputs`.
             labels: [B, T] int64, the token that follows each input, -100 where none is trained on.
             learned: [n] int64, positions of the labelled tokens in the flattened B * T; None: logits of all tokens are
                 computed.
-            more: further fields of `Inputs`, by name.
         """
-        inputs = Inputs(input_ids, **more)
+        inputs = Inputs(input_ids, position_ids, cu_seqlens, row_lengths=row_lengths, real=real)
         hidden, router_logits = self.hidden_states(inputs)
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         if learned is not None and len(learned):
@@ -243,7 +249,7 @@ class LanguageModel(nn.Module):
 
         Padding has no router logits, and a prefix that several documents share has them for each, as if repeated.
         """
-        input_ids, position_ids, cu_seqlens, prefixes, _, routed = inputs
+        input_ids, position_ids, cu_seqlens, prefixes, _, real = inputs
         self.lengths.read(inputs)
         options: dict[str, Any] = {}
         if position_ids is not None:
@@ -259,7 +265,7 @@ class LanguageModel(nn.Module):
             out = self.model.base_model(input_ids=input_ids, use_cache=False, **options)
         self.lengths.tokens = None  # text is generated as by transformers
         logits = self.routers.take(out)
-        routed = routed if prefixes is None else prefixes.kv_index
+        routed = real if prefixes is None else prefixes.kv_index
         if routed is not None:
             logits = {kind: tuple(x.index_select(0, routed) for x in xs) for kind, xs in logits.items()}
         return out.last_hidden_state, logits

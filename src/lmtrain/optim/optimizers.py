@@ -126,6 +126,10 @@ def _adafactor(groups: Groups, cfg: AdafactorConfig) -> torch.optim.Optimizer:
     return Adafactor(groups, **{key: getattr(cfg, key) for key in keys})
 
 
+def _lion(groups: Groups, cfg: LionConfig) -> torch.optim.Optimizer:
+    return Lion(groups, betas=_betas(cfg))
+
+
 def _muon(groups: Groups, cfg: MuonConfig) -> torch.optim.Optimizer:
     muon = {"momentum": cfg.momentum, "nesterov": cfg.nesterov, "ns_steps": cfg.ns_steps}
     optimizer = MuonWithAdamW(groups, muon=muon, adamw=_adamw_arguments(cfg))
@@ -137,7 +141,7 @@ _BUILDERS: dict[str, Callable[[Groups, Any], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "adamw_8bit": _adamw_8bit,
     "adafactor": _adafactor,
-    "lion": lambda groups, cfg: Lion(groups, betas=_betas(cfg)),
+    "lion": _lion,
     "muon": _muon,
 }
 

@@ -42,8 +42,10 @@ class ModelReward(Reward):
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
         rows = [self._ids(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
-        batches = (rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size))
-        return [score for batch in batches for score in scores_of(self.model, batch).tolist()]
+        found: list[float] = []
+        for start in range(0, len(rows), self.batch_size):
+            found += scores_of(self.model, rows[start : start + self.batch_size]).tolist()
+        return found
 
     def _ids(self, prompt: Any, completion: str) -> list[int]:
         """Returns the conversation's token ids; raises ValueError if there are more than the model has positions."""

@@ -7,7 +7,7 @@ import platform
 import socket
 import subprocess
 import time
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,11 @@ from lmtrain.secrets import command
 @functools.cache
 def versions() -> dict[str, str]:
     names = ("lmtrain", "torch", "lightning", "transformers", "datasets", "tokenizers", "peft", "hydra-core")
-    found = ((name, made.version) for name in names for made in [*distributions(name=name)][:1])
-    return {"python": platform.python_version(), **dict(found)}
+    found = {"python": platform.python_version()}
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def git_state() -> dict[str, Any] | None:

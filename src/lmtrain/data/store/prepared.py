@@ -81,8 +81,9 @@ def find_folder(cfg: DataConfig, label: str, key: dict[str, Any], show: PrepareP
     target = folder_of(cfg, label, key)
     unknown = [name for name, value in key["resolved"].items() if value is None]
     found = []
-    look = unknown and not bins.is_complete(target)
-    for folder in target.parent.glob(f"{target.name.rpartition('-')[0]}-*") if look else ():
+    if not unknown or bins.is_complete(target):
+        return target
+    for folder in target.parent.glob(f"{target.name.rpartition('-')[0]}-*"):
         if ".tmp-" in folder.name or not bins.is_complete(folder):
             continue
         theirs = bins.load_meta(folder)["key"]
@@ -97,9 +98,10 @@ def find_folder(cfg: DataConfig, label: str, key: dict[str, Any], show: PrepareP
 
 def _serves(folder: Path, its_key: dict[str, Any], key: dict[str, Any]) -> bool:
     """Returns whether a folder holds the tokens of `key`: earlier versions put no BOS, as some tokenizers do not."""
-    if its_key == key or {"prepend_bos": "auto", **its_key} != key:
-        return its_key == key
-    return not tokenizers.own_bos(tokenizers.load_folder(folder / "tokenizer"))
+    if its_key == key:
+        return True
+    is_older = {"prepend_bos": "auto", **its_key} == key
+    return is_older and not tokenizers.own_bos(tokenizers.load_folder(folder / "tokenizer"))
 
 
 def prepare_folder(

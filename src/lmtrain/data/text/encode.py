@@ -58,10 +58,11 @@ def make_encoder(tokenizer: PreTrainedTokenizerFast, cfg: DataConfig) -> "Encode
     """
     if cfg.append_eos and tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-text token: set data.append_eos=false, or choose one that has")
-    bos = own_bos(tokenizer) if cfg.prepend_bos == "auto" else [tokenizer.bos_token_id] * bool(cfg.prepend_bos)
-    if bos == [None]:
+    if cfg.prepend_bos is True and tokenizer.bos_token_id is None:
         raise UserError("the tokenizer has no BOS token: set data.prepend_bos=auto, or choose one that has")
-    return Encoder(tokenizer, tokenizer.eos_token_id if cfg.append_eos else None, *bos)
+    puts_bos = own_bos(tokenizer) if cfg.prepend_bos == "auto" else cfg.prepend_bos
+    bos_id = tokenizer.bos_token_id if puts_bos else None
+    return Encoder(tokenizer, tokenizer.eos_token_id if cfg.append_eos else None, bos_id)
 
 
 class Encoder:

@@ -25,7 +25,7 @@ from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store.bins import Shard
 from lmtrain.data.store.prepared import folder_of, settings
 from lmtrain.data.store.progress import PrepareProgress
-from lmtrain.errors import needing
+from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
 
 PIECE = 100  # bytes; validation text of this length that is also in the training text counts as copied
@@ -271,8 +271,12 @@ class _Near:
     """The documents seen so far that are not near duplicates of earlier ones; about 3 kB each."""
 
     def __init__(self) -> None:
-        with needing("dedup", "data.dedup=near"):
+        try:
             from datasketch import MinHash, MinHashLSH
+        except ImportError as error:
+            raise UserError(
+                f'data.dedup=near needs datasketch ({error}): pip install "lmtrain[dedup]"; exact needs nothing'
+            ) from None
         self.empty = MinHash(num_perm=_SIGNATURE, hashfunc=zlib.crc32)
         self.lsh = MinHashLSH(params=_BANDS, num_perm=_SIGNATURE)
         self.signatures: list[Any] = []
