@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side, one thread each; see tests/conftest.py. Neighbours stay together: many share runs of their file.
 JOBS   ?= 2
 
-.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-oldest-torch env-triton train pipeline smoke test test-all nightly test-lowest test-oldest-torch coverage docs screenshots lint typecheck clean
+.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-oldest-torch env-triton train pipeline smoke test test-all nightly test-lowest test-oldest-torch coverage size docs screenshots lint typecheck clean
 
 env: $(VENV)/.installed
 
@@ -116,6 +116,10 @@ test-oldest-torch: env-oldest-torch
 # Lines of src/ that the quick tests run, subprocesses left out; fails below the floor.
 coverage: env
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" --cov=lmtrain --cov-report=term:skip-covered --cov-fail-under=80 $(ARGS)
+
+# Lines of code, tables and pages per package, beside the last release's.
+size:
+	@$(PYTHON) tests/size.py $(ARGS)
 
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from chats import write_rows
 from inprocess import train_tiny
 from lmtrain.config import compose as rules
 from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, SHOWN, TRAJECTORY, VALIDATION, Shapes, at_least
+from lmtrain.config.effect import option_holding
 from lmtrain.config.fingerprint import fingerprint, of_model
 from lmtrain.config.keys import Key, keys_in, keys_of, value_of
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
@@ -22,7 +24,7 @@ from lmtrain.data.store.prepared import folder_key
 from lmtrain.errors import UserError
 from lmtrain.optim.schedules import LRSchedule
 from lmtrain.run import resume
-from support import EXPORT, SAMPLES, TINY, rows
+from support import EXPORT, REPO, SAMPLES, TINY, rows
 
 ALL = all_keys()
 CONTENTS = {
@@ -40,21 +42,32 @@ def a_config(*overrides: str) -> Config:
     return rules.check(rules.compose([*TINY, *overrides]))
 
 
-# Together they set every key that isn't null by default.
+# Settings under which keys have a value that are null by default, and options that are not in the schema's tables.
 CONFIGS = {
     "text": ["data=text", "data.path=x"],
-    "sft": ["objective=sft", "data=chat_jsonl", "data.path=x", "optimizer=adamw_8bit", "schedule=inverse_sqrt"],
-    "dpo": ["objective=dpo", "data=preference_jsonl", "data.path=x", "data.max_length=null",
-            "schedule=cosine_restarts"],
+    "sft": ["objective=sft", "data=chat_jsonl", "data.path=x"],
+    "dpo": ["objective=dpo", "data=preference_jsonl", "data.path=x", "data.max_length=null"],
     "lora": ["objective=sft", "data=chat_jsonl", "data.path=x", "peft=lora", "tokenizer=hub", "model=pretrained",
-             "tokenizer.name_or_path=x", "model.name_or_path=y", "optimizer=muon", "schedule=polynomial",
-             "data.seq_len=8"],
-    "memory": ["data=text", "data.path=x", "model=memory_nano", "schedule=range_test"],
-    "moe": ["data=text", "data.path=x", "model=moe_small", "optimizer=adafactor", "schedule=wsd"],
+             "tokenizer.name_or_path=x", "model.name_or_path=y", "data.seq_len=8"],
+    "memory": ["data=text", "data.path=x", "model=memory_nano"],
+    "moe": ["data=text", "data.path=x", "model=moe_small"],
     "classes": ["data=text", "data.path=x", "run.allow_target=[test_keys]", "schedule=custom",
                 "schedule._target_=test_keys.Flat", "optimizer=custom", "optimizer._target_=torch.optim.RAdam",
                 "model=custom", "model._target_=transformers.LlamaForCausalLM"],
 }  # fmt: skip
+WITHOUT_OPTION = "no option of conf/ has this key: give it a default there, or set it in CONFIGS"
+
+
+def every_option() -> dict[str, list[str]]:
+    """Returns the settings of a config for each objective, optimizer and schedule in the schema's tables."""
+    found = {}
+    for name, (_, options) in OBJECTIVES.items():
+        reader = option_holding(options.rows, [REPO / "conf"]) or "text"
+        found[f"objective={name}"] = [f"objective={name}", f"data={reader}", "data.path=x"]
+    for optimizer, schedule in itertools.zip_longest(OPTIMIZERS, SCHEDULES):
+        chosen = [f"optimizer={optimizer or 'adamw'}", f"schedule={schedule or 'cosine'}"]
+        found[" ".join(chosen)] = ["data=text", "data.path=x", *chosen]
+    return found
 
 
 class Flat(LRSchedule):
@@ -64,7 +77,8 @@ class Flat(LRSchedule):
 
 @pytest.fixture(scope="module")
 def configs() -> dict[str, Config]:
-    return {name: rules.check(rules.compose([*overrides, "data.seq_len=8"])) for name, overrides in CONFIGS.items()}
+    settings = {**CONFIGS, **every_option()}
+    return {name: rules.check(rules.compose([*overrides, "data.seq_len=8"])) for name, overrides in settings.items()}
 
 
 def with_value(config: Config, name: str, value: Any) -> Config:
@@ -99,6 +113,7 @@ def set_in(configs: dict[str, Config], key: Key) -> Config:
         if id(config) not in NAMES:  # ids stay valid, since the fixture keeps its configs
             NAMES[id(config)] = {k.name for k in keys_in(config)}
     having = [config for config in configs.values() if key.name in NAMES[id(config)]]
+    assert having, f"{key.name}: {WITHOUT_OPTION}"
     return next((c for c in having if value_of(c, key.name) is not None), having[0])
 
 
@@ -245,7 +260,8 @@ def test_the_walk_is_of_every_key(configs: dict[str, Config]) -> None:
 
     for config in configs.values():
         assert sorted(k.name for k in keys_in(config)) == sorted(leaves(config))
-    assert {k.name for k in ALL} == {name for config in configs.values() for name in leaves(config)}
+    missing = {k.name for k in ALL} - {name for config in configs.values() for name in leaves(config)}
+    assert not missing, f"{sorted(missing)}: {WITHOUT_OPTION}"
     assert {k.shapes for k in ALL} == set(Shapes)
     print({shapes.value: sum(k.shapes is shapes for k in ALL) for shapes in Shapes})
 
