@@ -36,7 +36,6 @@ _CHANGES = {
 }  # fmt: skip
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _STEERING = {"LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONHOME", "PATH", "HF_ENDPOINT"}
-_GIT = ["git", "-c", "core.fsmonitor=false"]  # asks for the commit of lmtrain's own source
 # Packages whose objects libraries unpickle themselves; a payload names anything else.
 _PICKLED = ("torch", "numpy", "collections", "_codecs", "copyreg", "datetime", "lmtrain", "tokenizers", "transformers")
 _TEMPLATE = "<template>"  # name of chat templates' code, which jinja2 sandboxes; what it opens or starts is seen
@@ -110,7 +109,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     elif event in _CHANGES:
         for place, folder in _CHANGES[event]:
             _changed(watch, event, arguments[place], -1 if folder is None else arguments[folder])
-    elif event in _PROCESSES and not (event == "subprocess.Popen" and list(arguments[1])[:3] == _GIT):
+    elif event in _PROCESSES and not (event == "subprocess.Popen" and _asks_git(arguments[1])):
         watch.note(f"process: {event} {arguments!r:.200}")
     elif event in _SOCKETS:
         watch.note(f"socket: {event} {arguments!r:.200}")
@@ -120,6 +119,11 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         watch.note(f"signal: {arguments}")
     elif event == "os.putenv" and os.fsdecode(arguments[0]) in _STEERING:
         watch.note(f"environment: {arguments!r:.200}")
+
+
+def _asks_git(line: Any) -> bool:
+    """Returns whether a command is that of run/repository.py, which shows git nothing of theirs that it would run."""
+    return list(line)[:1] == ["git"] and str(list(line)[1]).startswith("--git-dir=")
 
 
 def _below(path: str, folders: list[Path]) -> bool:

@@ -18,7 +18,7 @@ from lmtrain.callbacks.progress import PlainLines, RichBar, duration
 from lmtrain.config import compose
 from lmtrain.run import going_on
 from lmtrain.run.going_on import longer
-from lmtrain.run.summary import git_state
+from lmtrain.run.repository import git_state
 from lmtrain.terminal import visible
 from support import EXPORT, SAMPLES, TINY
 

@@ -100,6 +100,8 @@ class WandB(Joined, WandbLogger):
         import wandb
 
         _leave_inherited_service()
+        # To record the commit, W&B runs git, which runs what the repository's files name (run/repository.py).
+        os.environ.setdefault("WANDB_DISABLE_GIT", "true")
         try:
             with _hidden_command():
                 _ = self.experiment

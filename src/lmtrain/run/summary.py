@@ -5,7 +5,6 @@ import functools
 import os
 import platform
 import socket
-import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +27,7 @@ from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
 from lmtrain.run.going_on import next_commands
 from lmtrain.run.plan_costs import speed_of
+from lmtrain.run.repository import git_state
 from lmtrain.run_folder.folder import asked
 from lmtrain.secrets import command
 
@@ -40,18 +40,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def git_state() -> dict[str, Any] | None:
-    """Returns {commit, dirty} of the repository around the working folder, or None; dirty: tracked files changed."""
-    # Disables core.fsmonitor, with which a repository's config can name a program for git to run.
-    line = ["git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    try:
-        said = subprocess.run(line, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    commit = said[0].removeprefix("# branch.oid ")
-    return None if commit == "(initial)" else {"commit": commit, "dirty": not said[-1].startswith("#")}
 
 
 def write_summary(run: Run, status: str, started: float, error: BaseException | None = None) -> dict[str, Any]:
