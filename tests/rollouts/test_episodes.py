@@ -14,8 +14,9 @@ import forked
 import odd_environments
 from inprocess import Ended, compare_runs, run
 from lmtrain.callbacks.metrics import without_times
+from lmtrain.data.chat.tool_calls import requested
 from lmtrain.rewards import games
-from lmtrain.rewards.environment import LONGEST, execute, requested
+from lmtrain.rewards.environment import LONGEST, execute
 from support import REPO, Run, rows
 from tiny_pretrained import save_pretrained
 
