@@ -1,5 +1,6 @@
 """What users know from Hydra: flags, +key, ~key, their own folders; and hints otherwise."""
 
+import dataclasses
 import os
 import shlex
 import subprocess
@@ -13,12 +14,15 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.version import VersionBase
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import lmtrain
 from inprocess import message, run
 from lmtrain.config.compose import check, compose
 from lmtrain.config.defaults import conf_dir
+from lmtrain.config.explain import ADD_UP
+from lmtrain.config.keys import at
+from lmtrain.data.sources.files import find_files
 from lmtrain.errors import UserError
 from lmtrain.optim.optimizers import build_optimizer
 
@@ -137,7 +141,7 @@ def test_one_section_as_hydra_shows_it(
         (["+experiment=shakespear_char"], "did you mean experiment=shakespeare_char"),
         (["+optimizer.lrr=1"], "did you mean optimizer.lr"),
         (["++optimizer.lrr=1"], "did you mean optimizer.lr"),
-        (["~optimizer.lr"], "or set optimizer.lr=..."),
+        (["~optimizer.lr"], "set optimizer.lr=..."),
         (["~logger=csv"], "~logger or logger=none turns it off"),
         (["~callbacks"], "the group callbacks can't be left out; options: default, early_stopping, ema"),
         (["--cfg", "hydra"], "--info"),
@@ -221,3 +225,112 @@ def test_inside_an_application_of_hydras(
     main()
     assert seen == [(7, "gpt_nano", 32)]
     assert not GlobalHydra.instance().is_initialized()
+
+
+@pytest.mark.parametrize("order", ["ddp,cpu", "cpu,ddp", "default,ddp,cpu"])
+def test_options_of_trainer_add_up(order: str) -> None:
+    trainer = lmtrain.compose([f"trainer=[{order}]", "trainer.devices=2"]).trainer
+    assert (trainer.strategy, trainer.accelerator, trainer.max_steps) == ("ddp", "cpu", 1000)
+
+
+@pytest.mark.parametrize("order", ["ema,early_stopping", "early_stopping,ema"])
+def test_options_of_callbacks_add_up(order: str) -> None:
+    callbacks = lmtrain.compose([f"callbacks=[{order}]"]).callbacks
+    assert (callbacks.ema.enabled, callbacks.early_stopping.enabled, callbacks.samples.rows) == (True, True, 2)
+
+
+def test_every_option_that_adds_up_sets_only_its_own_keys() -> None:
+    """An option that repeated the defaults of its group would undo the options before it."""
+    for group in ADD_UP:
+        for file in sorted((conf_dir() / group).glob("*.yaml")):
+            of_group = (yaml.safe_load(file.read_text()) or {}).get("defaults", [])
+            assert "default" not in of_group, file
+
+
+@pytest.mark.parametrize("words", ["optimizer=[adamw,muon]", "peft=[lora,memory]", "reward=[exact_number,format]"])
+def test_alternatives_do_not_add_up(words: str) -> None:
+    with pytest.raises(UserError, match="they are alternatives: choose one"):
+        compose([words])
+
+
+@pytest.mark.parametrize(
+    ("removed", "typed", "meaning"),
+    [
+        ("trainer.gradient_clip_val", "trainer.gradient_clip_val=null", "null: no clipping"),
+        ("trainer.save_every_n_steps", "trainer.save_every_n_steps=null", "null: only the latter two"),
+        ("callbacks.samples", "callbacks.samples.every_n_validations=...", "0: never"),
+        ("callbacks.ema", "callbacks.ema.enabled=...", "keep an exponential moving average"),
+        ("seed", "seed=...", "seed of all random numbers"),
+    ],
+)
+def test_a_key_that_would_come_back_is_not_removed(removed: str, typed: str, meaning: str) -> None:
+    with pytest.raises(UserError) as refused:
+        compose([f"~{removed}"])
+    assert f"set {typed} (" in str(refused.value)
+    assert meaning in str(refused.value)
+
+
+def test_every_removal_is_a_removal_or_refused() -> None:
+    """Whatever key of the composed config is removed, no default takes its place."""
+    plain = OmegaConf.to_container(compose([]))
+    for key in ("trainer.max_steps", "logger.tensorboard.flush_secs", "schedule.warmup_steps", "data.val_path", "run"):
+        try:
+            left = dataclasses.asdict(check(compose([f"~{key}"])))
+        except UserError:
+            continue
+        assert at(left, key.split(".")) is None, key
+        assert at(plain, key.split(".")) is not None, key
+
+
+def test_an_argument_of_ones_own_class_is_removed() -> None:
+    mine = [
+        "optimizer=custom",
+        "optimizer._target_=torch.optim.RAdam",
+        "+optimizer.eps=1e-9",
+        "+optimizer.foreach=true",
+    ]
+    assert "eps" in compose(mine).optimizer
+    left = check(compose([*mine, "~optimizer.eps"])).optimizer
+    assert (hasattr(left, "eps"), hasattr(left, "foreach")) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "key", ["run.name", "trainer.max_steps", "callbacks.samples.prompts", "logger.tensorboard.flush_secs"]
+)
+def test_a_mandatory_value_is_asked_for(key: str) -> None:
+    with pytest.raises(UserError, match=rf"^{key} has no value: set {key}="):
+        check(compose([f"{key}=???"]))
+
+
+@pytest.mark.parametrize(
+    ("typed", "path"),
+    [
+        ("~/x.txt", "~/x.txt"),
+        ("tëxt.txt", "tëxt.txt"),
+        ("x (1).txt", "x (1).txt"),
+        ("[~/x.txt, 字.txt,b.txt]", ["~/x.txt", "字.txt", "b.txt"]),
+        ("['~/x y.txt',ä.txt]", ["~/x y.txt", "ä.txt"]),
+        ("s3://a-b/ä.txt", "s3://a-b/ä.txt"),
+    ],
+)
+def test_paths_are_read_as_typed(typed: str, path: str | list[str]) -> None:
+    assert compose(["data=text", f"data.path={typed}"]).data.path == path
+
+
+def test_words_inside_mappings_and_of_added_keys_are_read_as_typed() -> None:
+    mixed = compose(["data=text_mixture", "data.mixture=[{path: ~/ä.txt, weight: 2},{name: o/ü}]"]).data.mixture
+    assert mixed == [{"path": "~/ä.txt", "weight": 2}, {"name": "o/ü"}]
+    assert compose(["+model.extra.note=ümlaut"]).model.extra.note == "ümlaut"
+    with pytest.raises(UserError, match="there is no model=gpt_nanö; did you mean model=gpt_nano"):
+        compose(["model=gpt_nanö"])
+    with pytest.raises(UserError, match=r"several values are a sweep.*'data.path=\[a,ü\]'"):
+        compose(["data=text", "data.path=a,ü"])
+
+
+def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x.txt").write_text("some words\n" * 100)
+    config = lmtrain.compose(["data.path=~/x.txt"])
+    assert (config.data.format, [str(f) for f, _ in find_files(config.data.path, "auto")[0]]) == (
+        "text", [str(tmp_path / "x.txt")],
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from lmtrain import secrets
 from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values
-from lmtrain.config.config_files import composed_files, folders_of, hydra_over
+from lmtrain.config.config_files import composed_files, folders_of, hydra_over, origins
 from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.keys import at, flat
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
@@ -53,6 +53,7 @@ def settled(
     safe_yaml.check_words(overrides)
     overrides = [to_hydra(override) for override in overrides]
     composed, overrides, refused = _hydra_composed(overrides, folders, search, config_name, for_sweep)
+    _refuse_removals(composed, overrides, config_dir, config_name)
     _keep_texts(composed, overrides, config_dir, config_name)
     ours = OmegaConf.masked_copy(composed, [str(k) for k in composed if k != "hydra"]) if for_sweep else composed
     interpolations.resolved(ours)
@@ -104,6 +105,20 @@ def _hydra_composed(
                 raise refused from None
             return without, overrides, refused
     return composed, overrides, None
+
+
+def _refuse_removals(composed: DictConfig, overrides: list[str], config_dir: str | None, config_name: str) -> None:
+    """Raises UserError for ~key of a key that every config has; arguments of a user's own class can be left out."""
+    for override in (o for o in overrides if o.startswith("~")):
+        key = override[1:].partition("=")[0]
+        if "_target_" in (composed.get(key.partition(".")[0]) or ()):
+            continue
+
+        def comment_of(name: str) -> str:
+            files = composed_files([o for o in overrides if not o.startswith("~")], config_dir, config_name)
+            return next((found.comment for found in reversed(origins(name, files, []))), "")
+
+        explain.refuse_removal(key, sections.all_keys(), comment_of)
 
 
 def _without_keys_of_reader(
@@ -226,6 +241,9 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     plain, kept = composed, dict[str, environment.Reading]()
     if isinstance(composed, DictConfig):
         plain, kept = interpolations.resolved(composed), environment.note(composed)
+    unset = next((key for key, value in flat(plain) if value == "???"), None)  # Hydra's sign for a mandatory value
+    if unset is not None:
+        raise UserError(f"{unset} has no value: set {unset}=...")
     # Before data.seq_len, for which such a model has no default.
     check_pretrained_name(*(at(plain, ("model", key)) for key in ("init", "name_or_path")))
     try:

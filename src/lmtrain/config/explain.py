@@ -16,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.config import aliases
 from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, absent, misspelt, used_here, with_value
-from lmtrain.config.defaults import PARTS, options_of
+from lmtrain.config.defaults import PARTS, conf_dir, options_of
+from lmtrain.config.keys import Key
 from lmtrain.errors import UserError
 from lmtrain.terminal import in_shell
 
@@ -116,7 +117,7 @@ def missing_config(error: MissingConfigException, folders: list[Path], overrides
     """Returns the message for a YAML file that Hydra did not find."""
     missing = error.missing_cfg_file or ""
     for override in overrides:
-        group, _, option = override.lstrip("+").partition("=")
+        group, _, option = override.lstrip("+").replace('"', "").partition("=")
         if missing == f"{group}/{option}" and any((d / group).is_dir() for d in folders):
             return unknown_option(group, option, folders)
     if missing.startswith("hydra/launcher/"):
@@ -208,14 +209,43 @@ def refuse_sweep_keys(overrides: list[str]) -> None:
             raise UserError(f"{key} has no effect on a single run{here}")
 
 
+def refuse_removal(key: str, kept: Iterable[Key], comment_of: Callable[[str], str]) -> None:
+    """Raises UserError for ~key if it is one of the keys `kept`, or a section of them: its default would come back.
+
+    Args:
+        comment_of: returns the comment that conf/ has on a key, or ''.
+    """
+    inside = next((k for k in kept if k.name == key or k.name.startswith(f"{key}.")), None)
+    if inside is None:
+        return
+    name, about = inside.name, comment_of(inside.name)
+    value = "null" if name == key and ("None" in str(inside.type) or inside.type is Any) else "..."
+    raise UserError(f"~{key}: it can't be left out: set {name}={value}{f' ({about})' if about else ''}")
+
+
+# Groups whose options set single keys, and so add up; those of all others are alternatives.
+ADD_UP = ("callbacks", "trainer", "logger", "debug", "experiment")
+
+
+def _refuse_alternatives(group: str, value: str) -> None:
+    """Raises UserError for several of lmtrain's own options of a group of alternatives, of which the last would win."""
+    names = [
+        name
+        for name in value.strip("[] ").replace(" ", "").split(",")
+        if (conf_dir() / group / f"{name}.yaml").is_file()
+    ]
+    if value.startswith("[") and group not in ADD_UP and len(names) > 1:
+        raise UserError(f"{group}={value}: they are alternatives: choose one, {group}={names[-1]}")
+
+
 def with_plain_groups(overrides: list[str], folders: list[Path]) -> list[str]:
     """Returns the overrides with `+group=x` as `group=x` (every config has all groups) and `~group` as `group=none`.
 
-    Raises UserError for `~group` of a group that has no option none.
+    Raises UserError for `~group` of a group that has no option none, and for several options that are alternatives.
     """
     found = list[str]()
     for override in overrides:
-        group, equals, _ = override.lstrip("+~").partition("=")
+        group, equals, value = override.lstrip("+~").partition("=")
         is_group = any((d / group).is_dir() for d in folders)
         if is_group and override.startswith("~"):
             options = options_of(group, folders)
@@ -223,6 +253,8 @@ def with_plain_groups(overrides: list[str], folders: list[Path]) -> list[str]:
                 off = f"~{group} or {group}=none turns it off; " if "none" in options else ""
                 raise UserError(f"{override}: the group {group} can't be left out; {off}options: {', '.join(options)}")
             override = f"{group}=none"
+        elif is_group:
+            _refuse_alternatives(group, value)
         found.append(override.lstrip("+") if is_group and equals else override)
     return found
 
@@ -267,6 +299,7 @@ def _wrong_value(override: Override, groups: set[str], folders: list[Path]) -> s
     group = override.key_or_group
     if override.is_sweep_override():
         key, _, value = (override.input_line or "").partition("=")
+        value = value.replace('"', "")  # maybe of `to_hydra`
         one = f"for one list write '{key}=[{value}]', for one text '{key}=\"{value}\"'"
         return f"{key}={value}: several values are a sweep, started with -m; {one}"
     if group in groups and not isinstance(override.value(), str | list):

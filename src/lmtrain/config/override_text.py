@@ -18,7 +18,7 @@ from lmtrain.terminal import in_shell
 def to_hydra(override: str) -> str:
     """Returns an override with the quotes and plus signs that Hydra's grammar needs, inferred from the schema.
 
-    Text that doesn't parse is quoted, as are the entries of a list of texts, and text that looks like a number or
+    Text that doesn't parse is quoted, as are the words in a list or mapping, and text that looks like a number or
     boolean. A mapping with keys chosen by the user, or a key of such a mapping, gets the prefix ++, which adds it to
     the config.
     """
@@ -30,8 +30,10 @@ def _parsable(override: str) -> str:
     if key == "reward.parts":  # the option's keys are arguments of a class and so not in the schema
         return f"++{override}"
     found = next((k for k in all_keys() if key == k.name or key.startswith(f"{k.name}.")), None)
-    if found is None or not value:
+    if not value:
         return override
+    if found is None:
+        return _with_quoted_words(override)
     type_ = str(found.type)
     if found.name in _PROSE and key == found.name and value[0] not in "'\"" and not _ONE_WORD.fullmatch(value):
         return as_typed(key, value)
@@ -45,7 +47,21 @@ def _parsable(override: str) -> str:
     if "list[str]" in type_ and value.startswith("[") and value.endswith("]") and not re.search("[\"']", value):
         return f"{key}=[{','.join(quoted(entry.strip()) for entry in value[1:-1].split(','))}]"
     is_text = found.type in (str, str | None) or ("://" in value and value[0] not in "'\"[{")  # a URL of files
-    return f"{key}={quoted(value)}" if is_text else override
+    return f"{key}={quoted(value)}" if is_text else _with_quoted_words(override)
+
+
+def _with_quoted_words(override: str) -> str:
+    """Returns an override with words quoted that have no bare form in Hydra's grammar (~/x, tëxt), if that helps."""
+    if _parses(override):
+        return override
+    key, _, value = override.partition("=")
+
+    def in_quotes(match: re.Match[str]) -> str:
+        as_it_is, name, word = match.groups()
+        return match[0] if as_it_is or _parses(f"key={word}") else f"{name or ''}{quoted(word)}"
+
+    found = f"{key}={_BARE.sub(in_quotes, value)}"
+    return found if _parses(found) else override
 
 
 _PROSE = ("generate.prompt", "generate.system_prompt", "data.system_prompt")  # text whose commas are not a sweep
@@ -58,6 +74,7 @@ def as_typed(key: str, text: str) -> str:
 
 
 _AS_IT_IS = r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\$\{[^}]*\}"""  # quoted text and interpolations
+_BARE = re.compile(rf"({_AS_IT_IS})|([\w.]+:(?!//)\s*)?([^\s\[\]{{}},'\"=](?:[^\[\]{{}},'\"=]*[^\s\[\]{{}},'\"=])?)")
 _WORD = r"[+-]?(?:\.?\d[\w.+-]*|inf|nan|true|false)"  # read by Hydra as a number or boolean
 _NUMBER = re.compile(rf"({_AS_IT_IS})|(^|[\[,({{:])(\s*)({_WORD})(?=\s*(?:$|[\],)}}]))", re.IGNORECASE | re.ASCII)
 
