@@ -2,11 +2,12 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, TextStreamer
+from transformers import PreTrainedModel
+from transformers.generation import BaseStreamer
 
 from lmtrain import errors
 from lmtrain.config.schema import Config, GenerateConfig
@@ -19,16 +20,47 @@ from lmtrain.models.denoising import refuse_denoising
 from lmtrain.run_folder import trained
 from lmtrain.terminal import quiet_libraries, visible
 
+_INCOMPLETE = "\ufffd"  # what bytes that are no whole character are decoded to
+_ENOUGH = 64  # tokens that are decoded again with each new one
 
-class Streamer(TextStreamer):
-    """A streamer that passes each finished word of the answer to `write`, with terminal control characters replaced."""
 
-    def __init__(self, decoder: AnswerDecoder, write: Callable[[str], None]) -> None:
-        super().__init__(decoder, skip_prompt=True)  # it calls nothing but decode
-        self.write = write
+class Streamer(BaseStreamer):
+    """Passes an answer to `write` token by token; the pieces together are its whole text.
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.write(visible(text))
+    A token alone may decode otherwise than behind others (SentencePiece leaves out the space it begins with), so each
+    piece is what the text has grown by. Characters of which only some bytes are there wait for the rest.
+
+    Args:
+        given: the ids before the answer.
+
+    Attributes:
+        text: the answer so far.
+    """
+
+    def __init__(self, decoder: AnswerDecoder, write: Callable[[str], None], given: Sequence[int] = ()) -> None:
+        self.decoder, self.write, self.given = decoder, write, list(given)
+        self.text, self._ids, self._written = "", list[int](), ""  # those after `given`, and the text written of them
+        self._prompt_is_over = False
+
+    def put(self, value: Any) -> None:
+        """Takes the prompt first, int64 [1, T], which is not written, and then a token at a time, int64 [1]."""
+        if self._prompt_is_over:
+            self._ids += value.flatten().tolist()
+            self._pass_on(is_last=False)
+        self._prompt_is_over = True
+
+    def end(self) -> None:
+        self._pass_on(is_last=True)
+
+    def _pass_on(self, is_last: bool) -> None:
+        text = self.decoder.decode(self._ids, self.given)
+        whole = text if is_last else text.rstrip(_INCOMPLETE)
+        piece = whole[len(self._written) :] if whole.startswith(self._written) else ""
+        self._written += piece
+        self.text += piece
+        self.write(piece)
+        if len(self._ids) >= _ENOUGH and self._written == text:  # between two characters; keeps decoding short
+            self.given, self._ids, self._written = self._ids, [], ""
 
 
 class Talk:
@@ -88,9 +120,10 @@ class Talk:
 
     def _generate(self, ids: list[int], write: Callable[[str], None]) -> str:
         g, seed = self.settings, self.seed + len(self.turns)
-        streamer = Streamer(AnswerDecoder(self.tokenizer, self.end_ids), write)
+        streamer = Streamer(AnswerDecoder(self.tokenizer, self.end_ids), write, ids)
         settings = sampling(g.temperature, g.top_k, self.end_ids) | {"streamer": streamer}
-        return continued(self.model, self.tokenizer, [ids], g.max_new_tokens, seed, **settings)[0].strip()
+        continued(self.model, self.tokenizer, [ids], g.max_new_tokens, seed, **settings)
+        return streamer.text.strip()
 
     def _rows(self) -> list[dict[str, Any]]:
         """Returns the rows to save: one with the whole conversation, or one per text if there is no chat template."""
@@ -157,5 +190,5 @@ def turn(talk: Talk, line: str) -> None:
     elif command.startswith("/"):
         print(HELP if talk.template is not None else HELP_OF_TEXT)
     elif line:
-        talk.ask(line, lambda text: print(text, end="", flush=True), lambda words: print(f"({words})"))
+        talk.ask(line, lambda text: print(visible(text), end="", flush=True), lambda words: print(f"({words})"))
         print()
