@@ -1,6 +1,9 @@
 """Environments for tests: well-behaved ones, and ones that fail."""
 
+import asyncio
 import os
+import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -119,3 +122,88 @@ class Adds(Environment):
 
 class Undescribed(Environment):
     tools = (undescribed,)
+
+
+class Locked(Echo):
+    """Holds what can't be copied."""
+
+    def __init__(self) -> None:
+        self.lock, self.numbers = threading.Lock(), iter(range(3))
+
+
+class Coroutines(Echo):
+    """Waits for its own coroutine in each step, and calls a tool that is one."""
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Any:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().reset(row, seed)
+
+    async def step(self, answer: str, calls: Sequence[Call]) -> Any:
+        await asyncio.sleep(0)
+        return super().step(answer, calls)
+
+
+class Plain:
+    """Echo without a base class."""
+
+    def __init__(self) -> None:
+        self.echo = Echo()
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        return self.echo.reset(row, seed)
+
+    def step(self, answer: str, calls: Sequence[Call]) -> Any:
+        return self.echo.step(answer, calls)
+
+
+class Counting:
+    """An environment as TRL's documentation writes them: methods are tools, the reward is read from its state."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.start = start
+
+    def reset(self, **columns: Any) -> str:
+        self.count, self.asked = self.start, columns["prompt"]
+        return " Count!"
+
+    async def add(self, number: int) -> str:
+        """
+        Adds to the count.
+
+        Args:
+            number: what is added.
+
+        Returns:
+            The count.
+        """
+        self.count += number
+        return str(self.count)
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+    def _hidden(self) -> None: ...
+
+
+class Forgets(Echo):
+    """Follows something else than its seed."""
+
+    made = 0
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        Forgets.made += 1
+        return super().reset(row, Forgets.made)
+
+
+class Exits(Echo):
+    def step(self, answer: str, calls: Sequence[Call]) -> Any:
+        sys.exit(0)
+
+
+class NoReset:
+    pass
+
+
+class CannotBeMade(Echo):
+    def __init__(self) -> None:
+        sys.exit(0)

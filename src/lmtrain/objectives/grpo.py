@@ -105,9 +105,9 @@ class GRPO(ReferenceObjective):
         o = self.options
         if not o.plays:
             return None
-        environment = build_environment(dict(o.environment or {}), config.run.allow_target)
+        make = build_environment(dict(o.environment or {}), config.run.allow_target)
         limits = Limits(o.max_turns, min(self.positions, o.max_total_tokens or self.positions), o.tool_timeout)
-        return Player(environment, ChatEncoder(corpus.tokenizer, config.data), decoder, limits)
+        return Player(make, ChatEncoder(corpus.tokenizer, config.data), decoder, limits)
 
     @property
     def positions(self) -> int:

@@ -7,16 +7,18 @@ A completion then has several turns. The environment's turns are context for the
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from lmtrain.config.targets import build_target, check_names
-from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
+from lmtrain.config.targets import build_target, check_names, class_named
+from lmtrain.data.chat.jinja_rendering import TookTooLong
 from lmtrain.data.chat.tool_calls import requested
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward
+from lmtrain.rewards.user_code import Escaped, described, run_user_code
 
 LONGEST = 4000  # characters of a tool's result that the model is given
 
@@ -34,7 +36,7 @@ class Call(NamedTuple):
 
 
 class Environment:
-    """Base class of environments; your own is a subclass in a package that run.allow_target allows.
+    """Base class of environments; your own is a class in a package that run.allow_target allows.
 
         class Guess(Environment):
             def reset(self, row, seed):
@@ -47,7 +49,8 @@ class Environment:
                 return [{"role": "user", "content": "No."}], 0.0
 
     `objective.environment._target_=my_package.Guess` selects it; further keys are arguments of its constructor. Each
-    completion is played by a deep copy of its own.
+    completion is played by an object of its own, so keep what takes long to load in the module. Methods and tools may
+    be coroutines (`async def`). `Adapted` says which other classes can be environments.
 
     tools: functions, or methods of the environment, with type hints and a docstring in Google's style. The chat
     template shows the model their names, descriptions and arguments.
@@ -55,8 +58,10 @@ class Environment:
 
     tools: Sequence[Tool] = ()
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> Messages | None:
-        """Begins an episode and returns the messages that ask for the first answer; None for the row's own prompt.
+    def reset(self, row: Mapping[str, Any], seed: int) -> Messages | str | None:
+        """Begins an episode and returns the messages that ask for the first answer.
+
+        None stands for the row's own prompt, and text for that prompt with the text at its end.
 
         All completions of a group get the same row and the same seed of 63 bits. Everything random has to follow from
         them, so that a run that was interrupted continues exactly.
@@ -75,6 +80,40 @@ class Environment:
         """
         return results(calls) or None, None
 
+    def get_reward(self) -> float | None:
+        """Returns what is added to the rewards of the steps, or None; called when the episode has ended in any way."""
+        return None
+
+
+class Adapted(Environment):
+    """Plays a class that isn't derived from Environment.
+
+    One whose reset can be called with a row and a seed, and which has step, is called as an Environment is. Any other
+    is a class for TRL's environment_factory: reset gets the columns of the row as keywords (and, if it names it, the
+    seed), its other public methods are the tools, and get_reward, if there is one, gives the reward.
+    """
+
+    def __init__(self, played: Any) -> None:
+        self.played = played
+        self.steps = hasattr(played, "step") and _takes(played.reset, {}, 0)
+        functions = inspect.getmembers(type(played), inspect.isfunction)
+        own = [name for name, _ in functions if name not in ("reset", "get_reward") and not name.startswith("_")]
+        self.tools = getattr(played, "tools", ()) if self.steps else [getattr(played, name) for name in own]
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        if self.steps:
+            return self.played.reset(row, seed)
+        parameters = inspect.signature(self.played.reset).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        given = {"seed": seed} if "seed" in parameters else {}
+        return self.played.reset(**given | {name: v for name, v in row.items() if takes_all or name in parameters})
+
+    def step(self, answer: str, calls: Sequence[Call]) -> Any:
+        return self.played.step(answer, calls) if self.steps else super().step(answer, calls)
+
+    def get_reward(self) -> Any:
+        return self.played.get_reward() if hasattr(self.played, "get_reward") else None
+
 
 class EnvironmentReward(Reward):
     """The sum of what an environment's steps returned; None if none of them returned a reward."""
@@ -87,13 +126,32 @@ class EnvironmentReward(Reward):
         return found
 
 
-def build_environment(entry: dict[str, Any], allow_target: Sequence[str]) -> Environment:
-    """Builds objective.environment; raises UserError if it is none, or a tool lacks type hints or descriptions."""
+def build_environment(entry: dict[str, Any], allow_target: Sequence[str]) -> Callable[[], Environment]:
+    """Returns what makes an environment as objective.environment says, after making one.
+
+    Raises:
+        UserError: it is none, its constructor fails, or a tool lacks type hints or descriptions.
+    """
     key = "objective.environment"
     check_names(key, entry, allow_target)
-    found = build_target(entry, key, Environment, allow_target)
-    schemas(found)
-    return found
+    target = str(entry["_target_"])
+    cls = class_named(target, key, allow_target)
+    foreign = any(f"{cls.__module__}.".startswith(f"{package}.") for package in allow_target)
+    if issubclass(cls, Environment) or not foreign:
+        make = partial(build_target, entry, key, Environment, allow_target)
+    elif not callable(getattr(cls, "reset", None)):
+        raise UserError(f"{key}: _target_={target} has no method reset, which begins an episode")
+    else:
+        make = partial(_adapted, entry, key, cls, allow_target)
+    try:
+        schemas(run_user_code(make, None))
+    except Escaped as error:
+        raise UserError(f"{key}: {target} raised {error}") from None
+    return make
+
+
+def _adapted(entry: dict[str, Any], key: str, cls: type, allow_target: Sequence[str]) -> Environment:
+    return Adapted(build_target(entry, key, cls, allow_target))
 
 
 def schemas(environment: Environment) -> list[dict[str, Any]]:
@@ -133,17 +191,18 @@ def _executed(name: str, arguments: Any, tools: Mapping[str, Tool], seconds: flo
         return failed(f"there is no tool {name!r:.80}; there are {', '.join(tools)}")
     if not isinstance(arguments, dict):
         return failed("arguments must be a JSON object")
+    tool = tools[name]
     try:
-        inspect.signature(tools[name]).bind(**arguments)
+        inspect.signature(tool).bind(**arguments)
     except TypeError as error:
         return failed(str(error))
     try:
-        with time_limit(seconds):
-            return Call(name, arguments, _as_text(tools[name](**arguments)), False)
+        value = run_user_code(lambda: tool(**arguments), seconds)
+        return Call(name, arguments, run_user_code(lambda: _as_text(value), seconds), False)
     except TookTooLong:
         return failed(f"{name} took longer than {seconds:g} s")
     except Exception as error:  # a tool may raise anything
-        return failed(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        return failed(described(error))
 
 
 def _as_text(value: Any) -> str:
@@ -153,6 +212,14 @@ def _as_text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     cut = text[:LONGEST].encode("utf-8", "replace").decode()
     return cut if len(text) <= LONGEST else f"{cut}... ({len(text):,} characters)"
+
+
+def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _name(tool: Tool) -> str:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lmtrain.config.targets import build_target, check_names, function_named
-from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
+from lmtrain.data.chat.jinja_rendering import TookTooLong
 from lmtrain.errors import RunError, UserError
 from lmtrain.rewards.base import FunctionReward, Reward, label
 from lmtrain.rewards.environment import EnvironmentReward
+from lmtrain.rewards.user_code import described, run_user_code
 
 SOLE = "reward"  # the name of a reward that is the only one
 ENVIRONMENT = "environment"  # the name of what an environment returns beside other rewards
@@ -128,7 +129,7 @@ class Scorer:
             return [f"{part.name} took longer than objective.reward_timeout={self.timeout:g} s"] * len(completions)
         except Exception as error:  # user code may raise anything
             if alone:
-                return [f"{part.name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"]
+                return [f"{part.name} raised {described(error)[:200]}"]
         found: list[float | str] = []
         for one in (slice(i, i + 1) for i in range(len(completions))):  # find out for which completion
             own = {name: values[one] for name, values in columns.items()}
@@ -138,8 +139,7 @@ class Scorer:
     def _called(
         self, part: Part, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Any]
     ) -> list[float | str]:
-        with time_limit(self.timeout):
-            values = part.reward(prompts=prompts, completions=completions, **columns)
+        values = run_user_code(lambda: part.reward(prompts=prompts, completions=completions, **columns), self.timeout)
         who = f"the reward {part.name} ({label(part.reward)})"
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
             raise UserError(f"{who} returned {_shown(values)}: a list with a number for each completion is needed")

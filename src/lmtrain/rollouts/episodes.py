@@ -5,13 +5,12 @@ tokens that the model wrote, which are never decoded and tokenized again: so the
 that it was given and that it sampled, and only on the latter.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lmtrain.data.chat.conversations import Conversation, column_of
-from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
+from lmtrain.data.chat.jinja_rendering import TookTooLong
 from lmtrain.data.chat.pairs import opening
 from lmtrain.data.chat.rendering import check_tools
 from lmtrain.data.chat.special_text import AnswerDecoder
@@ -20,7 +19,8 @@ from lmtrain.data.chat.turns import BadRow, turns_of
 from lmtrain.data.examples.prompt_rows import PROMPT, PromptRow
 from lmtrain.data.order import mix64
 from lmtrain.errors import UserError
-from lmtrain.rewards.environment import Environment, execute, schemas
+from lmtrain.rewards.environment import Adapted, Environment, execute, schemas
+from lmtrain.rewards.user_code import described, run_user_code
 from lmtrain.rollouts.engine import Engine, Kept, Request, SampledText, Sampling
 
 PLAYED = ("turns", "tool_calls", "failed_tool_calls")  # what is recorded of an episode
@@ -61,15 +61,19 @@ class Episode:
 class Player:
     """Plays episodes of an environment, all completions of a rollout at the same time, turn by turn."""
 
-    def __init__(self, environment: Environment, chat: ChatEncoder, decoder: AnswerDecoder, limits: Limits) -> None:
-        self.environment, self.chat, self.decoder, self.limits = environment, chat, decoder, limits
-        self.tools = schemas(environment)
+    def __init__(
+        self, make: Callable[[], Environment], chat: ChatEncoder, decoder: AnswerDecoder, limits: Limits
+    ) -> None:
+        """make: makes the environment of an episode."""
+        self.make, self.chat, self.decoder, self.limits = make, chat, decoder, limits
+        environment = make()
+        self.name, self.tools = type(played(environment)).__name__, schemas(environment)
 
     def words(self) -> str:
         """Describes the episodes for the plan."""
         tools = ", ".join(tool["function"]["name"] for tool in self.tools)
         most = f"up to {self.limits.turns} answers and {self.limits.tokens:,} tokens"
-        return f"{type(self.environment).__name__}, {most}{', tools ' if tools else ''}{tools}"
+        return f"{self.name}, {most}{', tools ' if tools else ''}{tools}"
 
     def play(
         self,
@@ -107,24 +111,37 @@ class Player:
             answers = engine.generate(requests, sampling, None if last else kept) if active else []
             found = zip(active, answers, strict=True)
             active = [episode for episode, answer in found if self._goes_on(episode, answer, sampling, last)]
+        for episode in (episode for group in groups for episode in group):
+            self._end(episode)
         return groups
 
     def _begun(self, prompt: PromptRow, seed: int, keys: Sequence[int]) -> list[Episode]:
-        environment, where = copy.deepcopy(self.environment), f"prompt {prompt.row + 1}"
+        where = f"prompt {prompt.row + 1}"
         try:
-            messages = self._called(lambda: environment.reset(prompt.columns, seed), "reset")
-        except _Failed as error:  # without a prompt there is nothing to sample from
-            raise UserError(f"{where}: {error}") from None
-        try:
-            if messages is None:
-                given = prompt.columns[column_of(PROMPT, prompt.columns, self.chat.cfg) or ""]
-                messages = opening(given, self.chat.cfg, where)[0]
-            asked = Conversation([*turns_of(messages, where), _ANSWER], self.tools or None, where)
+            environments = [self._called(self.make, "__init__") for _ in keys]
+            openings = [self._opening(environment, prompt, seed, where) for environment in environments]
+            if any(turns != openings[0] for turns in openings):
+                raise UserError(
+                    f"objective.environment: {where}: {self.name}.reset began the completions of one prompt with "
+                    f"different messages: everything random has to follow from the seed that it gets"
+                )
+            asked = Conversation([*openings[0], _ANSWER], self.tools or None, where)
             check_tools(self.chat.chat, asked)
             ids = self.chat.prompt_ids(asked)
+        except _Failed as error:  # without a prompt there is nothing to sample from
+            raise UserError(f"{where}: {error}") from None
         except BadRow as error:
             raise UserError(f"objective.environment: {error}") from None
-        return [Episode(copy.deepcopy(environment), ids, key) for key in keys]
+        return [Episode(environment, ids, key) for environment, key in zip(environments, keys, strict=True)]
+
+    def _opening(self, environment: Environment, prompt: PromptRow, seed: int, where: str) -> list[dict[str, Any]]:
+        """Resets an environment and returns the turns that ask for the first answer."""
+        said = self._called(lambda: environment.reset(prompt.columns, seed), "reset")
+        if said is not None and not isinstance(said, str):
+            return turns_of(said, where)
+        given = prompt.columns[column_of(PROMPT, prompt.columns, self.chat.cfg) or ""]
+        turns = opening(given, self.chat.cfg, where)[0]
+        return turns if said is None else [*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + said}]
 
     def _goes_on(self, episode: Episode, answer: SampledText, sampling: Sampling, last: bool) -> bool:
         """Appends an answer and what the environment says to it; returns whether another answer is sampled."""
@@ -163,26 +180,44 @@ class Player:
             return None
         try:
             messages, reward = said
-            if reward is not None:
-                episode.reward = float(episode.reward or 0.0) + float(reward)
+            self._add(episode, reward)
             return None if messages is None else turns_of(messages, "its messages")
         except (TypeError, ValueError, BadRow) as error:
             raise UserError(
-                f"objective.environment: {type(environment).__name__}.step returned {said!r:.120}: a pair is needed, "
+                f"objective.environment: {self.name}.step returned {said!r:.120}: a pair is needed, "
                 f"of messages ({{role, content}}) or None, and a number or None ({error})"
             ) from None
 
-    def _called(self, call: Callable[[], Any], name: str) -> Any:
-        who = f"{type(self.environment).__name__}.{name}"
+    def _end(self, episode: Episode) -> None:
+        if isinstance(episode.reward, str):
+            return
         try:
-            with time_limit(self.limits.seconds):
-                return call()
+            reward = self._called(episode.environment.get_reward, "get_reward")
+        except _Failed as error:
+            episode.reward = str(error)
+            return
+        try:
+            self._add(episode, reward)
+        except (TypeError, ValueError):
+            raise UserError(
+                f"objective.environment: {self.name}.get_reward returned {reward!r:.120}: a number or None is needed"
+            ) from None
+
+    @staticmethod
+    def _add(episode: Episode, reward: Any) -> None:
+        if reward is not None:
+            episode.reward = float(episode.reward or 0.0) + float(reward)
+
+    def _called(self, function: Callable[[], Any], name: str) -> Any:
+        who = f"{self.name}.{name}"
+        try:
+            return run_user_code(function, self.limits.seconds)
         except UserError:
             raise
         except TookTooLong:
             raise _Failed(f"{who} took longer than objective.tool_timeout={self.limits.seconds:g} s") from None
         except Exception as error:  # user code may raise anything
-            raise _Failed(f"{who} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+            raise _Failed(f"{who} raised {described(error)[:200]}") from None
 
 
 class _Failed(Exception):
@@ -197,9 +232,18 @@ def answers(turns: Sequence[dict[str, Any]]) -> int:
     return sum(turn["role"] == "assistant" for turn in turns)
 
 
+def played(environment: Environment) -> Any:
+    """Returns the user's own object."""
+    return environment.played if isinstance(environment, Adapted) else environment
+
+
 def columns_of(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
-    """Returns the columns that rewards get of the episodes besides those of their rows."""
-    return {"turns": [e.turns for e in episodes], "environment_reward": [e.reward for e in episodes]}
+    """Returns the columns that rewards get of the episodes besides those of their rows; `environments` as in TRL."""
+    return {
+        "turns": [e.turns for e in episodes],
+        "environment_reward": [e.reward for e in episodes],
+        "environments": [played(e.environment) for e in episodes],
+    }
 
 
 def report_of_episode(episode: Episode) -> dict[str, Any]:

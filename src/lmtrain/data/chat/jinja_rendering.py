@@ -8,6 +8,7 @@ importing this module replaces that class by BoundedSandbox.
 
 import contextlib
 import copy
+import ctypes
 import itertools
 import re
 import signal
@@ -159,22 +160,47 @@ def _too_long(*_: object) -> None:
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TookTooLong inside the context after this many seconds.
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raises TookTooLong inside the context after this many seconds; None: never.
 
-    A process alarm interrupts Python code and system calls, but not a long call of C code. Outside the main thread,
-    which alone receives signals, and on systems without setitimer, there is no timeout.
+    In the main thread, a process alarm interrupts Python code and system calls; in other threads, only Python code is
+    interrupted. A long call of C code never is, nor code that catches every BaseException.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if seconds is None:
         yield
-        return
-    before = signal.signal(signal.SIGALRM, _too_long)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    elif threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        with _limit_of_thread(seconds):
+            yield
+    else:
+        before = signal.signal(signal.SIGALRM, _too_long)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def _limit_of_thread(seconds: float) -> Iterator[None]:
+    thread, lock, ended = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
+    set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+    def interrupt() -> None:
+        with lock:
+            if not ended:
+                set_exception(thread, ctypes.py_object(TookTooLong))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        with lock:
+            ended = True
+            set_exception(thread, None)  # one that was set a moment ago must not be raised after the context
+        timer.cancel()
 
 
 class Template:
@@ -284,7 +310,7 @@ class Template:
 
         Raises:
             BadRow: the template refuses the turns.
-            Endless: rendering takes more than PATIENCE seconds, where there is a `time_limit`.
+            Endless: rendering takes more than PATIENCE seconds.
         """
         try:
             with time_limit(PATIENCE):

@@ -33,7 +33,7 @@ def _read(text: str) -> Iterator[tuple[str, Any]]:
     while text:
         try:
             value, end = json.JSONDecoder().raw_decode(text)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # ValueError: no JSON, or a number of thousands of digits
             yield "", text
             return
         for call in value if isinstance(value, list) else [value]:
@@ -48,5 +48,5 @@ def _json(value: Any) -> Any:
     """Returns what a text of JSON holds, and any other value as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return value
