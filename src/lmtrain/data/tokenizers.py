@@ -25,7 +25,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import bpe_training as training
 from lmtrain.data import hub
-from lmtrain.errors import UserError, first_line
+from lmtrain.errors import ReadError, UserError, first_line
 from lmtrain.files import open_regular, read_regular
 
 END_OF_TEXT = "<|endoftext|>"
@@ -73,6 +73,13 @@ def identity(cfg: TokenizerConfig) -> Identity:
     settings |= {"name_or_path": name, "revision": cfg.revision}
     commit, unreachable = hub.commit_of("tokenizer", name, cfg.revision)
     return Identity(settings, commit, name.split("/")[-1], unreachable)
+
+
+def refuse_changed(cfg: TokenizerConfig, named: Identity) -> None:
+    """Raises ReadError if the files of a tokenizer in a folder were changed since they were identified."""
+    is_folder = cfg.kind == "hub" and Path(cfg.name_or_path or "").expanduser().is_dir()
+    if is_folder and identity(cfg).resolved != named.resolved:
+        raise ReadError(f"tokenizer.name_or_path={cfg.name_or_path} was changed while it was read: start again")
 
 
 def _digest(paths: list[Path]) -> str:

@@ -25,7 +25,7 @@ from lmtrain.data.examples.row_counts import Counts, check_lost, check_untrained
 from lmtrain.data.examples.row_format import Encoded, Example, RowEncoder
 from lmtrain.data.fast_ids import TextIds
 from lmtrain.data.order import Repeats
-from lmtrain.data.sources.choose import MixturePart, min_val_rows, open_parts, split_records
+from lmtrain.data.sources.choose import MixturePart, min_val_rows, open_parts, refuse_changed_parts, split_records
 from lmtrain.data.store import bins, contents
 from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, prepare_folder, settings
 from lmtrain.data.store.progress import PrepareProgress
@@ -113,7 +113,7 @@ def prepare_examples(
             meta["notes"] += [note for part in parts for note in getattr(part.source, "notes_of_reading", list)()]
             bins.save_meta(meta, folder)
 
-        found = dict(vars(prepare_folder(target, fill, notes, cfg, show)))
+        found = dict(vars(prepare_folder(target, fill, lambda: refuse_changed_parts(parts), notes, cfg, show)))
     weights = [part.weight for part in parts]
     if any(weight != 1 for weight in weights):
         found["fingerprint"] = contents.fingerprint([found["fingerprint"], [str(weight) for weight in weights]])

@@ -92,6 +92,16 @@ def find(text: str, key: str) -> tuple[Found, list[Address]]:
     return kind, sorted(found, key=lambda one: one.path.split("/"))
 
 
+def refuse_changed(files: list[Address]) -> None:
+    """Raises ReadError if their file system reports another size or version of a file now."""
+    for file in files:
+        with _explained(str(file)):
+            file.fs.invalidate_cache()
+            now = _address(file.fs, dict(file.fs.info(file.path)), "")
+        if (now.size, now.version) != (file.size, file.version):
+            raise ReadError(f"{file} was changed while it was read: start again once it is complete")
+
+
 def _file_system(text: str, where: str) -> tuple[Any, str]:
     import fsspec
     from fsspec.registry import known_implementations

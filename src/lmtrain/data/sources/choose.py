@@ -76,6 +76,11 @@ def open_source(cfg: DataConfig) -> Source:
     return HubSource(cfg)
 
 
+def refuse_changed(source: Any) -> None:
+    """Raises ReadError if files of the source were changed since it was opened; one's own class need not tell."""
+    getattr(source, "refuse_changed", lambda: None)()
+
+
 def pieces(source: Source, cfg: DataConfig, name: str) -> Iterator[Piece] | None:
     """Returns the documents of split "train" or "val" after the filters; None if there is to be no validation split.
 
@@ -208,6 +213,11 @@ def _part(cfg: DataConfig, entry: dict[str, Any], number: int) -> MixturePart:
     own = {key: value for key, value in entry.items() if key != "weight"}
     part = dataclasses.replace(cfg, **{"source": "files" if "path" in entry else "hub", "mixture": None, **own})
     return MixturePart(part, open_source(part), Fraction(str(weight)).limit_denominator(10**6))
+
+
+def refuse_changed_parts(parts: Sequence[MixturePart]) -> None:
+    for part in parts:
+        refuse_changed(part.source)
 
 
 def min_val_rows(cfg: DataConfig) -> dict[str, int]:

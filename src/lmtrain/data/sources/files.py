@@ -5,18 +5,18 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lmtrain.config.effect import suffix_of
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources import addresses
-from lmtrain.data.sources.addresses import File, Found, size_of
+from lmtrain.data.sources.addresses import Address, File, Found, size_of
 from lmtrain.data.sources.lines import COMPRESSED, decoded_blocks, encoding_notes, raw_lines
 from lmtrain.data.sources.pieces import Piece, join_rows
 from lmtrain.data.sources.tables import Record, columns_of, read_table, text_of
-from lmtrain.data.store.contents import Facts
+from lmtrain.data.store.contents import Content, Facts, joined_digest
 from lmtrain.errors import UserError
 
 FORMATS = {
@@ -46,8 +46,16 @@ class FileSource:
             self.notes = [*self.notes, *(note for note in notes if note not in self.notes)]
         formats = sorted({format for _, format in found})
         self.settings: dict[str, Any] = {"kind": "files", "formats": formats, "sample_by": cfg.sample_by}
-        facts = Facts(cfg.cache_dir)
-        self.resolved: str | None = "+".join(digest([p for p, _ in part], facts) for part in self.splits.values())
+        files = [[path for path, _ in part] for part in self.splits.values()]
+        local = [path for part in files for path in part if isinstance(path, Path)]
+        self.content = Content(local, Facts(cfg.cache_dir))
+        self.resolved: str | None = "+".join(digest(part, self.content.digests) for part in files)
+
+    def refuse_changed(self) -> None:
+        """Raises ReadError if a file was changed since the source was opened."""
+        self.content.refuse_changed()
+        for part in self.splits.values():
+            addresses.refuse_changed([path for path, _ in part if isinstance(path, Address)])
 
     def pieces(self, name: str) -> Iterator[Piece] | None:
         return read_pieces(self.splits[name], self.cfg) if name in self.splits else None
@@ -149,12 +157,13 @@ def _find(part: str, key: str) -> tuple[Found, list[File]]:
     return "glob", list(matches)
 
 
-def digest(files: list[File], facts: Facts) -> str:
-    """Returns one hash for the files: of the bytes of local ones, and of what file systems report on remote ones."""
-    local = [file for file in files if isinstance(file, Path)]
-    if len(local) == len(files):
-        return facts.digest(local)
-    known = facts.digests(local)
+def digest(files: list[File], known: Mapping[Path, str]) -> str:
+    """Returns one hash for the files: of the bytes of local ones, and of what file systems report on remote ones.
+
+    known: the SHA-256 of the local ones.
+    """
+    if all(isinstance(file, Path) for file in files):
+        return joined_digest(known[file] for file in files)  # type: ignore[index]
     parts = [
         hashlib.sha256(known[file].encode()).hexdigest() if isinstance(file, Path) else file.identity()
         for file in files

@@ -13,7 +13,7 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.hub import commit_of, endpoint, explain_unreachable
 from lmtrain.data.sources.pieces import Piece, join_rows
 from lmtrain.data.sources.tables import Record, check_columns, columns_of, text_of
-from lmtrain.data.store.contents import Facts
+from lmtrain.data.store.contents import Content, Facts, joined_digest
 from lmtrain.errors import ReadError, UserError, disk_full, first_line
 
 _ROWS = 256  # rows read at a time
@@ -54,12 +54,19 @@ class HubSource:
         keys = ("name", "config_name", "revision", "train_split", "val_split")
         self.settings: dict[str, Any] = {"kind": "hub", **{key: getattr(cfg, key) for key in keys}}
         self.resolved: str | None = None
+        self.content: Content | None = None
         self.unreachable = ""
         folder = Path(self.name).expanduser()
         if folder.is_dir():  # a local dataset repository
-            self.resolved = Facts(cfg.cache_dir).digest(sorted(p for p in folder.rglob("*") if p.is_file()))
+            self.content = Content(sorted(p for p in folder.rglob("*") if p.is_file()), Facts(cfg.cache_dir))
+            self.resolved = joined_digest(self.content.digests.values())
         else:
             self.resolved, self.unreachable = commit_of("dataset", self.name, cfg.revision)
+
+    def refuse_changed(self) -> None:
+        """Raises ReadError if a file of a local repository was changed since; a commit on the hub stays as it is."""
+        if self.content is not None:
+            self.content.refuse_changed()
 
     @functools.cached_property
     def _splits(self) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.sources.tables import Record
-from lmtrain.data.store.contents import Facts
+from lmtrain.data.store.contents import Content, Facts, joined_digest
 from lmtrain.errors import UserError
 
 # Tests and installed packages are not part of the library; encodings consists of tables of hexadecimal numbers.
@@ -45,8 +45,13 @@ class StdlibSource:
 
     def __init__(self, cfg: DataConfig) -> None:
         self.cfg, self.files = cfg, stdlib_files()
-        self.resolved: str | None = Facts(cfg.cache_dir).digest(self.files)
+        self.content = Content(self.files, Facts(cfg.cache_dir))
+        self.resolved: str | None = joined_digest(self.content.digests.values())
         self.settings: dict[str, Any] = {"kind": "python_stdlib"}
+
+    def refuse_changed(self) -> None:
+        """Raises ReadError if a module was changed since the source was opened."""
+        self.content.refuse_changed()
 
     def records(self, name: str) -> Iterator[Record] | None:
         raise UserError("data.source=python_stdlib is text: choose data=python_stdlib, or another source of rows")

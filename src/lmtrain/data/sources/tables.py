@@ -15,11 +15,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmtrain.data.sources.addresses import File, opened
 from lmtrain.data.sources.lines import data_lines, explained, located_data_lines, open_binary, raw_lines
 from lmtrain.errors import ReadError, UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # A row's location (for error messages) and the row, or a string that says why the row can't be read.
 Record = tuple[str, dict[str, Any] | str]
@@ -211,18 +214,51 @@ def _read_as(format: str, path: File) -> Iterator[None]:
 
     try:
         yield
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path} can't be read as {format}: {error}") from None
     except (pa.ArrowException, OSError) as error:
-        raise ReadError(f"{path} can't be read as {format}: {error}") from None
+        kind = UserError if isinstance(error, pa.ArrowInvalid) else ReadError
+        raise kind(f"{path} can't be read as {format}: {error}") from None
+    except (ValueError, OverflowError) as error:  # a column's name that is not UTF-8; a date that Python doesn't have
+        raise UserError(f"{path} can't be read as {format}: {error}") from None
+
+
+def _rows_of(batch: "pa.RecordBatch") -> Iterator[dict[str, Any] | str]:
+    """Yields the rows of a batch of a columnar file, or why a row can't be read: its text is not UTF-8.
+
+    Raises:
+        pyarrow.ArrowInvalid: offsets or indices point outside of the batch, whose rows would be other memory.
+    """
+    try:
+        batch.validate(full=True)
+    except ValueError as error:
+        if not _is_encoding(error):
+            raise
+        for at in range(len(batch)):
+            yield from _row_alone(batch.slice(at, 1))
+        return
+    yield from batch.to_pylist()
+
+
+def _is_encoding(error: ValueError) -> bool:
+    return "Invalid UTF8" in str(error)
+
+
+def _row_alone(row: "pa.RecordBatch") -> list[dict[str, Any] | str]:
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        try:
+            column.take([0]).validate(full=True)  # copied: of a list, a slice still has the items of all rows
+        except ValueError as error:
+            if not _is_encoding(error):
+                raise
+            return [f"column {name!r} is not UTF-8: write the text as UTF-8, or drop that row"]
+    return list(row.to_pylist())
 
 
 def _parquet(path: File, columns: list[str] | None) -> Iterator[Record]:
     return ((f"{path}, row {number}", row) for number, row in parquet_from(path, columns, 0))
 
 
-def parquet_from(path: File, columns: list[str] | None, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the rows from number `start` on, each with its number; row groups before it are not read.
+def parquet_from(path: File, columns: list[str] | None, start: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yields the rows from number `start` on, or error texts, with their numbers; row groups before it are not read.
 
     Raises:
         UserError: the file can't be read, or lacks a column.
@@ -237,7 +273,7 @@ def parquet_from(path: File, columns: list[str] | None, start: int) -> Iterator[
         number = ends[group - 1] if group else 0
         groups = range(group, len(sizes))
         for batch in file.iter_batches(batch_size=_ROWS, columns=columns, row_groups=groups):
-            yield from ((n, row) for n, row in enumerate(batch.to_pylist(), start=number) if n >= start)
+            yield from ((n, row) for n, row in enumerate(_rows_of(batch), start=number) if n >= start)
             number += len(batch)
 
 
@@ -257,7 +293,7 @@ def _arrow(path: File, columns: list[str] | None) -> Iterator[Record]:
         else:
             reader = batches = pa.ipc.open_stream(source)
         _check_names(columns, reader.schema.names, str(path))
-        rows = (row for batch in batches for row in batch.select(columns or reader.schema.names).to_pylist())
+        rows = (row for batch in batches for row in _rows_of(batch.select(columns or reader.schema.names)))
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
 
 

@@ -8,13 +8,13 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from lmtrain.errors import RunError, UserError
+from lmtrain.errors import ReadError, RunError, UserError
 from lmtrain.files import write_atomic
 
 REMEMBER_FROM = 1 << 24  # bytes; smaller files are hashed again, in milliseconds
@@ -34,7 +34,7 @@ class Facts:
     def digest(self, paths: list[Path]) -> str:
         """Returns the SHA-256 over those of the files, in order; their names don't matter."""
         found = self.digests(paths)
-        return hashlib.sha256("".join(found[path] for path in paths).encode()).hexdigest()
+        return joined_digest(found[path] for path in paths)
 
     def digests(self, paths: list[Path], say: Callable[[str], None] = lambda _: None) -> dict[Path, str]:
         """Returns the SHA-256 of each file in hexadecimal digits, cached if the files are large together.
@@ -99,6 +99,40 @@ class Facts:
             return dict(json.loads(self.store.read_text()))
         except (OSError, ValueError):
             return {}
+
+
+class Content:
+    """Local files that are read after their digests were taken: `refuse_changed` tells whether they stayed the same."""
+
+    def __init__(self, paths: list[Path], facts: Facts) -> None:
+        """Raises UserError if a file can't be read."""
+        try:
+            self._versions = {path: version_of(path) for path in paths}  # before the digests: see `refuse_changed`
+        except OSError as error:
+            raise UserError(f"{error.filename} can't be read: {error.strerror}") from None
+        self.digests = facts.digests(paths)
+
+    def refuse_changed(self) -> None:
+        """Raises ReadError if a file was written, replaced or removed since: what was read may be a part of it.
+
+        The digest is taken again, because writing through a memory map changes no time until the system writes it to
+        disk. A change time alone (of permissions, of a link) is no change of the content.
+        """
+        for path, (size, modified, _, inode) in self._versions.items():
+            try:
+                now = version_of(path)
+                same = [now[0], now[1], now[3]] == [size, modified, inode] and _sha256(path) == self.digests[path]
+            except OSError:
+                same = False
+            if not same:
+                raise ReadError(
+                    f"{path} was changed while it was read: start again once it is complete (nothing of it was kept)"
+                )
+
+
+def joined_digest(digests: Iterable[str]) -> str:
+    """Returns the SHA-256 over those of several files, in their order."""
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def version_of(path: Path) -> Version:

@@ -105,12 +105,21 @@ def _serves(folder: Path, its_key: dict[str, Any], key: dict[str, Any]) -> bool:
 
 
 def prepare_folder(
-    target: Path, fill: Callable[[Path], object], notes: list[str], cfg: DataConfig, show: PrepareProgress
+    target: Path,
+    fill: Callable[[Path], object],
+    refuse_changed: Callable[[], object],
+    notes: list[str],
+    cfg: DataConfig,
+    show: PrepareProgress,
 ) -> PreparedData:
     """Opens the folder `target`, first filling it by fill(empty folder), which writes meta.json last, if incomplete.
 
     It is safe to call from several processes at once (one fills, the others wait) and to kill at any moment (nothing
     that looks complete is left, and the next call starts over).
+
+    Args:
+        refuse_changed: called before the folder is published; raises ReadError if what its key identifies was written
+            while it was read.
 
     Raises:
         UserError: a file is missing, was truncated or changed after it was prepared; the cache can't be written.
@@ -120,6 +129,7 @@ def prepare_folder(
     def fill_or_explain(folder: Path) -> None:
         try:
             fill(folder)
+            refuse_changed()
         except Exception as error:
             if disk_full(error):
                 raise RunError(_explain_full(folder, show)) from None
@@ -144,6 +154,9 @@ def open_folder(
     """Opens a prepared folder; raises UserError if a file is missing, was truncated or changed since."""
     splits = {name: bins.open_bins(folder, name) for name in meta["splits"]}
     hashes = contents.check(folder, bins.recorded_hashes(meta), cfg.cache_dir, show.say)
+    for split in splits.values():
+        for shard in split.shards:
+            shard.refuse_changed()
     notes = [*notes, *meta.get("notes", [])]
     return PreparedData(folder, meta, splits, tokenizer, bins.fingerprint(meta, hashes), notes)
 

@@ -71,6 +71,12 @@ class Shard:
         self._check_size(self.mask, f"the loss mask of {tokens} tokens", tokens)
         self._check_size(self.labels, f"labels of {self.documents} documents", self.documents * END_BYTES)
 
+    def refuse_changed(self) -> None:
+        """Raises UserError if a file was changed since it was opened: its hash would be that of other tokens."""
+        for file, version in self._versions.items():
+            if tuple(version_of(file)) != version:
+                raise UserError(f"{file} was changed while it was read: start again once it is complete")
+
     def _check_size(self, file: Path | None, holds: str, wanted: int) -> None:
         if file is not None and self._size(file) != wanted:
             found = f"{file} has {self._size(file)} bytes, but {holds} take {wanted}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
+from lmtrain.data.sources.choose import refuse_changed
 from lmtrain.data.store import bins, contents
 from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, prepare_folder
 from lmtrain.data.store.progress import PrepareProgress
@@ -66,7 +67,7 @@ def prepare_head(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool
             tokenizer = kept(made, folder)
             _write_head(folder, cfg, source, make_encoder(tokenizer, cfg), new_meta(tokenizer, key), show)
 
-        prepared = prepare_folder(target, fill, source.notes, cfg, show)
+        prepared = prepare_folder(target, fill, lambda: refuse_changed(source), source.notes, cfg, show)
     return Head(source, prepared, Place(**json.loads(read_regular(target / _BEGIN))), cfg)
 
 

@@ -17,6 +17,7 @@ from lmtrain.data.sources.addresses import Address, File
 from lmtrain.data.sources.lines import BOM, located_data_lines, text_blocks
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.sources.tables import columns_of, json_lines_from, parquet_from, text_of
+from lmtrain.data.store.contents import version_of
 from lmtrain.data.text.encode import Encoder
 from lmtrain.errors import ReadError, UserError
 
@@ -63,6 +64,13 @@ class _FileStream:
         self.files, self.parts = found, len(found)
         self.label = files.label_of(cfg.path)
         self.identity = [[*_told(path), format] for path, format in found]
+        self._versions = {path: version_of(path) for path, _ in found if isinstance(path, Path)}
+
+    def refuse_changed(self) -> None:
+        """Raises ReadError if a file was changed since: by size, times and inode, as a stream is not read twice."""
+        for path, version in self._versions.items():
+            if version_of(path) != version:
+                raise ReadError(f"{path} was changed while it was read: start again once it is complete")
 
     def rows(self, part: int, start: int) -> Iterator[Block]:
         path, format = self.files[part]

@@ -138,6 +138,8 @@ def _shared_tokenizer(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, found: li
 
     def build(folder: Path) -> None:
         tokenizers.save(tokenizers.load_or_train(tokenizer_cfg, texts, named), folder)
+        for source, _ in opened:
+            sources.refuse_changed(source)
 
     with PrepareProgress(show=True) as show:
         if not (target / "tokenizer.json").exists():

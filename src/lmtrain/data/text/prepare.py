@@ -54,7 +54,12 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
         )
         target = find_folder(cfg, f"{source.label}-{named.label}", key, show)
         filling = _Filling(cfg, tokenizer_cfg, source, named, show)
-        return prepare_folder(target, lambda folder: filling.fill(folder, key), source.notes, cfg, show)
+
+        def refuse_changed() -> None:
+            sources.refuse_changed(source)
+            tokenizers.refuse_changed(tokenizer_cfg, named)
+
+        return prepare_folder(target, lambda folder: filling.fill(folder, key), refuse_changed, source.notes, cfg, show)
 
 
 def pieces_of(cfg: DataConfig, name: str) -> Iterator[Piece] | None:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.sources.choose import Source, filtered
+from lmtrain.data.sources.choose import Source, filtered, refuse_changed
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store.bins import Shard
 from lmtrain.data.store.prepared import folder_of, settings
@@ -152,6 +152,9 @@ class _Deduplicated:
         # If the hub didn't report the text's version, a later run can't tell whether the text is still the same.
         self.kept_in = folder_of(cfg, "repeats", key).with_suffix(".json") if source.resolved is not None else None
 
+    def refuse_changed(self) -> None:
+        refuse_changed(self.source)
+
     def pieces(self, name: str) -> Iterator[Piece] | None:
         found = filtered(self.source, self.cfg, name)
         return _without(found, set(self._repeats["left_out"])) if name == "train" and found is not None else found
@@ -183,6 +186,7 @@ class _Deduplicated:
         is_new = [index.is_new(text) for text in self._watched("train")]
         found = {"documents": len(is_new), "left_out": [i for i, new in enumerate(is_new) if not new]}
         if self.kept_in is not None:
+            self.refuse_changed()
             self.kept_in.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.kept_in, json.dumps(found))
         return found
