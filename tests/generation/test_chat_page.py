@@ -1,8 +1,10 @@
 """`lmtrain chat --web`: what the page's server answers and to whom, and the page itself in a headless browser."""
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
+import http.client
 import json
 import re
 import signal
@@ -24,7 +26,7 @@ import uvicorn
 
 from inprocess import message, run
 from lmtrain.config import compose as rules
-from lmtrain.data.chat.templates import end_ids, own_template
+from lmtrain.data.chat.templates import ChatTemplate, end_ids, own_template
 from lmtrain.generation.conversation import Talk
 from lmtrain.generation.sampling import sample_text
 from lmtrain.generation.web import _events, _Turns, application
@@ -36,6 +38,10 @@ GREEDY = ["generate.temperature=0", "generate.max_new_tokens=90", "generate.chec
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+LOOPS = (  # for ever on a question with "loop!"
+    "{% if 'loop!' in messages[-1].content %}"
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}" + TEMPLATE
 )
 LEARNED = "<b id=owned>hi</b>"
 
@@ -144,12 +150,86 @@ def test_other_pages_are_refused(port: int, path: str, headers: dict[str, str]) 
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{}", b"\xff", {"model": 9, "turns": [], "temperature": 0}, {**question("a"), "turns": []},
              {**question("a"), "turns": [{"role": "system", "content": "a"}]}, {**question("a"), "temperature": "hot"},
-             {**question("a"), "turns": [{"role": "user", "content": ["a"]}]}],
+             {**question("a"), "turns": [{"role": "user", "content": ["a"]}]}, {**question("a"), "system": {"a": 1}},
+             json.dumps(question("a")).replace('"model": 0', '"model": 1e400').encode(), b"[" * 200_000],
 )  # fmt: skip
 def test_what_is_no_conversation_is_answered_so(port: int, body: Any) -> None:
     status, text, _ = ask(port, "/answer", body)
     assert status == 400
     assert "no conversation" in json.loads(text)["error"]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(port: int, declared: bool) -> None:
+    kind = "Content-Length: 600000000" if declared else "Transfer-Encoding: chunked"
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as one:
+        head = f"POST /answer HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n{kind}\r\n\r\n"
+        one.sendall(head.encode())
+        if not declared:
+            one.sendall(b"%x\r\n" % 1_000_001 + b"x" * 1_000_001)
+        said = one.recv(10_000).decode()
+    assert said.startswith("HTTP/1.1 413")
+    assert "at most 1,000,000 bytes" in said
+
+
+def test_thousands_of_turns_are_cut_to_what_fits(talk: Talk) -> None:
+    """In few attempts, and to the longest rest that fits, found here one by one."""
+    texts = ["a" * (1 + i % 40) for i in range(10_001)]
+    asked = copy.copy(talk)
+    asked.turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    said: list[str] = []
+    began = time.monotonic()
+    ids = asked._prompt(said.append)
+    assert time.monotonic() - began < 5
+    assert said == ["the oldest turns were left out: the model can't take more"]
+
+    def longer(left: int) -> int:
+        turns = question(*texts[-left:])["turns"]
+        text = talk.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return len(talk.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    room = 512 - talk.settings.max_new_tokens
+    longest = next(left for left in range(1, 10_000, 2) if longer(left + 2) > room)
+    assert (len(asked.turns), len(ids)) == (longest, longer(longest))
+
+
+def test_a_template_that_loops_is_ended_and_the_next_question_answered(
+    talk: Talk, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmtrain.data.chat.jinja_rendering.PATIENCE", 0.5)
+    monkeypatch.setattr(talk, "template", ChatTemplate(talk.tokenizer, LOOPS, "loops"))
+    began = time.monotonic()
+    assert "has not rendered a conversation" in ask(port, "/answer", question("loop!"))[1]
+    assert time.monotonic() - began < 10
+    assert '{"end": true' in ask(port, "/answer", question("Question 1?"))[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_server_while_a_template_loops(tmp_path: Path, number: signal.Signals) -> None:
+    base = save_pretrained(tmp_path / "base", max_position_embeddings=512)
+    path = base / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": LOOPS}))
+    command = [sys.executable, "-m", "lmtrain.chat", str(base), "--web", "generate.max_new_tokens=4"]
+    # Shells start background processes with SIGINT ignored; the server has to see it.
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, restore_signals=True,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[0]
+        asked = threading.Thread(target=lambda: _quietly(int(address.rpartition(":")[2])), daemon=True)
+        asked.start()
+        time.sleep(2)
+        server.send_signal(number)
+        assert server.wait(timeout=8) in (0, -number)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _quietly(port: int) -> None:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        ask(port, "/answer", question("loop!"))
 
 
 def test_what_is_too_long_is_said_and_the_next_question_answered(port: int) -> None:

@@ -105,18 +105,31 @@ class Talk:
         room = most - min(self.settings.max_new_tokens, most // 2)  # if positions are few, half are kept for the answer
         if self.template is None:
             return prompt_tokens(self.tokenizer, self.turns[-1]["content"])[-max(1, room) :]
-        while True:
-            try:
-                rendered = self.template.prompt(self.messages, None, "chat")
-            except BadRow as bad:
-                raise UserError(f"the chat template refuses this: {bad.reason}") from None
-            ids: list[int] = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
-            if len(ids) <= max(1, room):
-                return ids
-            if len(self.turns) < 3:
-                raise UserError(f"{len(ids):,} tokens are more than the model can take: it has {most:,} positions")
-            say("the oldest turns were left out: the model can't take more")
-            self.turns = self.turns[2:]
+        ids = self._ids(0)
+        if len(ids) <= max(1, room):
+            return ids
+        fewest, most_left_out = 1, (len(self.turns) - 1) // 2  # bisection: a page may send thousands of turns
+        while fewest < most_left_out:
+            pairs = (fewest + most_left_out) // 2
+            fits = len(self._ids(2 * pairs)) <= max(1, room)
+            fewest, most_left_out = (fewest, pairs) if fits else (pairs + 1, most_left_out)
+        ids = self._ids(2 * most_left_out)
+        if len(ids) > max(1, room):
+            raise UserError(f"{len(ids):,} tokens are more than the model can take: it has {most:,} positions")
+        say("the oldest turns were left out: the model can't take more")
+        self.turns = self.turns[2 * most_left_out :]
+        return ids
+
+    def _ids(self, left_out: int) -> list[int]:
+        """Returns the ids of the conversation without its first turns, as the template writes it."""
+        assert self.template is not None
+        system = self.messages[: len(self.messages) - len(self.turns)]
+        try:
+            rendered = self.template.prompt([*system, *self.turns[left_out:]], None, "chat")
+        except BadRow as bad:
+            raise UserError(f"the chat template refuses this: {bad.reason}") from None
+        ids: list[int] = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _generate(self, ids: list[int], write: Callable[[str], None]) -> str:
         g, seed = self.settings, self.seed + len(self.turns)

@@ -5,10 +5,14 @@ models take turns token by token, because they share the processor and the rando
 """
 
 import asyncio
+import contextlib
+import copy
 import dataclasses
 import json
+import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,10 +36,16 @@ with needing("web", "chat.web=true"):
     from starlette.routing import Route
 
 _LONGEST = 1_000_000  # maximum size of a conversation in bytes
+_PATIENCE = 2  # seconds that answers in progress are given when the server ends
+_ANSWERS = "answer"  # the name of threads that generate one
 _POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
+
+
+class _TooLong(Exception):
+    """Raised for a request of more than _LONGEST bytes, before they are read."""
 
 
 class _Stopped(Exception):
@@ -85,11 +95,17 @@ def serve(config: Config) -> int:
     app = application([str(name) for name in names], talks, port)
     terminal.status.stop()
     print(f"http://127.0.0.1:{port} (this machine only; Ctrl-C ends it)", flush=True)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_PATIENCE))
     try:
         server.run(sockets=[listening])
     except KeyboardInterrupt:
-        print("ended")
+        print("ended", flush=True)
+    answers = [thread for thread in threading.enumerate() if thread.name == _ANSWERS]
+    for thread in answers:
+        thread.join(_PATIENCE)
+    if any(thread.is_alive() for thread in answers):  # one computes a long prompt, say, which nothing interrupts
+        sys.stdout.flush()
+        os._exit(errors.FINISHED)
     return errors.FINISHED
 
 
@@ -112,9 +128,12 @@ def application(names: list[str], talks: list[Talk], port: int) -> Starlette:
 
     async def answer(request: Request) -> Response:
         try:
-            talk, text, number = _asked(await request.body(), talks)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            return JSONResponse({"error": f"no conversation: {error!r}"}, 400)
+            talk, text, number = _asked(await _body(request), talks)
+        except _TooLong:
+            said = {"error": f"a conversation has at most {_LONGEST:,} bytes: begin a new one"}
+            return JSONResponse(said, 413, headers={"Connection": "close"})
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            return JSONResponse({"error": f"no conversation: {error!r:.200}"}, 400)
         return StreamingResponse(_events(talk, text, one_at_a_time[number], turns), media_type="text/event-stream")
 
     def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -156,17 +175,29 @@ def _about(name: str, talk: Talk) -> dict[str, Any]:
     }
 
 
+async def _body(request: Request) -> bytes:
+    """Returns the body of a request; raises _TooLong without holding more than _LONGEST bytes of it."""
+    if int(request.headers.get("content-length", 0)) > _LONGEST:
+        raise _TooLong
+    body = bytearray()
+    async for part in request.stream():  # a length need not be declared
+        body += part
+        if len(body) > _LONGEST:
+            raise _TooLong
+    return bytes(body)
+
+
 def _asked(body: bytes, talks: list[Talk]) -> tuple[Talk, str, int]:
     """Returns the conversation in a request as a separate Talk, its last question, and the number of the model."""
-    if len(body) > _LONGEST:
-        raise ValueError("it is too long")
     asked = json.loads(body)
     number, turns = int(asked["model"]), asked["turns"]
-    known, retry = talks[number], min(max(int(asked.get("retry", 0)), 0), 1_000_000)
+    talk, retry = copy.copy(talks[number]), min(max(int(asked.get("retry", 0)), 0), 1_000_000)
     temperature = min(max(float(asked["temperature"]), 0.0), 10.0)
-    system = asked.get("system") if known.template is not None else None
-    settings = dataclasses.replace(known.settings, temperature=temperature, system_prompt=system or None)
-    talk = Talk(known.model, known.tokenizer, settings, known.seed + 1000 * retry)
+    system = asked.get("system") if talk.template is not None else None
+    if not isinstance(system, str | None):
+        raise TypeError("system is a text")
+    talk.settings, talk.system = dataclasses.replace(talk.settings, temperature=temperature), system or None
+    talk.seed += 1000 * retry
     for turn in turns:
         if turn["role"] not in ("user", "assistant") or not isinstance(turn["content"], str):
             raise ValueError("a turn has role user or assistant, and content, a text")
@@ -177,17 +208,17 @@ def _asked(body: bytes, talks: list[Talk]) -> tuple[Talk, str, int]:
 async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock, turns: _Turns) -> AsyncIterator[str]:
     """Yields the events of an answer: {"text"} pieces, {"note"} messages, then {"end", "tokens", ...} or {"error"}.
 
-    Generation runs in a thread and ends soon after the page has closed the connection.
+    Generation runs in a thread and ends soon after the page has closed the connection. The server's end waits for no
+    thread that can't be interrupted.
     """
     pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    loop, stopped = asyncio.get_running_loop(), threading.Event()
+    loop, stopped, over = asyncio.get_running_loop(), threading.Event(), asyncio.Event()
 
     def send(event: dict[str, Any]) -> None:
         if stopped.is_set():
             raise _Stopped
-        if event == {"text": ""}:
-            return
-        loop.call_soon_threadsafe(pieces.put_nowait, event)
+        if event != {"text": ""}:
+            loop.call_soon_threadsafe(pieces.put_nowait, event)
 
     def generate() -> None:
         began, tokens = time.perf_counter(), -1  # the last call flushes the text and comes with no token
@@ -198,19 +229,24 @@ async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock, turns: _Tu
             send({"text": piece})
             turns.pass_on()
 
-        try:
-            with turns:
-                talk.ask(text, write, lambda note: send({"note": note}))
-            speed = round(tokens / (time.perf_counter() - began), 1)
-            send({"end": True, "tokens": tokens, "tokens_per_s": speed})
-        except _Stopped:
-            pass
-        except Exception as error:  # any error is shown on the page, and later questions still work
-            said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            loop.call_soon_threadsafe(pieces.put_nowait, {"error": said})
+        with turns:
+            talk.ask(text, write, lambda note: send({"note": note}))
+        speed = round(tokens / (time.perf_counter() - began), 1)
+        send({"end": True, "tokens": tokens, "tokens_per_s": speed})
+
+    def answer() -> None:
+        with contextlib.suppress(RuntimeError):  # the server has ended, and the event loop with it
+            try:
+                generate()
+            except _Stopped:
+                pass
+            except Exception as error:  # any error is shown on the page, and later questions still work
+                said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                loop.call_soon_threadsafe(pieces.put_nowait, {"error": said})
+            loop.call_soon_threadsafe(over.set)
 
     async with one_at_a_time:
-        running = loop.run_in_executor(None, generate)
+        threading.Thread(target=answer, name=_ANSWERS, daemon=True).start()
         try:
             event: dict[str, Any] = {}
             while not event.keys() & {"end", "error"}:
@@ -218,4 +254,4 @@ async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock, turns: _Tu
                 yield f"data: {json.dumps(event)}\n\n"
         finally:
             stopped.set()
-            await asyncio.shield(running)
+            await over.wait()
