@@ -28,6 +28,7 @@ VERBS, OTHERS = (
     dict(line.split(maxsplit=1) for line in part.splitlines() if not line.startswith("#"))
     for part in (HELP / "commands.txt").read_text(encoding="utf-8").split("\n\n")
 )
+PRINTING = ("inspect", "estimate", "generate", "chat")  # commands that end with the reader of their output
 FIRST = ("train", "inspect", "chat", "evaluate", "report")  # what people need first, in this order
 
 
@@ -82,9 +83,12 @@ def run_as_program(module: str, main: Callable[[], int]) -> None:
         sys.exit(main())
 
 
-def plain(action: Callable[[], int]) -> int:
-    """Runs a command and returns its exit code. Errors that can be expected are printed as one message."""
-    terminal.lenient()
+def plain(action: Callable[[], int], goes_on: bool = False) -> int:
+    """Runs a command and returns its exit code. Errors that can be expected are printed as one message.
+
+    goes_on: whether the command does more than print, so that it goes on if its output can't be written any more.
+    """
+    terminal.prepare_output(goes_on)
     try:
         code = action()
         sys.stdout.flush()
@@ -92,9 +96,11 @@ def plain(action: Callable[[], int]) -> int:
     except (UserError, RunError) as error:
         print_from_rank(error)
         return error.exit_code
-    except BrokenPipeError:  # a reader has left (head, less): flushing at exit has to succeed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return errors.FINISHED
+    except terminal.OutputGone as gone:
+        if gone.left:  # as head and less do
+            return errors.FINISHED
+        errors.print_error(str(gone))
+        return errors.FAILED
     except (MemoryError, RuntimeError, SystemError) as error:
         if not errors.out_of_memory(error):
             raise
@@ -115,7 +121,8 @@ def plain(action: Callable[[], int]) -> int:
 def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
     """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
     ranks.limit_spinning()
-    return plain(lambda: _run(verb, action, sys.argv[1:] if argv is None else argv))
+    words = sys.argv[1:] if argv is None else argv
+    return plain(lambda: _run(verb, action, words), goes_on=verb not in PRINTING)
 
 
 def _run(verb: str, action: Callable[["Config"], int], words: list[str]) -> int:
@@ -137,17 +144,11 @@ def _run(verb: str, action: Callable[["Config"], int], words: list[str]) -> int:
     if any(word.startswith("pipeline=") for word in args.overrides):
         raise UserError(f"pipelines are run by `lmtrain pipeline`, and `lmtrain {verb}` is one stage: leave it out")
     read = _read_words(verb, args, words)
-    try:
-        if args.multirun:
-            return _sweep(verb, args)
-        checked = _composed(verb, args, read)
-        terminal.status.stop()
-        return errors.FINISHED if args.cfg else action(checked)
-    except BrokenPipeError as error:
-        if verb != "train" or args.cfg:
-            raise
-        reader = "most likely by the reader of the output"
-        raise RunError(f"a pipe was closed, {reader}, so the run ended; the same command continues it") from error
+    if args.multirun:
+        return _sweep(verb, args)
+    checked = _composed(verb, args, read)
+    terminal.status.stop()
+    return errors.FINISHED if args.cfg else action(checked)
 
 
 def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> None:

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         text = (cli.HELP / "pipeline.txt").read_text(encoding="utf-8").removesuffix("\n")
         print(text.format(what=cli.OTHERS["pipeline"], known=known))
         return errors.FINISHED
-    return cli.plain(lambda: run(args))
+    return cli.plain(lambda: run(args), goes_on=True)
 
 
 cli.run_as_program(__name__, main)

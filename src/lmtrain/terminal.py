@@ -4,6 +4,7 @@ Everything that lmtrain prints about data passes through `visible`, either direc
 Console of this module (plans, tables and notes). Imports nothing slow.
 """
 
+import contextlib
 import io
 import itertools
 import os
@@ -69,11 +70,80 @@ def a_or_an(noun: str) -> str:
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
 
 
-def lenient() -> None:
-    """Makes stdout and stderr write characters missing in their encoding (latin-1) as \\u...., and flush each line."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+class OutputGone(Exception):
+    """Raised on writing to an output whose reader has left, or to a full disk; `left` says whether it is the former."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"the output can't be written: {error.strerror}")
+        self.left = isinstance(error, BrokenPipeError)
+
+
+class _Output(io.FileIO):
+    """Standard output or error that becomes /dev/null when it can't be written: its reader left, or its disk is full.
+
+    What else writes to it, such as C libraries, then writes there too.
+    """
+
+    def __init__(self, fd: int, goes_on: bool) -> None:
+        super().__init__(fd, "wb", closefd=False)
+        self.goes_on = goes_on  # whether the process then goes on; otherwise OutputGone is raised
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            _to_null(self.fileno())
+            if not self.goes_on:
+                raise OutputGone(error) from None
+            with contextlib.suppress(OSError):
+                os.write(2, f"note: the output can't be written ({error.strerror}): the run goes on\n".encode())
+            return len(data)
+
+
+def _to_null(fd: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != fd:
+        os.dup2(null, fd)
+        os.close(null)
+    os.set_inheritable(fd, True)
+
+
+def _reopen_closed() -> None:
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(fd)
+            fd = os.open(os.devnull, os.O_RDWR)  # its number is that of another file by now
+        except OSError:
+            _to_null(fd)
+        raw = io.FileIO(fd, "rb" if name == "stdin" else "wb", closefd=False)
+        setattr(sys, name, io.TextIOWrapper(io.BufferedReader(raw) if name == "stdin" else io.BufferedWriter(raw)))
+
+
+def prepare_output(goes_on: bool) -> None:
+    """Lets stdout and stderr outlive their readers, be closed, lack characters, and flush each line.
+
+    Characters missing in their encoding (latin-1) are written as \\u..... A closed one becomes /dev/null: otherwise the
+    next file that is opened would take its number, and what is printed.
+
+    Args:
+        goes_on: whether the process goes on when its output can't be written any more; otherwise OutputGone is raised.
+    """
+    _reopen_closed()
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        raw = getattr(stream.buffer, "raw", stream.buffer)
+        if type(raw) is io.FileIO and raw.fileno() == fd:
+            with contextlib.suppress(OSError):
+                stream.flush()
+            stream = io.TextIOWrapper(io.BufferedWriter(_Output(fd, goes_on)), stream.encoding)
+            setattr(sys, name, stream)
+        elif isinstance(raw, _Output):
+            raw.goes_on = goes_on
+        stream.reconfigure(errors="backslashreplace", line_buffering=True)
 
 
 _quiet = False

@@ -1,8 +1,10 @@
 """A run's folder: resumed by name, left alone when finished, typed without quotes, enough to repeat the run."""
 
 import json
+import os
 import re
 import shlex
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -123,6 +125,40 @@ def test_a_finished_run_is_not_taken_for_one_that_trains_differently(here: Path)
     other = train_tiny(Path("book.txt"), "run.name=first")
     assert (other.code, "data (then " in other.err) == (2, True)
     assert {name: content for name, (_, content) in snapshot(here / "outputs").items()} == before
+
+
+def in_place(book: Path, text: str) -> None:
+    before = book.stat()
+    book.write_text(text)
+    os.utime(book, ns=(before.st_atime_ns, before.st_mtime_ns))  # as rsync -t and tar do
+
+
+def by_mv(book: Path, text: str) -> None:
+    other = book.with_name("other.txt")
+    other.write_text(text)
+    os.utime(other, (1e9, 1e9))
+    os.replace(other, book)
+
+
+@pytest.mark.parametrize("replace", [in_place, by_mv])
+@pytest.mark.parametrize("when", ["afterwards", "meanwhile"])
+def test_other_data_of_an_older_date_is_not_finished(
+    when: str, replace: Callable[[Path, str], None], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the content that counts, whatever its date, and whether it came after the run or while it trained."""
+    book = Path("book.txt")
+    book.write_text("".join(f"line {i} of a book\n" for i in range(400)))
+    words = ["run.name=first", "trainer.max_steps=1"]
+    assert train_tiny(book, *words).code == 0
+    other = book.read_text().replace("book", "tale")
+    replace(book, other)
+    if when == "meanwhile":  # the run ended after it
+        late = (here / "outputs" / "first" / "summary.json").stat().st_mtime + 100
+        os.utime(here / "outputs" / "first" / "summary.json", (late, late))
+    again = train_tiny(book, *words)
+    assert (again.code, "data (then " in again.err) == (2, True)
+    replace(book, other.replace("tale", "book"))
+    assert "is finished: nothing to do" in train_tiny(book, *words).out
 
 
 def test_a_run_that_stopped_early_says_what_trains_it_further(corpus: Path, here: Path) -> None:

@@ -27,7 +27,7 @@ from lmtrain.distributed import ranks
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import write_atomic
 from lmtrain.run_folder.folder import RunDir, continue_after_restart
-from lmtrain.terminal import lenient
+from lmtrain.terminal import prepare_output
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _LAUNCHER = "LMTRAIN_LAUNCHER_PID"  # environment variable with the launcher's process id: ranks end when it does
@@ -173,7 +173,7 @@ def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
     config_path = Path(words[0])
     if _LAUNCHER in os.environ:  # a killed launcher can't forward a signal: save and exit
         ranks.end_with_parent(int(os.environ[_LAUNCHER]), signal.SIGTERM)
-    lenient()
+    prepare_output(goes_on=True)
     failed_at = _note_of_failure(config_path.parent, int(os.environ["RANK"]))
     failed_at.unlink(missing_ok=True)  # left by an earlier start
     try:

@@ -35,6 +35,7 @@ class Session:
     def __init__(self, config: Config, folder: RunDir) -> None:
         self.config, self.folder = config, folder
         self.started = time.time()
+        self.files = run_dir.files_named(config)  # before they are read
         self.notes: list[str] = []  # shown with the plan
         self.checkpoint: Path | None = None  # the one to continue from
         self.done = 0  # its step
@@ -111,7 +112,7 @@ class Session:
         resumed_from = f"continues after step {self.done:,} ({self.checkpoint})" if self.checkpoint else None
         plan.show(run, resumed_from, self.done, self.notes)
         if world.rank() == 0:
-            run_dir.note_start(self.folder, self.done, self.config.headline())
+            run_dir.note_start(self.folder, self.done, self.config.headline(), self.files)
         with contextlib.closing(run.preemption.stop.signals):
             try:
                 run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=self.checkpoint, weights_only=True)

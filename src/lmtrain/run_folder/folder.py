@@ -16,13 +16,15 @@ from typing import Any
 
 from lmtrain.config import compose as config_rules
 from lmtrain.config.constraints import MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION
-from lmtrain.config.fingerprint import read_config, trained_otherwise
+from lmtrain.config.fingerprint import read_config, short_hash, trained_otherwise
 from lmtrain.config.keys import flat, keys_in, value_of
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import BUDGETS, Config
+from lmtrain.data.store.contents import version_of
 from lmtrain.errors import UserError, writing
 from lmtrain.files import CHECKPOINT, first_unused, read_regular, replacing, temporary_beside, write_atomic
 from lmtrain.run_folder import lock as run_lock
+from lmtrain.run_folder.cut_back import last_rows
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import counted
 
@@ -37,7 +39,7 @@ class RunDir:
         self.samples = path / "samples.jsonl"
         self.plan = path / "plan.txt"
         self.summary = path / "summary.json"
-        # A line for each start or resumption of training: {"time", "step", "headline"}.
+        # A line for each start or resumption of training: {"time", "step", "headline", "files"}.
         self.starts = path / "starts.jsonl"
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
@@ -95,10 +97,11 @@ class RunDir:
         write_atomic(self.summary, json.dumps(shown_in(summary), indent=2) + "\n")
 
 
-def note_start(run: RunDir, step: int, headline: list[str]) -> None:
-    """Appends the current time, the step at which training starts or resumes and Config.headline to starts.jsonl."""
+def note_start(run: RunDir, step: int, headline: list[str], files: str) -> None:
+    """Appends the time, the step at which training starts, Config.headline and `files_named` to starts.jsonl."""
+    row = {"time": round(time.time(), 3), "step": step, "headline": headline, "files": files}
     with contextlib.suppress(OSError), run.starts.open("a", encoding="utf-8") as file:  # optional: failures are ignored
-        file.write(json.dumps({"time": round(time.time(), 3), "step": step, "headline": headline}) + "\n")
+        file.write(json.dumps(row) + "\n")
 
 
 def checkpoint_names(folder: Path) -> list[str]:
@@ -179,11 +182,20 @@ def is_finished(config: Config) -> bool:
         return False
     if trained_otherwise(last_start(folder, config), config, PREPARED, MODEL, TRAJECTORY, RATE, VALIDATION):
         return False
-    files = (p for path in _named_files(config) for p in (path, *path.rglob("*")) if p.exists())
-    if any(p.stat().st_mtime > folder.summary.stat().st_mtime for p in files):
+    begun = [{}, *last_rows(folder.starts)][-1]
+    if begun.get("files") != files_named(config):  # maybe of the same content: the session compares it
         return False
     print(nothing_to_do(folder))
     return True
+
+
+def files_named(config: Config) -> str:
+    """Returns a hash of path, size, times and inode of the files here that the config names, as `version_of`.
+
+    A file that is replaced by an older one, as mv, rsync -t and tar do, has another inode or change time.
+    """
+    files = (p for path in _named_files(config) for p in (path, *sorted(path.rglob("*"))) if p.is_file())
+    return short_hash([[str(path.absolute()), version_of(path)] for path in files])
 
 
 def _named_files(config: Config) -> Iterator[Path]:
