@@ -20,8 +20,8 @@ SOURCE = REPO / "src" / "lmtrain"
 # From the lowest layer up. A room is a folder or a file of the package; it may import itself and the rooms before it.
 ROOMS = [
     "terminal", "secrets", "errors", "files", "losses", "config", "distributed",
-    "data.hub", "data.order", "data.mixing", "data.bpe_training", "data.fast_ids", "data.tokenizers", "data.store",
-    "data.sources", "data.text", "data.stream", "data.chat", "data.examples", "data",
+    "data.hub", "data.order", "data.mixing", "data.bpe_training", "data.fast_ids", "data.framing", "data.tokenizers",
+    "data.store", "data.sources", "data.text", "data.stream", "data.chat", "data.examples", "data",
     "models", "adapters", "optim",
     "checkpoints", "strategies", "rewards", "rollouts", "objectives", "run_folder", "generation", "exports", "reports",
     "callbacks", "run",

@@ -16,6 +16,7 @@ from lmtrain.config.options import OBJECTIVES
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.targets import building, class_named, lacking
+from lmtrain.data import framing
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.examples.documents import TextPieces
 from lmtrain.data.examples.pair_rows import PairRowEncoder, PairRows
@@ -34,7 +35,7 @@ from lmtrain.data.text.fim import fill_in_the_middle, fim_words
 from lmtrain.data.text.mixture import mixture_fingerprint, mixture_words, prepare_mixture
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.windows import Windows
-from lmtrain.data.tokenizers import own_bos
+from lmtrain.data.tokenizers import tokenizer_hash
 from lmtrain.errors import UserError, naming
 from lmtrain.terminal import counted
 
@@ -54,6 +55,7 @@ class Corpus:
     """Training and validation rows, and what is known about them."""
 
     tokenizer: Any
+    tokenizer_hash: str  # of the tokenizer as it came; it now begins a text as the rows do
     folder: Path
     fingerprint: str  # identifies the tokens themselves, independent of the folder
     train: Rows
@@ -72,6 +74,7 @@ class Corpus:
         """Builds a Corpus from a prepared folder; `facts` are further fields, which override those of the folder."""
         known = {
             "tokenizer": prepared.tokenizer,
+            "tokenizer_hash": tokenizer_hash(prepared.tokenizer),
             "folder": prepared.folder,
             "fingerprint": prepared.fingerprint,
             "notes": prepared.notes,
@@ -145,10 +148,14 @@ def build_corpus(config: Config) -> Corpus:
 def prepare_corpus(config: Config) -> Corpus:
     """Prepares the data as `build_corpus` does, but for any objective: the kind of rows is not checked."""
     if config.data.rows != "text":
-        return _examples(config, row_format(config))
-    if config.data.ring_bytes is not None:
-        return _stream(config)
-    return _mixture(config) if config.data.source == "mixture" else _text(config)
+        corpus = _examples(config, row_format(config))
+    elif config.data.ring_bytes is not None:
+        corpus = _stream(config)
+    else:
+        corpus = _mixture(config) if config.data.source == "mixture" else _text(config)
+    if config.data.source != "bins":
+        framing.follow(corpus.tokenizer, framing.wanted(corpus.tokenizer, config.data))
+    return corpus
 
 
 def check_rows(config: Config) -> None:
@@ -188,7 +195,7 @@ def _text(config: Config) -> Corpus:
     if isinstance(rows, Windows):
         rows.fim = fill_in_the_middle(config.data, rows.shards, prepared.tokenizer, config.seed)
         words = fim_words(rows.fim)
-    return Corpus.of(
+    corpus = Corpus.of(
         prepared,
         train=rows,
         val=text_rows(val.shards, config, None)[0] if val is not None else None,
@@ -196,6 +203,9 @@ def _text(config: Config) -> Corpus:
         words=[*known, *words],
         val_bytes_per_token=bytes_per_target([val] if val is not None else [], config.data, prepared.tokenizer),
     )
+    if config.data.source == "bins" and train.documents is not None:
+        framing.follow(corpus.tokenizer, framing.held(corpus.tokenizer, train.begins_with))
+    return corpus
 
 
 def _stream(config: Config) -> Corpus:
@@ -262,16 +272,21 @@ def _mixture(config: Config) -> Corpus:
 
 def bos_words(split: SplitBins, tokenizer: Any) -> list[str]:
     """Returns the line of the plan on BOS, if documents begin with it or the tokenizer begins a text with it."""
-    if split.begins_with(tokenizer.bos_token_id):
-        return [f"each document begins with {tokenizer.bos_token}"]
-    without = f"documents begin without {tokenizer.bos_token}, which the tokenizer puts before a text"
-    return [f"{without} (data.prepend_bos)"] if own_bos(tokenizer) else []
+    own = framing.start_of(tokenizer)
+    start = "".join(map(tokenizer.convert_ids_to_tokens, own)) or tokenizer.bos_token
+    if split.begins_with(own or [tokenizer.bos_token_id]):
+        return [f"each document begins with {start}"]
+    if own == [tokenizer.eos_token_id]:
+        return [f"between documents stands one {start}, which ends the first and begins the second"]
+    without = f"documents begin without {start}, which the tokenizer puts before a text"
+    return [f"{without} (data.prepend_bos)"] if own else []
 
 
 def bytes_per_target(splits: list[SplitBins], data: DataConfig, tokenizer: Any) -> float | None:
     """Returns the UTF-8 bytes of text per predicted token: BOS is one unless documents are apart; None if unknown."""
     known, apart = _summed(splits), data.isolate_documents or data.packing is not None
-    begins = [split.documents or 0 for split in splits if apart and split.begins_with(tokenizer.bos_token_id)]
+    start = framing.start_of(tokenizer) or [tokenizer.bos_token_id]
+    begins = [split.documents or 0 for split in splits if apart and split.begins_with(start)]
     return known["bytes"] / (known["tokens"] - sum(begins)) if known["bytes"] else None
 
 

@@ -24,7 +24,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import bpe_training as training
-from lmtrain.data import hub
+from lmtrain.data import framing, hub
 from lmtrain.errors import ReadError, UserError, first_line
 from lmtrain.files import open_regular, read_regular
 
@@ -151,8 +151,11 @@ def usable(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def with_template(tokenizer: Any, name_or_path: str, **options: Any) -> Any:
-    """Gives the tokenizer of a multimodal model the chat template that is only in its processor's files."""
+def completed(tokenizer: Any, name_or_path: str, **options: Any) -> Any:
+    """Gives a tokenizer what transformers leaves in the files beside it.
+
+    These are the chat template of a multimodal model's processor, and BOS before texts (see framing.py).
+    """
     kept = {key: value for key, value in options.items() if key in ("revision", "local_files_only")}
     for name in ("chat_template.json", "processor_config.json") if tokenizer.chat_template is None else ():
         file = hub.optional_file(name_or_path, name, **kept)
@@ -160,7 +163,7 @@ def with_template(tokenizer: Any, name_or_path: str, **options: Any) -> Any:
         if isinstance(found, str):
             tokenizer.chat_template = found
             break
-    return tokenizer
+    return framing.follow_file(tokenizer, name_or_path, **kept)
 
 
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -204,12 +207,6 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     behind = whole[len(after) :] if whole[: len(after)] == after else []
     single = {ids[0] for ids in (alone, behind) if len(ids) == 1} | {tokenizer.get_vocab().get(text)} - {None}
     return sorted(i for i in single if tokenizer.decode([i], clean_up_tokenization_spaces=False) == text)
-
-
-def own_bos(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Returns the id of the BOS token, in a list, if the tokenizer puts it before a text; else an empty list."""
-    start: list[int] = tokenizer("a")["input_ids"][:1]  # of a text: some tokenizers put the same token after it
-    return start if start == [tokenizer.bos_token_id] else []
 
 
 def unknown_token(tokenizer: PreTrainedTokenizerFast) -> int | None:
@@ -259,11 +256,11 @@ def _load(cfg: TokenizerConfig, named: Identity) -> PreTrainedTokenizerFast:
     try:
         if not cfg.trust_remote_code and _has_fast_file(place, is_folder, options):
             # Directly from tokenizer.json: model classes rebuild it by their own rules and may split text differently.
-            return with_template(PreTrainedTokenizerFast.from_pretrained(place, **options), place, **options)
+            return completed(PreTrainedTokenizerFast.from_pretrained(place, **options), place, **options)
         from transformers import AutoTokenizer  # which imports torch
 
         found = AutoTokenizer.from_pretrained(place, trust_remote_code=cfg.trust_remote_code, **options)
-        tokenizer = with_template(usable(found), place, **options)
+        tokenizer = completed(usable(found), place, **options)
     except (OSError, ValueError, KeyError) as error:
         if offline:
             raise UserError(hub.explain_unreachable("tokenizer", name, named.unreachable)) from None

@@ -80,7 +80,7 @@ def _open(config: Config, data: DataConfig, corpus: Corpus) -> ValSet:
         tokenizer = TokenizerConfig(kind="hub", name_or_path=str(trained))
     if data.rows == "text":
         prepared = prepare(data, tokenizer)
-        if tokenizers.tokenizer_hash(prepared.tokenizer) != tokenizers.tokenizer_hash(corpus.tokenizer):
+        if tokenizers.tokenizer_hash(prepared.tokenizer) != corpus.tokenizer_hash:
             raise UserError("its tokenizer would differ from that of the run's data: name that by tokenizer.kind=hub")
         found = prepared.splits["train"]
         rows = text_rows(found.shards, config, None)[0]

@@ -14,6 +14,7 @@ import numpy as np
 from lmtrain.config.effect import names_data
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
+from lmtrain.data import framing
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.corpus import row_format
 from lmtrain.data.examples.documents import Examples
@@ -133,6 +134,7 @@ def _of_bins(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]
         raise UserError(f"{prepared.folder} holds tokens of another tokenizer than the model's: evaluate on text")
     if not bins.has_split(prepared.folder, "val"):
         raise UserError(f"{prepared.folder} has no val.bin to evaluate on")
+    before = framing.start_of(tokenizer) or [tokenizer.bos_token_id]
     begun: list[np.ndarray] = []  # parts of a document that is longer than a shard
     for shard in bins.open_bins(prepared.folder, "val").shards:
         ends = shard.document_ends(1, shard.tokens + 1).tolist() if shard.docs is not None else [shard.tokens]
@@ -140,7 +142,7 @@ def _of_bins(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]
             ids = np.concatenate([*begun, shard.read(start, end - start)])
             begun.clear()
             ids = ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_token_id else ids
-            ids = ids[1:] if len(ids) and ids[0] == tokenizer.bos_token_id else ids
+            ids = ids[len(before) :] if ids[: len(before)].tolist() == before else ids
             yield ids, len(tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False).encode())
         last = ends[-1] if ends else 0
         begun.append(shard.read(last, shard.tokens - last))

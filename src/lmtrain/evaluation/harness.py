@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.schema import Config
+from lmtrain.data.framing import before_documents
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError, did_you_mean, needing
 from lmtrain.evaluation.results import Evaluated, Scores
@@ -139,6 +140,9 @@ def _model(who: Subject, config: Config) -> Any:
         tokenizer=who.tokenizer,
         backend="causal",
         batch_size=config.evaluate.batch_size,
+        # None: what the tokenizer puts before a text; before a chat stands only what the chat template writes there.
+        add_bos_token=False if config.evaluate.chat else None,
+        prefix_token_id=next(reversed(before_documents(who.tokenizer)), None),
         max_length=config.evaluate.context or min(positions(hf_model), 2**20),
         softmax_dtype="float32",
     )

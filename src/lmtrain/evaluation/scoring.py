@@ -17,6 +17,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.chat.turns import is_exact
 from lmtrain.data.examples.pair_rows import margins_of
 from lmtrain.data.examples.rows import padded
+from lmtrain.data.framing import before_documents
 from lmtrain.data.tokenizers import shows_numbers
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
@@ -45,12 +46,12 @@ class Window(NamedTuple):
     row: int  # the document, conversation or answer they belong to
 
 
-def windows(ids: np.ndarray, row: int, context: int, stride: int) -> Iterator[Window]:
-    """Yields a document's windows; each token but the first is scored once, in the first window that contains it.
+def windows(ids: np.ndarray, row: int, context: int, stride: int, given: int = 1) -> Iterator[Window]:
+    """Yields a document's windows; each token but the first `given` is scored once, in the first window that holds it.
 
     After the first window, every scored token has at least `context - stride` tokens of context.
     """
-    done = 1
+    done = given
     for begin in range(0, max(1, len(ids)), stride):
         end = min(begin + context, len(ids))
         if end > done:
@@ -126,16 +127,14 @@ def evaluate(who: Subject, config: Config, chosen: Config) -> Evaluated:
 def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
     e = config.evaluate
     context, stride = window_sizes(who, config)
-    # The token that precedes a document: beginning-of-text, or else end-of-text, which ends the previous document.
-    starts = [who.tokenizer.bos_token_id, who.tokenizer.eos_token_id] if e.start_token else []
-    first = [token for token in starts if token is not None][:1]
+    first = before_documents(who.tokenizer) if e.start_token else []
     documents, sizes = data.ScoredDocuments(chosen, e.limit), list[int]()
 
     def stretches() -> Iterable[Window]:
         for row, (ids, size) in enumerate(documents.read(who.tokenizer)):
             lost = 0 if first else data.bytes_of(int(ids[0]), who.tokenizer)
             sizes.append(size - lost)  # bytes of the scored text
-            yield from windows(np.concatenate([first, ids]).astype(np.int64), row, context, stride)
+            yield from windows(np.concatenate([first, ids]).astype(np.int64), row, context, stride, max(1, len(first)))
 
     nll, tokens = _sums(who.model, stretches(), config)
     nll, tokens = (np.pad(column, (0, len(sizes) - len(column))) for column in (nll, tokens))

@@ -1,6 +1,7 @@
 """Writes a trained model as a Hugging Face folder: safetensors, config, tokenizer, generation config, run config."""
 
 import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lmtrain.checkpoints.store import name_of
 from lmtrain.config import safe_yaml
 from lmtrain.config.override_text import bare_or_quoted, written
 from lmtrain.config.schema import ExportConfig
+from lmtrain.data.framing import start_of
 from lmtrain.data.tokenizers import save as save_tokenizer
 from lmtrain.errors import RunError, UserError, did_you_mean
 from lmtrain.exports import model_card
@@ -72,6 +74,7 @@ def export_model(
             tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # as in config.json, for batches
             tokenizer.padding_side = "right"  # transformers would count positions from the padding on the left
         save_tokenizer(tokenizer, temporary)
+        say_how_texts_begin(tokenizer, temporary / "tokenizer_config.json")
         # save_pretrained rejects settings of some published models, such as a temperature with greedy decoding.
         if not has_scalar_head(model):
             settings.to_json_file(temporary / "generation_config.json", keys_to_pop=["compile_config"])
@@ -80,6 +83,13 @@ def export_model(
         model_card.write(temporary, run.config, chat=chat, parameters=size, step=step)
         compare(live, tolerance, model, temporary, example)
     return folder
+
+
+def say_how_texts_begin(tokenizer: Any, file: Path) -> None:
+    """Adds to a tokenizer_config.json what tokenizer.json says too: llama.cpp begins texts of some models anyway."""
+    if tokenizer.bos_token is not None:
+        config = json.loads(file.read_text(encoding="utf-8")) | {"add_bos_token": bool(start_of(tokenizer))}
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def command_for(folder: Path, cfg: ExportConfig, step: int, *more: str) -> str:

@@ -11,6 +11,7 @@ from transformers.generation import BaseStreamer
 
 from lmtrain import errors
 from lmtrain.config.schema import Config, GenerateConfig
+from lmtrain.data import framing
 from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.chat.turns import BadRow
@@ -104,7 +105,8 @@ class Talk:
         most = positions(self.model)
         room = most - min(self.settings.max_new_tokens, most // 2)  # if positions are few, half are kept for the answer
         if self.template is None:
-            return prompt_tokens(self.tokenizer, self.turns[-1]["content"])[-max(1, room) :]
+            ids = prompt_tokens(self.tokenizer, self.turns[-1]["content"])
+            return framing.last_of(ids, max(1, room), framing.start_of(self.tokenizer))
         ids = self._ids(0)
         if len(ids) <= max(1, room):
             return ids

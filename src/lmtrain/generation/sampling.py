@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lmtrain.config.schema import GenerateConfig
+from lmtrain.data import framing
 from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.errors import UserError
 from lmtrain.models.attention import generation_mode
@@ -48,8 +49,8 @@ def sample_texts(
 
     A masked diffusion model generates the texts one after the other. All other models generate them as one batch with
     left padding and an attention mask, so a greedy text is the same as for its prompt alone. Prompts are truncated on
-    the left so that prompt and continuation fit the model's positions. The state of the global random generators is
-    preserved.
+    the left, behind what stands before a text, so that prompt and continuation fit the model's positions. The state of
+    the global random generators is preserved.
 
     Args:
         prompts: texts or lists of token ids.
@@ -58,7 +59,8 @@ def sample_texts(
         together: whether all ranks generate the same texts, each rank holding a shard of the model.
     """
     room = max(1, positions(model) - max_new_tokens)
-    rows = [prompt_tokens(tokenizer, prompt)[-room:] for prompt in prompts]
+    start = framing.start_of(tokenizer)
+    rows = [framing.last_of(prompt_tokens(tokenizer, prompt), room, start) for prompt in prompts]
     _check_ids(model, rows)
     mask_id = mask_token(model)
     with evaluating(model):
@@ -128,14 +130,11 @@ def _check_ids(model: Any, rows: list[list[int]]) -> None:
 
 
 def prompt_tokens(tokenizer: Any, prompt: str | list[int]) -> list[int]:
-    """Returns the ids of a prompt: of a text those of the tokenizer, with BOS if it adds one, and without EOS after it.
+    """Returns the ids of a prompt: of a text, what stands before one (framing.py) and the tokenizer's ids.
 
     If there are none, they are the end-of-text token, after which a document begins.
     """
-    ids: list[int] = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-    end = [tokenizer.eos_token_id]
-    if isinstance(prompt, str) and ids[-1:] == end and tokenizer("")["input_ids"][-1:] == end:
-        ids = ids[:-1]  # some tokenizers end every text, and this one goes on
+    ids = framing.text_ids(tokenizer, prompt) if isinstance(prompt, str) else prompt
     if not ids and tokenizer.eos_token_id is None:
         raise UserError("the prompt is empty, and the tokenizer has no end-of-text token to begin with: give a prompt")
     return ids or [tokenizer.eos_token_id]

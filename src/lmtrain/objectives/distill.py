@@ -5,7 +5,7 @@ language models", GKD, arXiv:2306.13649), as a mean over learned tokens.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, ClassVar, cast
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ class Distill(Objective):
         """
         self.options, self.tokenizer = options_of(config, DistillOptions), corpus.tokenizer
         name = export_of(str(self.options.teacher))
-        check_tokenizer(name, corpus.tokenizer)
+        check_tokenizer(name, corpus)
         cfg = LoadedModelConfig(
             name="teacher",
             init="pretrained",
@@ -188,14 +188,14 @@ class Distill(Objective):
         return with_routers(LossParts(loss, n * scale, sums), out)._replace(n_tokens=n)
 
 
-def check_tokenizer(teacher: str, tokenizer: Any) -> None:
+def check_tokenizer(teacher: str, corpus: Corpus) -> None:
     """Raises UserError unless the teacher's tokenizer gives the same ids as the student's."""
     cfg = TokenizerConfig(kind="hub", name_or_path=teacher)
     theirs = tokenizers.load_or_train(cfg, lambda _: iter(()), tokenizers.identity(cfg))
-    if tokenizers.tokenizer_hash(theirs) != tokenizers.tokenizer_hash(tokenizer):
+    if tokenizers.tokenizer_hash(theirs) != corpus.tokenizer_hash:
         raise UserError(
             f"objective.teacher={teacher} has another tokenizer ({len(theirs):,} tokens) than the student "
-            f"({len(tokenizer):,}): what each says of a next token can't be compared. Choose a teacher of the "
+            f"({len(corpus.tokenizer):,}): what each says of a next token can't be compared. Choose a teacher of the "
             f"student's family, or train the student with its tokenizer: tokenizer=hub tokenizer.name_or_path={teacher}"
         )
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from lmtrain.adapters.trainable import base_identity
-from lmtrain.data import hub, tokenizers
+from lmtrain.data import framing, hub, tokenizers
 from lmtrain.data.chat.pairs import prompt_turns
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, first_line
@@ -50,11 +50,12 @@ class ModelReward(Reward):
     def _ids(self, prompt: Any, completion: str) -> list[int]:
         """Returns the conversation's token ids; raises ValueError if there are more than the model has positions."""
         if self.tokenizer.chat_template is None and isinstance(prompt, str):
-            text = f"{prompt}{completion}{self.tokenizer.eos_token or ''}"
+            ids = framing.text_ids(self.tokenizer, f"{prompt}{completion}")
+            ids = ids if self.tokenizer.eos_token_id is None else framing.ended(ids, self.tokenizer)
         else:
             turns = [*asked(prompt), {"role": "assistant", "content": completion}]
             text = str(self.tokenizer.apply_chat_template(turns, tokenize=False))
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if most is not None and len(ids) > most:
             raise ValueError(f"prompt and completion have {len(ids)} tokens, and the reward model {most} positions")
@@ -80,6 +81,7 @@ def load(name: str, key: str) -> tuple[PreTrainedModel, Any]:
     try:
         model = _load(name, options)
         tokenizer = tokenizers.usable(AutoTokenizer.from_pretrained(name, **options))
+        tokenizers.completed(tokenizer, name, local_files_only=offline)
     except UserError:
         raise
     except Exception as error:  # the hub's, transformers' and safetensors' errors share no base class

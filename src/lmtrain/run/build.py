@@ -36,7 +36,6 @@ from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
 from lmtrain.data.loaders import check_descriptors, first_rows, rows_used, seen_rows
 from lmtrain.data.modules import TokenDataModule, module_class
 from lmtrain.data.order import Rows
-from lmtrain.data.tokenizers import tokenizer_hash
 from lmtrain.data.val_sets import ValSet, build_val_sets, count, measured_on, scored_on
 from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
@@ -239,7 +238,7 @@ def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprin
     architecture = {k: v for k, v in hf_model.config.to_dict().items() if k != "_name_or_path"}
     contents = {
         "data": corpus.fingerprint,
-        "tokenizer": tokenizer_hash(corpus.tokenizer),
+        "tokenizer": corpus.tokenizer_hash,
         "model": {k: v for k, v in architecture.items() if k != "transformers_version"},
         **starting_weights(config, hf_model),
         **contents_of_features(hf_model, config),

@@ -17,7 +17,7 @@ from lmtrain.config import trust
 from lmtrain.config.override_text import shell_word
 from lmtrain.config.schema import Config
 from lmtrain.config.targets import find_class
-from lmtrain.data import hub, tokenizers
+from lmtrain.data import framing, hub, tokenizers
 from lmtrain.errors import RunError, UserError, first_line, nearest
 from lmtrain.models import folder
 from lmtrain.models.folder import is_exported
@@ -44,6 +44,8 @@ def from_run(
     state = store.load_trainer_state(checkpoint)
     check_tokenizer(run, state["fingerprint"])
     tokenizer = tokenizers.read(run.tokenizer, AutoTokenizer)
+    if config.data.source != "bins":  # whose run has them in the tokenizer; that of an earlier version has not
+        framing.follow(tokenizer, framing.wanted(tokenizer, config.data))
     if config.peft.quantization is None or on_host or not torch.cuda.is_available():
         config.trainer.accelerator = "cpu"
     config.trainer.strategy = "auto"  # this process holds the whole model
@@ -86,7 +88,9 @@ def check_tokenizer(run: RunDir, fingerprint: dict[str, Any]) -> None:
     told = [c["tokenizer"] for c in retention.manifests(run.checkpoints).values() if c.get("tokenizer")]
     try:
         found = tokenizers.file_hashes(run.tokenizer)
-        alike = known is None or "tokenizer.json" not in found or tokenizers.gives_ids_of(run.tokenizer, known)
+        # The fingerprint knows the tokenizer as it came, so it decides only where no files were recorded.
+        unknown = told or known is None or "tokenizer.json" not in found
+        alike = bool(unknown) or tokenizers.gives_ids_of(run.tokenizer, known)
     except Exception as error:  # the tokenizers library raises plain Exception
         raise UserError(f"{run.tokenizer} can't be read as a tokenizer: {first_line(error)}") from None
     names = sorted(n for n in {*found, *(told[-1] if told else {})} if told and found.get(n) != told[-1].get(n))
@@ -150,7 +154,7 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
             model = folder.from_pretrained(name, **options)
         if not path.exists() or any(any(path.glob(names)) for names in _TOKENIZER_FILES):
             tokenizer = tokenizers.usable(AutoTokenizer.from_pretrained(name, **options))
-            tokenizers.with_template(tokenizer, name, local_files_only=offline)
+            tokenizers.completed(tokenizer, name, local_files_only=offline)
             if has_scalar_head(model) and (is_adapter or padding_of(model) is None):  # a base may have another
                 set_padding(model, tokenizer)
             return model, tokenizer

@@ -13,13 +13,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.schema_data import DataConfig
+from lmtrain.data import framing
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.jinja_rendering import ANSWER, QUESTION, answers_of, find_template
 from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
 from lmtrain.data.chat.special_text import AnswerDecoder, PlainText, pattern_of, special_tokens
 from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.data.fast_ids import TextIds
-from lmtrain.data.tokenizers import own_bos, plain_backend
+from lmtrain.data.tokenizers import plain_backend
 from lmtrain.errors import UserError
 
 
@@ -32,11 +33,14 @@ class Example:
     cut: int = 0
 
 
-def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: DataConfig, where: str) -> list[Example]:
+def fit(
+    ids: list[int], trained: list[bool], borders: list[int], cfg: DataConfig, where: str, kept: int = 0
+) -> list[Example]:
     """Returns one example; data.on_too_long may make it none or several if it is longer than data.max_length.
 
     Args:
         borders: ascending positions in `ids` where split cuts if it can; elsewhere it cuts only if it must.
+        kept: how many first ids stay when those after them are cut off (BOS).
 
     Raises:
         BadRow: the example is longer and data.on_too_long is raise.
@@ -47,13 +51,19 @@ def fit(ids: list[int], trained: list[bool], borders: list[int], cfg: DataConfig
     if policy == "truncate_right":
         return [Example(ids[:most], trained[:most], len(ids) - most)]
     if policy == "truncate_left":
-        return [_piece(ids, trained, len(ids) - most, len(ids), len(ids) - most)]
+        return [Example(*cut_left(ids, trained, len(ids) - most, kept if kept < most else 0), len(ids) - most)]
     if policy == "drop":
         return []
     if policy == "raise":
         found = f"it has {len(ids)} tokens and data.max_length is {most}"
         raise BadRow(where, f"{found}: raise it, or let long rows be cut with data.on_too_long=truncate_right")
     return _split(ids, trained, borders, most)
+
+
+def cut_left(ids: list[int], trained: list[bool], count: int, kept: int) -> tuple[list[int], list[bool]]:
+    """Cuts `count` ids off the beginning, behind the first `kept`; what then follows these is not trained on."""
+    after = kept + count
+    return ids[:kept] + ids[after:], [*trained[:kept], *[False][: len(ids) - after], *trained[after + 1 :]]
 
 
 def _split(ids: list[int], trained: list[bool], borders: list[int], most: int) -> list[Example]:
@@ -94,7 +104,7 @@ class ChatEncoder:
         self.tokenizer, self.cfg = tokenizer, cfg
         # Plain texts need no template, so it is not an error here if neither config nor tokenizer names one.
         self._template = self.chat if cfg.chat_template or tokenizer.chat_template else None
-        self._bos = own_bos(tokenizer)
+        self._start = framing.wanted(tokenizer, cfg)
         self._special = pattern_of(special_tokens(tokenizer))
         self._plain = PlainText(tokenizer) if cfg.allow_special_text is False else None
         backend = plain_backend(tokenizer)
@@ -132,7 +142,7 @@ class ChatEncoder:
         examples = []
         for ids, trained, borders in found:
             trained[:1] = [False] * len(trained[:1])  # no token before it predicts it
-            examples += fit(ids, trained, borders, self.cfg, sample.where)
+            examples += fit(ids, trained, borders, self.cfg, sample.where, self.beginning(ids))
         return examples
 
     def pair(
@@ -156,6 +166,13 @@ class ChatEncoder:
         ids, trained, _ = self._encoded(rendered, conversation)
         return ids, trained
 
+    def beginning(self, ids: list[int]) -> int:
+        """Returns how many first ids stand before a text or chat, such as BOS; the chat template may write it."""
+        start, bos = self._start, [self.tokenizer.bos_token_id]
+        if start and ids[: len(start)] == start:
+            return len(start)
+        return int(ids[:1] == bos and "bos_token" in (self.template or ""))
+
     def completion(self, sample: Completion) -> tuple[list[int], list[bool]]:
         """Works like `pair` for plain text: a prompt with the tokenizer's BOS, a completion with the end of text.
 
@@ -167,17 +184,16 @@ class ChatEncoder:
         first, _ = _tokens_of(offsets, (len(sample.prompt), len(sample.prompt) + len(sample.completion)))
         if self.cfg.train_on == "all":
             first = 0
-        if self.tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no end of text, so the model could never learn to stop: choose another")
-        whole = self._with_bos([*ids, self.tokenizer.eos_token_id])
-        first += len(whole) - len(ids) - 1
+        begun = framing.begun(ids, self._start)
+        first += len(begun) - len(ids)
+        whole = framing.ended(begun, self.tokenizer)
         return whole, [0 < i >= first for i in range(len(whole))]
 
     def prompt_ids(self, sample: Conversation | Completion, ask: bool = True) -> list[int]:
         """Returns the ids from which a model generates the last answer; without generation prompt if not `ask`."""
         if isinstance(sample, Completion):
             prompt = self._plain.mask(sample.prompt, sample.where) if self._plain else sample.prompt
-            return self._with_bos(self._tokens(prompt)[0])
+            return framing.begun(self._tokens(prompt)[0], self._start)
         asked = self._masked(sample)
         messages = asked.messages[: answers_of(asked.messages)[-1]]
         return self._tokens(self.chat.prompt(messages, asked.tools, asked.where, ask))[0]
@@ -272,9 +288,6 @@ class ChatEncoder:
             words = f"special tokens written in their text ({' '.join(found)}), read {read} by data.allow_special_text"
             self.remarks.append(Remark(words))
 
-    def _with_bos(self, ids: list[int]) -> list[int]:
-        return ids if ids[:1] == self._bos else self._bos + ids
-
     def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the token ids of a text, and the characters [start, end) of each token."""
         if self._plain:
@@ -306,9 +319,9 @@ def user_turn(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, text: 
 
 def leaves_out_bos(tokenizer: Any) -> bool:
     """Returns whether a chat begins without the BOS token that plain text begins with."""
-    template, bos = own_template(tokenizer), own_bos(tokenizer)
+    template, start = own_template(tokenizer), framing.start_of(tokenizer)
     try:
-        return template is not None and user_turn(tokenizer, template, "a", None)[: len(bos)] != bos
+        return template is not None and user_turn(tokenizer, template, "a", None)[: len(start)] != start
     except UserError:  # the template rejects such a turn
         return False
 

@@ -10,6 +10,7 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.conversations import Completion, Conversation, unread_columns
 from lmtrain.data.chat.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pair
+from lmtrain.data.chat.templates import cut_left
 from lmtrain.data.chat.turns import BadRow, Remark, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
@@ -38,7 +39,7 @@ class PairRowEncoder(TemplateRows):
         chosen, rejected = self._tokens(pair, pair.chosen), self._tokens(pair, pair.rejected)
         if chosen == rejected:
             raise BadRow(where, "chosen and rejected are the same once the chat template has written them")
-        examples, cut = fit_pair(chosen, rejected, cfg, where)
+        examples, cut = fit_pair(chosen, rejected, cfg, where, self.chat.beginning(chosen[0]))
         if examples and examples[0] == examples[1]:
             raise BadRow(where, f"chosen and rejected are the same within data.max_length={cfg.max_length} tokens")
         asked = self.question(self._preferred(pair)) if question and examples else None
@@ -71,11 +72,12 @@ class PairRowEncoder(TemplateRows):
         return Conversation([*pair.prompt, *answer], pair.tools, pair.where)
 
 
-def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str) -> tuple[list[Tokens], int]:
+def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str, kept: int = 0) -> tuple[list[Tokens], int]:
     """Returns ([chosen, rejected], tokens cut off) within data.max_length, or ([], 0) if the pair is dropped.
 
     truncate_right cuts the ends of the answers; truncate_left cuts the same tokens off both prompts, so that the
-    answers still have the same prompt. Before that, prompts are cut to data.max_prompt_length in this way.
+    answers still have the same prompt. Before that, prompts are cut to data.max_prompt_length in this way. The first
+    `kept` tokens, such as BOS, stay.
 
     Raises:
         BadRow: the prompt leaves no room for an answer, or the pair is too long and data.on_too_long is raise.
@@ -100,7 +102,9 @@ def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str) -> t
         room = prompt > start if stop is None else prompt < stop
         if not room:
             raise BadRow(where, f"the prompt leaves no room for the answers within data.max_length={most} tokens")
-    cut = [(ids[start:stop], trained[start:stop]) for ids, trained in pair]
+    cut = [(ids[:stop], trained[:stop]) for ids, trained in pair]
+    if start:
+        cut = [cut_left(ids, trained, start, max(0, min(kept, prompt - start - 1))) for ids, trained in cut]
     return cut, sum(len(ids) for ids, _ in pair) - sum(len(ids) for ids, _ in cut)
 
 

@@ -56,7 +56,7 @@ class UnpairedRowEncoder(TemplateRows):
         answer = answer_turns(values["completion"], "completion", where)
         check([*turns, *answer], where)
         ids, trained = self.chat.pair(turns, answer, where=where)
-        fitted = fit(ids, trained, [], cfg, where)
+        fitted = fit(ids, trained, [], cfg, where, self.chat.beginning(ids))
         examples = [(e.input_ids, e.trained, int(label)) for e in fitted]
         asked = self.question(Conversation([*turns, answer[0]], None, where)) if question and label else None
         remarks = [*self.chat.remarks, *unread(row), *unread_columns(row, format.columns, cfg)]

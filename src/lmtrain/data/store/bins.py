@@ -106,8 +106,8 @@ class SplitBins:
     dtype: str
     meta: Meta | None
 
-    def begins_with(self, token: int | None) -> bool:
-        return self.shards[0].read(0, 1).tolist() == [token]
+    def begins_with(self, start: list[Any]) -> bool:
+        return self.tokens >= len(start) and self.shards[0].read(0, len(start)).tolist() == start
 
 
 def has_split(folder: Path, split: str) -> bool:

@@ -17,7 +17,7 @@ from lmtrain.config.constraints import PREPARED
 from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.keys import values
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
-from lmtrain.data import tokenizers
+from lmtrain.data import framing, tokenizers
 from lmtrain.data.store import bins, contents
 from lmtrain.data.store.cache import build_once
 from lmtrain.data.store.progress import PrepareProgress
@@ -25,6 +25,8 @@ from lmtrain.data.store.writer import dtype_for
 from lmtrain.errors import RunError, disk_full
 from lmtrain.secrets import hashed, shown_in
 
+_OWN = "own"  # "auto" in the keys of earlier versions, whose documents may begin otherwise
+_OWN = "own"  # prepend_bos=auto; "auto" in the keys of earlier versions, whose documents may begin otherwise
 _LONGEST_LABEL = 200  # a file name may have 255 bytes, and the names of locks and temporary folders are longer
 
 
@@ -60,25 +62,34 @@ def folder_key(data: DataConfig, tokenizer: TokenizerConfig, **contents: Any) ->
     """
     # Secrets in the settings of a user's own source are replaced by hashes, as the key is written beside the tokens.
     key = shown_in({"data": settings(data), "tokenizer": settings(tokenizer), **contents}, hashed)
-    if data.prepend_bos is True or (data.prepend_bos == "auto" and tokenizer.kind == "hub"):  # those made here put none
-        key["prepend_bos"] = data.prepend_bos
+    if data.prepend_bos == "auto" and tokenizer.kind == "hub":  # those made here put none
+        key["prepend_bos"] = _OWN
+    elif data.prepend_bos is True:
+        key["prepend_bos"] = True
     return dict(json.loads(json.dumps(key, sort_keys=True)))
 
 
 def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
-    """Returns the folder for a key, <cache_dir>/<label>-<hash>, or one of an earlier version that serves."""
+    """Returns the folder for a key, <cache_dir>/<label>-<hash>."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", label)
-    folder = Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{short_hash(key)[:12]}"
-    if key.get("prepend_bos") != "auto" or bins.is_complete(folder):
+    return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{short_hash(key)[:12]}"
+
+
+def serving(cfg: DataConfig, label: str, key: dict[str, Any], tokenizer: TokenizerConfig) -> Path:
+    """Returns `folder_of` a key, or a complete folder of an earlier version that holds the same tokens."""
+    folder = folder_of(cfg, label, key)
+    if key.get("prepend_bos") != _OWN or bins.is_complete(folder):
         return folder
-    older_key = {name: value for name, value in key.items() if name != "prepend_bos"}
-    older = folder_of(cfg, label, older_key)
-    return older if bins.is_complete(older) and _serves(older, older_key, key) else folder
+    without = {name: value for name, value in key.items() if name != "prepend_bos"}
+    older = [folder_of(cfg, label, known) for known in ({**key, "prepend_bos": "auto"}, without)]
+    return next((f for f in older if bins.is_complete(f) and _begins_so(f, cfg, tokenizer)), folder)
 
 
-def find_folder(cfg: DataConfig, label: str, key: dict[str, Any], show: PrepareProgress) -> Path:
-    """Returns `folder_of` a key, or the newest complete one that differs only in what a silent hub couldn't tell."""
-    target = folder_of(cfg, label, key)
+def find_folder(
+    cfg: DataConfig, label: str, key: dict[str, Any], tokenizer: TokenizerConfig, show: PrepareProgress
+) -> Path:
+    """Returns `serving` a key, or the newest complete one that differs only in what a silent hub couldn't tell."""
+    target = serving(cfg, label, key, tokenizer)
     unknown = [name for name, value in key["resolved"].items() if value is None]
     found = []
     if not unknown or bins.is_complete(target):
@@ -88,7 +99,9 @@ def find_folder(cfg: DataConfig, label: str, key: dict[str, Any], show: PrepareP
             continue
         theirs = bins.load_meta(folder)["key"]
         resolved = {**theirs.get("resolved", {}), **dict.fromkeys(unknown)}
-        if _serves(folder, {**theirs, "resolved": resolved}, key):
+        begins = {"prepend_bos": key["prepend_bos"]} if "prepend_bos" in key else {}
+        same = {**theirs, "resolved": resolved} == key
+        if same or ({**theirs, "resolved": resolved, **begins} == key and _begins_so(folder, cfg, tokenizer)):
             found.append(folder)
     newest = max(found, key=lambda f: (f / bins.META).stat().st_mtime_ns, default=None)
     if newest is not None:
@@ -96,12 +109,12 @@ def find_folder(cfg: DataConfig, label: str, key: dict[str, Any], show: PrepareP
     return newest or target
 
 
-def _serves(folder: Path, its_key: dict[str, Any], key: dict[str, Any]) -> bool:
-    """Returns whether a folder holds the tokens of `key`: earlier versions put no BOS, as some tokenizers do not."""
-    if its_key == key:
-        return True
-    is_older = {"prepend_bos": "auto", **its_key} == key
-    return is_older and not tokenizers.own_bos(tokenizers.load_folder(folder / "tokenizer"))
+def _begins_so(folder: Path, cfg: DataConfig, tokenizer: TokenizerConfig) -> bool:
+    """Returns whether the documents of a folder of an earlier version begin as the tokenizer begins a text now."""
+    split = bins.open_bins(folder, "train" if bins.has_split(folder, "train") else "val")
+    own = framing.follow_file(tokenizers.load_folder(folder / "tokenizer"), str(tokenizer.name_or_path))
+    start = framing.between_documents(own, cfg)
+    return split.begins_with(start) and (bool(start) or not split.begins_with(framing.start_of(own) or [None]))
 
 
 def prepare_folder(

@@ -10,7 +10,7 @@ as one.
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.fast_ids import TextIds
+from lmtrain.data.framing import between_documents
 from lmtrain.data.sources.pieces import Piece
-from lmtrain.data.tokenizers import own_bos, plain_backend, unknown_token
+from lmtrain.data.tokenizers import plain_backend, unknown_token
 from lmtrain.errors import UserError
 
 SEGMENT = 1 << 16  # characters; long enough that checking a cut is cheap, short enough to feed many threads
@@ -51,28 +52,25 @@ class EncodedSegment(NamedTuple):
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerFast, cfg: DataConfig) -> "Encoder":
-    """Builds the encoder of `cfg`: with or without a BOS token before documents and an end-of-text token after them.
+    """Builds the encoder of `cfg`, with what stands before documents (framing.py) and an end-of-text token after them.
 
     Raises:
         UserError: the tokenizer has no such token.
     """
     if cfg.append_eos and tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-text token: set data.append_eos=false, or choose one that has")
-    if cfg.prepend_bos is True and tokenizer.bos_token_id is None:
-        raise UserError("the tokenizer has no BOS token: set data.prepend_bos=auto, or choose one that has")
-    puts_bos = own_bos(tokenizer) if cfg.prepend_bos == "auto" else cfg.prepend_bos
-    bos_id = tokenizer.bos_token_id if puts_bos else None
-    return Encoder(tokenizer, tokenizer.eos_token_id if cfg.append_eos else None, bos_id)
+    return Encoder(tokenizer, tokenizer.eos_token_id if cfg.append_eos else None, between_documents(tokenizer, cfg))
 
 
 class Encoder:
     """A tokenizer of streams of documents; special tokens that occur in the text are encoded as plain text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_id: int | None, bos_id: int | None = None) -> None:
-        """eos_id, bos_id: the tokens put after and before each document, None for none."""
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_id: int | None, start: Sequence[int] = ()) -> None:
+        """eos_id, start: the ids put after and before each document."""
         # "<|endoftext|>" written in a document is text, not the end of it
         self.ids = TextIds(plain_backend(tokenizer))
-        self.bos, self.eos = (np.array([] if i is None else [i], dtype=np.uint32) for i in (bos_id, eos_id))
+        end = [] if eos_id is None else [eos_id]
+        self.start, self.eos = (np.array(ids, dtype=np.uint32) for ids in (start, end))
         self.unk = unknown_token(tokenizer)
         self.end: str | None = tokenizer.eos_token
         self.unknown = self.written_ends = 0  # how many of these tokens, and of these words, were found so far
@@ -132,7 +130,7 @@ class Encoder:
             ids = ids[len(self.before[_before(segment.text)]) :] if segment.continues else ids
             self.unknown += 0 if self.unk is None else int(np.count_nonzero(ids == self.unk))
             self.written_ends += segment.text.count(self.end) if self.end else 0
-            ids = ids if segment.continues else np.concatenate([self.bos, ids])
+            ids = ids if segment.continues else np.concatenate([self.start, ids])
             ids = np.concatenate([ids, self.eos]) if segment.ends else ids
             yield EncodedSegment(ids, len(segment.text.encode()), segment.ends, len(segment.text))
 
