@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side, one thread each; see tests/conftest.py. Neighbours stay together: many share runs of their file.
 JOBS   ?= 2
 
-.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-oldest-torch env-triton train pipeline smoke test test-all nightly test-lowest test-oldest-torch coverage size docs screenshots lint typecheck clean
+.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-oldest-torch env-triton train pipeline smoke test test-all nightly test-lowest test-oldest-torch coverage mutants size docs screenshots lint typecheck clean
 
 env: $(VENV)/.installed
 
@@ -115,7 +115,13 @@ test-oldest-torch: env-oldest-torch
 
 # Lines of src/ that the quick tests run, subprocesses left out; fails below the floor.
 coverage: env
-	$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" --cov=lmtrain --cov-report=term:skip-covered --cov-fail-under=80 $(ARGS)
+	$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu" --cov=lmtrain --cov-context=test --cov-report=term:skip-covered --cov-fail-under=80 $(ARGS)
+
+# N faults put into FILES, one at a time, and which of them no quick test notices (tests/mutants.py).
+N     ?= 100
+FILES ?=
+mutants: coverage
+	$(PY) tests/mutants.py -n $(N) $(FILES) $(ARGS)
 
 # Lines of code, tables and pages per package, beside the last release's.
 size:

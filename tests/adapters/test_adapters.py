@@ -186,11 +186,14 @@ def test_activation_checkpointing_changes_no_gradient(bases: dict[str, Path]) ->
     assert any(g.abs().max() > 0 for g in found[0].values())
 
 
+@pytest.mark.parametrize("by_root", [False, True], ids=["lora", "rslora"])
 @pytest.mark.parametrize("kind", ["pissa", "pissa_niter_4", "olora"])
-def test_what_is_moved_from_the_base_is_accounted_for(kind: str, bases: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_moved_from_the_base_is_accounted_for(
+    kind: str, by_root: bool, bases: dict[str, Path], tmp_path: Path
+) -> None:
     base = AutoModelForCausalLM.from_pretrained(bases["untied"])
     expected = logits(base)
-    model = adapted(bases["untied"], init_weights=kind)
+    model = adapted(bases["untied"], init_weights=kind, use_rslora=by_root)
     assert torch.allclose(logits(model), expected, atol=1e-4), "at the start the model is the base"
     weight = model.model.layers[0].self_attn.q_proj.base_layer.weight
     assert not torch.allclose(weight, base.model.layers[0].self_attn.q_proj.weight, atol=1e-2)

@@ -10,12 +10,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from lmtrain.callbacks.checkpoints import Checkpoints
 from lmtrain.checkpoints import checksums, manifest, retention, store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
+from lmtrain.config import compose as rules
 from lmtrain.errors import RunError, UserError
 
 
@@ -260,3 +263,31 @@ def test_a_score_that_is_no_number_is_never_the_best() -> None:
         assert retention.best_of(scores, "min") == min(finite, key=finite.__getitem__)
         assert retention.best_of(scores, "max") == max(finite, key=finite.__getitem__)
     assert retention.best_of([(1, nan)], "min") is None
+
+
+def kept(folder: Path, scored_on: str, **changes: Any) -> list[int]:
+    """Returns the steps that the callback keeps of the checkpoints in a folder."""
+    config = rules.check(rules.compose([f"checkpoint.{key}={value}" for key, value in changes.items()]))
+    Checkpoints(folder, mock.Mock(), config, 100, scored_on, "min").prune()
+    return sorted(map(store.step_of, store.scan(folder)))
+
+
+def test_the_best_checkpoint_of_earlier_validation_rows_is_kept(tmp_path: Path) -> None:
+    """Scores of other rows are not compared with the present ones, so each has a best checkpoint."""
+    for step, score, on in ((1, 1.5, "a"), (2, 1.0, "a"), (3, 1.2, "a"), (4, 7.0, "b"), (5, 5.0, "b"), (6, 6.0, "b")):
+        FolderCheckpointIO().save_checkpoint({**content(step, score), "scored_on": on}, tmp_path / store.name_of(step))
+    assert kept(tmp_path, "b", keep_last=1, keep_best=1) == [2, 5, 6]
+    assert (tmp_path / "best").resolve().name == store.name_of(5)
+    assert (tmp_path / "last").resolve().name == store.name_of(6)
+
+
+def test_an_interim_checkpoint_displaces_no_other_and_goes_with_the_next(tmp_path: Path) -> None:
+    """A run that was stopped ends with the checkpoints of one that was not."""
+    for step, score, interim in ((2, 3.0, False), (4, 2.0, False), (5, 1.0, True)):
+        FolderCheckpointIO().save_checkpoint(
+            {**content(step, score), "interim": interim}, tmp_path / store.name_of(step)
+        )
+    assert kept(tmp_path, "a", keep_last=2, keep_best=1) == [2, 4, 5], "it is the newest"
+    assert (tmp_path / "best").resolve().name == store.name_of(4)
+    save(tmp_path, 6, 2.5)
+    assert kept(tmp_path, "a", keep_last=2, keep_best=1) == [4, 6]

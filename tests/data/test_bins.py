@@ -6,6 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from lmtrain.data.store import bins
 from lmtrain.data.store.writer import BinWriter, dtype_for
@@ -199,3 +200,29 @@ def test_a_sparse_8_gib_bin_is_read_in_place(tmp_path):
 def resident_bytes():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_the_cuts_move_with_the_epoch_and_every_window_is_seen(tmp_path):
+    """Windows of an epoch are one stretch of the text, whose beginning differs between epochs, seeds and shards."""
+    shards = write(tmp_path, [list(range(100)), list(range(100, 200))], shard_tokens=100).shards
+    assert len(shards) == 2
+    begins = {}
+    for seed in (0, 1):
+        rows = Windows(shards, 8, seed=seed, isolate_documents=False)
+        assert len(rows) == 2 * ((100 - 1 - 7) // 8)
+        for epoch in range(6):
+            batch = rows.read(np.array([[epoch, row] for row in range(len(rows))]))
+            assert torch.equal(batch["labels"], batch["input_ids"] + 1)
+            for shard, ids in enumerate(batch["input_ids"].flatten().chunk(2)):
+                first = int(ids[0])
+                assert 100 * shard <= first < 100 * shard + 8
+                assert ids.tolist() == list(range(first, first + len(ids)))
+                begins[seed, epoch, shard] = first - 100 * shard
+    by = {(seed, shard): [begins[seed, e, shard] for e in range(6)] for seed in (0, 1) for shard in (0, 1)}
+    assert all(len(set(starts)) >= 3 for starts in by.values())
+    assert len(set(map(tuple, by.values()))) == 4
+    whole = Windows(shards, 8, seed=None, isolate_documents=False)
+    assert len(whole) == 2 * (99 // 8)
+    assert whole.read(np.array([[e, 0] for e in range(3)]))["input_ids"][:, 0].tolist() == [0] * 3, (
+        "validation rows stay"
+    )

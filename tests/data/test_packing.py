@@ -74,6 +74,14 @@ def test_first_fit_and_best_fit_against_their_definition() -> None:
     assert fills == sorted(sum(lengths[i] for i in row) for row in expected)
 
 
+def test_greedy_fills_each_row_in_order_until_the_next_does_not_fit() -> None:
+    lengths = np.array([30, 34, 64, 1, 63, 40, 25, 2, 60, 4])
+    packed = pack(lengths, CAPACITY, "greedy", None)
+    rows = [[e for e, _, _ in pieces_of(packed, r)] for r in range(len(packed))]
+    assert rows == [[0, 1], [2], [3, 4], [5], [6, 7], [8, 9]], "a row may be full to the last token"
+    assert packed.utilisation == lengths.sum() / (6 * CAPACITY)
+
+
 def test_concat_leaves_room_in_the_last_row_only() -> None:
     lengths = some_lengths()
     packing = pack(lengths, CAPACITY, "concat", None)

@@ -18,7 +18,7 @@ from chats import write_chats, write_rows
 from inprocess import message, run, train_tiny
 from lmtrain.config import compose as rules
 from lmtrain.evaluation.results import Evaluated, Results, Scores, _label, interval
-from lmtrain.evaluation.scoring import windows
+from lmtrain.evaluation.scoring import window_sizes, windows
 from support import EXPORT, REPO, TINY, rows
 from tiny_pretrained import save_pretrained
 
@@ -304,3 +304,15 @@ def test_what_cannot_be_is_refused(argv: list[str], words: str, model: Path, tex
     ended = run("evaluate", f"run_dir={model}", *(word.format(texts=texts) for word in argv))
     assert ended.code == 2
     assert words in message(ended.err)
+
+
+@pytest.mark.parametrize(("given", "sizes"), [
+    ([], (64, 32)),
+    (["evaluate.context=40"], (40, 20)),
+    (["evaluate.context=41"], (41, 20)),
+    (["evaluate.stride=7"], (64, 7)),
+    (["evaluate.context=64", "evaluate.stride=63"], (64, 63)),
+])  # fmt: skip
+def test_half_a_context_is_the_default_stride(given: list[str], sizes: tuple[int, int], model: Path) -> None:
+    who = SimpleNamespace(name="it", own=None, model=SimpleNamespace(model=AutoModelForCausalLM.from_pretrained(model)))
+    assert window_sizes(who, rules.check(rules.compose(given))) == sizes

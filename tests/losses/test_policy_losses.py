@@ -141,3 +141,16 @@ def test_completions_that_are_left_out_count_in_the_recorded_kl() -> None:
     found = policy_loss(current, sampled, VARIANTS["grpo"], settings, torch.ones(()))
     by_hand = sum(math.exp(r - p) - 1 - (r - p) for p, r in zip(current.tolist(), base.tolist(), strict=True))
     assert found.kl.item() == pytest.approx(by_hand)
+
+
+def test_tokens_that_are_left_out_are_not_counted_as_clipped() -> None:
+    """Ratios of 2 and 0.5 around a clip of 0.2: clipped where the advantage pushes further away."""
+    ratio = torch.tensor([2.0, 0.5, 2.0, 0.5, 2.0, 1.1, 0.5], dtype=torch.float64)
+    compared = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+    weight = torch.tensor([1.0, 1, 1, 1, 0, 1, 0], dtype=torch.float64)
+    one = torch.ones(7, dtype=torch.int64)
+    sampled = Sampled(torch.zeros(7, dtype=torch.float64), torch.arange(7), one, compared, weight)
+    settings = LossSettings(0.2, 0.2, MOST)
+    for name, clipped in (("grpo", 2), ("rloo", 2), ("gspo", 2), ("reinforce", 0)):
+        found = policy_loss(ratio.log(), sampled, VARIANTS[name], settings, torch.ones(()))
+        assert found.clipped.item() == clipped, name

@@ -35,6 +35,19 @@ def test_flops_per_token_equal_the_counted_ones(family, tied):
     assert flops.flops_per_token(model, 128) == pytest.approx(counter.get_total_flops() / ids.numel(), rel=0.02)
 
 
+@pytest.mark.parametrize("family", SHAPES)
+def test_frozen_matrices_cost_no_gradient_of_their_own(family):
+    """All but the norms frozen: torch counts the forward and the gradients of the inputs, 4 per parameter."""
+    model = model_of(family, attention="transformers")
+    model.set_attn_implementation("eager")
+    for parameter in model.parameters():
+        parameter.requires_grad = parameter.ndim == 1
+    ids = torch.zeros(2, 128, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False).logits.sum().backward()
+    assert flops.flops_per_token(model, 128) == pytest.approx(counter.get_total_flops() / ids.numel(), rel=0.02)
+
+
 @pytest.mark.parametrize("family", ["jetmoe", "deepseek_v3", "ernie4_5_moe", "granitemoe"])
 def test_flops_of_mixtures_equal_the_counted_ones(family):
     """Whatever their experts are called, in attention or not; 2 of 4 are chosen. torch doesn't count norms."""

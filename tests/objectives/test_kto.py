@@ -15,7 +15,7 @@ from lmtrain.config.compose import check, compose
 from lmtrain.data.corpus import build_corpus
 from lmtrain.data.loaders import StepDataset, ValidationDataset
 from lmtrain.errors import UserError
-from lmtrain.objectives.kto import KTO
+from lmtrain.objectives.kto import KTO, Answers
 from lmtrain.run.build import build_objective
 from support import rows
 from tiny_pretrained import save_pretrained
@@ -224,3 +224,17 @@ def test_a_prompt_is_no_part_of_the_answer(answers: Path, llama: Path) -> None:
     """The KL estimate takes a row's prompt to end where its answer begins, which data.train_on=all would move to 0."""
     with pytest.raises(UserError, match=r"data\.train_on=all"):
         built(answers, llama, "data.train_on=all")
+
+
+def test_the_reference_point_of_a_validation_is_never_below_zero(answers: Path, llama: Path) -> None:
+    """As in training (equation 7's max with 0): prompts with other answers may be less likely than at the start."""
+    _, objective = built(answers, llama)
+    objective._trainer = type("Trainer", (), {"world_size": 1})()  # type: ignore[assignment]
+    ratios, good = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64), torch.tensor([True, False, True])
+    for mismatched, z in ((-6.0, 0.0), (6.0, 2.0)):
+        found = Answers(ratios, ratios - 3, good, torch.tensor(3))
+        objective.validated, objective.val_sums = {0: [(found, torch.tensor(mismatched), {})]}, {}
+        means = objective.validation_means()
+        sign = torch.where(good, 1.0, -1.0)
+        assert means["kl"] == z
+        assert means["loss"] == pytest.approx((1 - torch.sigmoid(0.3 * sign * (ratios - z))).mean().item())

@@ -166,7 +166,9 @@ def test_against_transformers() -> None:
 def test_warmup_ratio_is_rounded_up() -> None:
     assert warmup_steps(schedule("cosine", warmup_ratio=0.1), 40) == 4
     assert warmup_steps(schedule("cosine", warmup_ratio=0.1), 41) == 5
-    assert warmup_steps(schedule("cosine", warmup_ratio=0.1), 30) == 3  # 0.1 * 30 is 3.0000000000000004
+    assert warmup_steps(schedule("cosine", warmup_ratio=0.1), 30) == 3
+    assert warmup_steps(schedule("cosine", warmup_ratio=0.07), 100) == 7  # 0.07 * 100 is 7.000000000000001
+    assert warmup_steps(schedule("cosine", warmup_ratio=0.55), 20) == 11  # 0.55 * 20 is 11.000000000000002
     assert warmup_steps(schedule("cosine", warmup_ratio=0.0), 30) == 0
     assert warmup_steps(schedule("cosine"), 30) == 0
     assert curve(schedule("cosine", warmup_ratio=0.1)) == curve(schedule("cosine", warmup_steps=4))

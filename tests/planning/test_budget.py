@@ -521,3 +521,12 @@ def test_budgets_that_count_tokens_need_rows_of_a_length_and_stand_alone() -> No
     for tree in (chat, padded):
         with pytest.raises(UserError, match=r"budget.tokens counts rows of data.seq_len=32 tokens.*trainer.max_epochs"):
             settle(rules.check(tree), time.time())
+
+
+def test_a_step_is_measured_by_the_later_half(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps allocate memory and compile; one that something else held up counts for nothing."""
+    ends = [0.0, 9.0, 14.0, 15.0, 16.0, 16.5, 17.0, 17.5, 47.5, 48.0, 48.5]
+    monkeypatch.setattr(budget, "_alone", lambda *_: (4.0, ends))
+    monkeypatch.setattr(budget, "_validation", lambda _config, _corpus, step: 3 * step)
+    found = budget.measure(config("trainer.compile=false", "trainer.devices=1"), mock.Mock())
+    assert (found.starting, found.step, found.validation) == (4.0, 0.5, 1.5)

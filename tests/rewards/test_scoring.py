@@ -214,3 +214,16 @@ def test_one_completion_that_never_ends_is_ended_where_others_raise() -> None:
 def test_a_function_may_find_its_completions_among_its_keywords() -> None:
     reward = FunctionReward(lambda **columns: [len(c) for c in columns["completions"]], {}, "reward")
     assert reward(prompts=["a"], completions=["bcd"], answer=[1]) == [3]
+
+
+def test_a_total_is_the_weighted_sum_of_what_the_rewards_return() -> None:
+    parts = [
+        Part("good", 2.0, Odd([1.0, 3.0, None])),
+        Part("long", -0.5, Odd([4.0, 0.0, 2.0])),
+        Part("off", 0.0, Odd()),
+    ]
+    found = Scorer(parts, 1.0)([0] * 3, ["a", "b", "c"], {})
+    assert found.total == [2 * 1 - 0.5 * 4, 2 * 3.0, -0.5 * 2]
+    assert found.failed == [False] * 3
+    assert found.parts["long"] == [4.0, 0.0, 2.0]
+    assert math.isnan(found.parts["good"][2])

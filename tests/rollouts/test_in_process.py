@@ -191,3 +191,12 @@ def test_ids_beyond_the_vocabulary_are_never_drawn(temperature: float, top_p: fl
     tokens, log_probs, _ = draw(logits.expand(n, -1), torch.arange(n), torch.zeros(n, dtype=torch.int64), sampling)
     assert tokens.max() <= 2
     torch.testing.assert_close(log_probs, logits.log_softmax(-1)[0, tokens])
+
+
+def test_top_p_takes_the_fewest_tokens_that_reach_it() -> None:
+    """The nucleus of Holtzman et al. 2020: a share of just 0.5 is reached by the token that has it."""
+    logits, n = torch.tensor([[0.25, 0.5, 0.125, 0.125]]).log(), 500
+    for top_p, drawn in ((0.5, {1}), (0.51, {0, 1}), (0.75, {0, 1}), (0.76, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+        sampling = Sampling(1, 1.0, top_p, ())
+        tokens, _, _ = draw(logits.expand(n, -1), torch.arange(n), torch.zeros(n, dtype=torch.int64), sampling)
+        assert set(tokens.tolist()) == drawn, top_p

@@ -1,0 +1,47 @@
+"""The step that all objectives share: its rate in a resumed run, and which losses count in the median for spikes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from inprocess import train_tiny
+from lmtrain.optim.skipping import StepGuard
+from support import rows
+
+
+def test_a_resumed_run_takes_its_rate_from_its_config(corpus: Path, tmp_path: Path) -> None:
+    """A checkpoint's optimizer state holds the rate of the run that wrote it, which must not come back."""
+    words = [f"run.dir={tmp_path / 'run'}", "schedule=constant", "schedule.warmup_steps=0", "run.resume=auto"]
+    for steps, lr in ((2, 1e-3), (4, 5e-5)):
+        ended = train_tiny(corpus, *words, f"trainer.max_steps={steps}", f"optimizer.lr={lr}")
+        assert ended.code == 0, ended.err
+    found = [row["lr"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "lr" in row]
+    assert found == [1e-3, 1e-3, 5e-5, 5e-5]
+
+
+def test_a_spike_is_a_multiple_of_the_median_of_good_losses() -> None:
+    """Bad losses are no part of the median: after a spike, or a step that is not finite, the next spike is one too."""
+    guard, fine = StepGuard(spike_factor=2.0, spike_window=3), torch.ones(())
+    losses = [9.0, 1.0, 2.0, 3.0, 5.0, 5.0, 5.0, 5.0, float("nan"), 3.9, 2.0]
+    bad = [bool(guard.judge(step, torch.tensor(loss), fine)) for step, loss in enumerate(losses)]
+    # The first three fill the window; the median of 1, 2, 3 is 2, and that of 2, 3, 3.9 is 3.
+    assert bad == [False, False, False, False, True, True, True, True, True, False, False]
+    assert guard.recent.tolist() == pytest.approx([3.0, 3.9, 2.0])
+    assert guard.counts() == (5, 0, 4)
+    assert bool(guard.judge(11, torch.tensor(1.0), torch.tensor(float("inf")))), "a gradient that is not finite"
+    assert guard.counts() == (6, 1, 11)
+
+
+def test_a_guard_goes_on_from_its_state() -> None:
+    first, again = (StepGuard(spike_factor=2.0, spike_window=3) for _ in range(2))
+    for step, loss in enumerate([1.0, 2.0, 3.0, 50.0, 60.0]):
+        first.judge(step, torch.tensor(loss), torch.ones(()))
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert again.counts() == first.counts() == (2, 2, 3)
+    assert bool(again.judge(5, torch.tensor(4.1), torch.ones(())))
+    assert not bool(again.judge(6, torch.tensor(3.9), torch.ones(())))
+    other = StepGuard(spike_factor=2.0, spike_window=5)
+    other.load_state_dict(first.state_dict())
+    assert other.recent.isnan().all(), "a window of another length begins empty"
