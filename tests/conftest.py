@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,7 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+LEFT_OUT = "no time was left for it"
 # Folders whose tests run first when time is limited: kills, ranks and numerics before options.
 FIRST = ("resume", "distributed", "parity", "golden", "objectives", "stages", "checkpoints", "data")
 
@@ -47,7 +49,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests that have not begun by LMTRAIN_TESTS_END (seconds since 1970), since .ci/run has to end in time."""
     if time.time() > float(os.environ.get("LMTRAIN_TESTS_END", "inf")):
-        pytest.skip("no time was left for it")
+        pytest.skip(LEFT_OUT)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Says how many of the chosen tests ran, and names those that LMTRAIN_TESTS_END or an interruption left out."""
+    if hasattr(config, "workerinput"):
+        return
+    scheduler = getattr(config.pluginmanager.get_plugin("dsession"), "sched", None)  # with -n, which collects elsewhere
+    session = terminalreporter._session
+    chosen = set(scheduler.collection or ()) if scheduler else {item.nodeid for item in getattr(session, "items", ())}
+    reports = {
+        kind: terminalreporter.stats.get(kind, []) for kind in ("passed", "failed", "error", "skipped", "xfailed")
+    }
+    skipped = {report.nodeid for report in reports["skipped"] if LEFT_OUT not in str(report.longrepr)}
+    ran = {report.nodeid for kind, found in reports.items() if kind != "skipped" for report in found}
+    asked = config.option.markexpr or "all"
+    lines = [f"{len(ran)} of {len(chosen)} tests ran ({asked}), {len(skipped)} need what is not there"]
+    missing = sorted(chosen - ran - skipped)
+    if missing:
+        lines += [f"{len(missing)} TESTS WERE LEFT OUT, as no time was left for them:", *missing]
+    for line in lines:
+        terminalreporter.write_line(line)
+    if counted := os.environ.get("LMTRAIN_TESTS_COUNTED"):
+        with open(counted, "a") as file:
+            print(*lines, sep="\n", file=file)
 
 
 @pytest.fixture(autouse=True, scope="session")
