@@ -3,10 +3,10 @@
 make mutants                                            # 100 mutants of the packages in ROOMS
 make mutants N=20 FILES="src/lmtrain/losses src/lmtrain/data/order.py" ARGS="--seed 3"
 
-A mutant changes one comparison, operator, boolean or number, swaps two arguments, or removes a statement. The tests of
-the line run on it: those that execute it, by the contexts in .coverage (make coverage writes it), and then the rest of
-its package's. Each runs in a fork of one process that has imported torch, on a copy of the tree. Mutants that no test
-can notice, since the program does the same, are in tests/mutants_equivalent.txt, with the reason, and not tried.
+A mutant changes one comparison, operator, boolean or number, swaps two arguments, or removes a statement. The tests
+that execute the line, by the contexts in .coverage (make coverage writes it), run on it, in a fork of one process that
+has imported torch, on a copy of the tree. Mutants that no test can notice, since the program does the same, are in
+tests/mutants_equivalent.txt, with the reason, and not tried.
 
 mutmut 3 and cosmic-ray were looked at: neither removes statements, swaps arguments or samples; mutmut wraps every
 function, and cosmic-ray starts an interpreter, with the imports of torch, for each mutant.
@@ -185,13 +185,11 @@ def tried(mutant: Mutant, data: "CoverageData", folder: Path) -> str:  # noqa: F
     file.write_bytes(source[: mutant.start] + mutant.new.encode() + source[mutant.stop :])
     try:
         tests = tests_of(mutant, data)
-        own = REPO / "tests" / mutant.path.parts[2].removesuffix(".py")
-        for some in (tests, [str(own.relative_to(REPO))] if own.is_dir() else []):
-            ended = in_fork(tree, some, folder / "log") if some else "passed"
-            if ended != "passed":
-                lines = (folder / "log").read_text(errors="replace").splitlines()
-                first = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), ended)
-                return f"dies by {first.removeprefix('FAILED ').partition(' - ')[0]}"
+        ended = in_fork(tree, tests, folder / "log") if tests else "passed"
+        if ended != "passed":
+            lines = (folder / "log").read_text(errors="replace").splitlines()
+            first = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), ended)
+            return f"dies by {first.removeprefix('FAILED ').partition(' - ')[0]}"
         return f"lives ({len(tests)} tests execute the line)"
     finally:
         file.write_bytes(source)

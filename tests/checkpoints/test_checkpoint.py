@@ -291,3 +291,42 @@ def test_an_interim_checkpoint_displaces_no_other_and_goes_with_the_next(tmp_pat
     assert (tmp_path / "best").resolve().name == store.name_of(4)
     save(tmp_path, 6, 2.5)
     assert kept(tmp_path, "a", keep_last=2, keep_best=1) == [4, 6]
+
+
+def test_scores_of_an_overdue_validation_are_added_once(tmp_path: Path) -> None:
+    """A checkpoint that was due stays regular, and an interim one stays interim only while it is not due."""
+    for step, before, now, after in (
+        (1, False, False, False),
+        (2, True, False, False),
+        (3, True, True, True),
+        (4, False, True, False),
+    ):
+        path = tmp_path / store.name_of(step)
+        FolderCheckpointIO().save_checkpoint({**content(step), "interim": before}, path)
+        assert store.add_metrics(path, {"val/loss": 1.5}, now, "rows")
+        found = manifest.read(path)
+        assert (found["metrics"], found["interim"], found["scored_on"]) == ({"val/loss": 1.5}, after, "rows")
+        assert store.damage(path) is None
+        assert not store.add_metrics(path, {"val/loss": 9.0}, now)
+        assert manifest.read(path)["metrics"] == {"val/loss": 1.5}
+    path = save(tmp_path, 9)
+    assert store.add_metrics(path, {"val/loss": 1.5}, False)
+    assert manifest.read(path).get("scored_on") is None
+
+
+def test_a_part_is_described_by_its_offset_bytes_and_checksum() -> None:
+    part = {"offset": 0, "bytes": 3, "sha256": "a"}
+    assert manifest._is_entry("model.safetensors", {"bytes": 3, "parts": [part, part]})
+    wrong: list[Any] = [
+        {**part, "offset": 0.0},
+        {**part, "bytes": "3"},
+        {**part, "sha256": 3},
+        {"offset": 0},
+        [0, 3, "a"],
+    ]
+    for other in wrong:
+        assert not manifest._is_entry("model.safetensors", {"bytes": 3, "parts": [part, other]}), other
+    assert not manifest._is_entry("model.safetensors", {"bytes": 3, "parts": part})
+    assert not manifest._is_entry("../model.safetensors", {"bytes": 3, "parts": [part]})
+    assert manifest._is_entry("model.pt", {"bytes": 3, "sha256": "a"})
+    assert not manifest._is_entry("model.pt", {"bytes": 3})

@@ -1,6 +1,8 @@
 """Muon on two ranks with the same matrices: each orthogonalizes its share, and the result equals one process's."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,3 +90,66 @@ def test_two_ranks_share_the_work_and_agree_with_one(tmp_path: Path) -> None:
     assert one_step == 11  # 5 + 2 + 3 experts + 1
     # Both ranks compute the only matrix of its shape, as sending it would take as long.
     assert [sum(f["counts"]) // 3 for f in found] == [3 + 1 + 2 + 1, 2 + 1 + 1 + 1]
+
+
+class Threads:
+    """Threads of this process as ranks, whose collectives exchange tensors at a barrier."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.own = ranks, threading.local()
+        self.barrier, self.sent = threading.Barrier(ranks, timeout=60), dict[int, Tensor]()
+
+    def rank(self, group: Any = None) -> int:
+        return self.own.rank
+
+    def size(self, group: Any = None) -> int:
+        return self.ranks
+
+    def exchanged(self, sent: Tensor) -> list[Tensor]:
+        self.sent[self.own.rank] = sent.clone()
+        self.barrier.wait()
+        found = [self.sent[rank] for rank in range(self.ranks)]
+        self.barrier.wait()
+        return found
+
+    def all_gather(self, out: Tensor, sent: Tensor, group: Any = None) -> None:
+        out.copy_(torch.cat(self.exchanged(sent)))
+
+    def all_to_all(self, out: Tensor, sent: Tensor, group: Any = None) -> None:
+        out.copy_(torch.cat([other.chunk(self.ranks)[self.own.rank] for other in self.exchanged(sent)]))
+
+    def run(self, work: Callable[[int], Tensor]) -> list[Tensor]:
+        def in_rank(rank: int) -> Tensor:
+            self.own.rank = rank
+            return work(rank)
+
+        with (
+            mock.patch.multiple(muon.world, rank=self.rank, size=self.size),
+            mock.patch.multiple(muon.dist, get_rank=self.rank, get_world_size=self.size,
+                                all_gather_into_tensor=self.all_gather, all_to_all_single=self.all_to_all),
+            ThreadPoolExecutor(self.ranks) as pool,
+        ):  # fmt: skip
+            return list(pool.map(in_rank, range(self.ranks)))
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(1, 2), (2, 2), (5, 2), (4, 3), (2, 3), (7, 4)])
+def test_matrices_are_shared_out_whatever_their_number(count: int, ranks: int) -> None:
+    matrices = torch.randn(count, 6, 4, generator=torch.Generator().manual_seed(0))
+    whole, original, counts = muon.orthogonalize(matrices, 5), muon.orthogonalize, list[int]()
+
+    def counting(some: Tensor, steps: int) -> Tensor:
+        counts.append(len(some))
+        return original(some, steps)
+
+    with mock.patch.object(muon, "orthogonalize", counting):
+        for found in Threads(ranks).run(lambda _: muon.orthogonalize_together(matrices, 5)):
+            torch.testing.assert_close(found, whole, rtol=0, atol=1e-2)
+            assert found.shape == whole.shape
+        assert sum(counts) == (ranks if count == 1 else count), "each is computed once; one alone by all"
+        counts.clear()
+        rows = 12
+        wide = torch.randn(count, rows, 4, generator=torch.Generator().manual_seed(1))
+        parts = Threads(ranks).run(lambda rank: muon.orthogonalize_rows(wide.chunk(ranks, 1)[rank], 5, None))
+        assert sum(counts) == count
+        assert max(counts) == -(-count // ranks)
+    torch.testing.assert_close(torch.cat(parts, 1), muon.orthogonalize(wide, 5), rtol=0, atol=1e-2)

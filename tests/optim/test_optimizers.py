@@ -556,3 +556,32 @@ def test_a_state_that_was_not_fused_goes_on_fused(name: str) -> None:
     train(model, optimizer, range(2, 3))
     train(other, resumed, range(2, 3))
     assert max_difference(model, other) < 1e-6
+
+
+def test_a_class_of_ones_own_gets_the_sections_keys_and_what_it_takes_of_rate_and_decay() -> None:
+    @dataclasses.dataclass(kw_only=True)
+    class Own(OptimizerConfig):
+        momentum: Any
+
+    def built(target: str, **changes: Any) -> torch.optim.Optimizer:
+        cfg = Own(name="custom", _target_=target, lr=0.25, weight_decay=0.125, groups=[], momentum=0.5)
+        return build_optimizer(Net().named_parameters(), dataclasses.replace(cfg, **changes), ["test_optimizers"])
+
+    sgd = built("torch.optim.SGD")
+    assert type(sgd) is torch.optim.SGD
+    assert {(g["lr"], g["weight_decay"], g["momentum"]) for g in sgd.param_groups} == {
+        (0.25, 0.125, 0.5),
+        (0.25, 0.0, 0.5),
+    }
+    assert sgd.defaults["weight_decay"] == 0.125
+    assert not _optimizer_handles_unscaling(sgd), "gradients are clipped after lmtrain's unscaling"
+    assert not can_skip(sgd)
+    plain = built("test_optimizers.WithoutDecay")
+    assert plain.defaults == {"momentum": 0.5}
+
+
+class WithoutDecay(torch.optim.Optimizer):
+    """Takes neither a rate nor a decay; the groups bring theirs."""
+
+    def __init__(self, params: Any, momentum: float) -> None:
+        super().__init__(params, {"momentum": momentum})

@@ -15,7 +15,7 @@ from lmtrain.config.options import SCHEDULES, RangeTestConfig
 from lmtrain.config.schema import ScheduleConfig
 from lmtrain.errors import UserError
 from lmtrain.optim.groups import set_lr
-from lmtrain.optim.schedules import lr_factor, warmup_steps
+from lmtrain.optim.schedules import LRSchedule, Smoothed, build_schedule, lr_factor, suggest, warmup_steps
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "schedule"
 T = 40
@@ -240,3 +240,62 @@ def test_yamls_hold_what_their_schedule_reads(path: Path) -> None:
 
 def test_there_is_a_yaml_for_every_schedule() -> None:
     assert {p.stem for p in CONF.glob("*.yaml")} == {*SCHEDULES, "constant_with_warmup", "custom"}
+
+
+class Halves(LRSchedule):
+    """Half as fast at each step; `wrong` says what is the matter with it."""
+
+    wrong: Any = None
+    asked = 0
+
+    def factor(self, step: int, total_steps: int) -> float:
+        Halves.asked += 1
+        return {"bool": True, "text": "x", "negative": -0.5, "endless": math.inf, "forgets": Halves.asked / 100.0}.get(
+            self.wrong, 0.5**step * total_steps
+        )
+
+
+def test_a_schedule_of_ones_own_begins_after_the_warmup() -> None:
+    cfg = ScheduleConfig(name="custom", warmup_steps=3, warmup_ratio=None, _target_="test_schedules.Halves")
+    built = build_schedule(cfg, 10, ["test_schedules"])
+    assert [built(step, 10) for step in range(6)] == [0.25, 0.5, 0.75, 7.0, 3.5, 1.75]
+    assert build_schedule(schedule("linear"), 10)(9, 10) == lr_factor(schedule("linear"), 9, 10)
+
+
+@pytest.mark.parametrize("wrong", ["bool", "text", "negative", "endless", "forgets"])
+def test_a_schedule_that_gives_no_valid_factor_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Halves, "wrong", wrong)
+    cfg = ScheduleConfig(name="custom", warmup_steps=3, warmup_ratio=None, _target_="test_schedules.Halves")
+    words = "when asked again" if wrong == "forgets" else "for step 9: a number from 0 up is needed"
+    with pytest.raises(UserError, match=words):
+        build_schedule(cfg, 10, ["test_schedules"])
+
+
+def test_a_smoothed_series_is_adams_first_moment() -> None:
+    found, average, series = [], Smoothed(0.75), [2.0, 4.0, 8.0]
+    found = [average.add(value) for value in series]
+    weights = [[0.75 ** (t - i) for i in range(t + 1)] for t in range(3)]
+    expected = [sum(w * v for w, v in zip(ws, series, strict=False)) / sum(ws) for ws in weights]
+    assert found == pytest.approx(expected)
+    assert [Smoothed(0.0).add(3.0), found[0]] == [3.0, 2.0]
+
+
+def test_a_range_test_suggests_the_middle_of_steepest_and_lowest() -> None:
+    """A loss that falls by 0.1, then by 0.5 around the sixth rate, then rises from the tenth on."""
+    rates = [10.0 ** (n / 4) for n in range(14)]
+    losses = [5.0, 4.9, 4.8, 4.7, 4.6, 4.1, 3.6, 3.1, 3.0, 2.9, 3.4, 5.0, 9.0, math.inf]
+    found = suggest(rates, losses, smoothing=0.0)
+    assert found is not None
+    assert found.smoothed == pytest.approx(losses[:-1])
+    assert (found.steepest, found.lowest) == (rates[5], rates[9])
+    assert found.lr == pytest.approx(rates[7])
+    assert suggest(rates, [*losses[:9], math.nan, *losses[10:]], smoothing=0.0) is None, "nine are too few"
+    assert suggest(rates, [*losses[:10], math.nan, *losses[11:]], smoothing=0.0) == found._replace(smoothed=losses[:10])
+    assert suggest(rates, [1.0 + n for n in range(14)], smoothing=0.0) is None, "it never fell"
+    assert suggest(rates, [1.0] * 14, smoothing=0.0) is None
+    assert suggest(rates, [2.0, 1.9, 1.8, *(3.0 + n for n in range(11))], smoothing=0.0) is None, (
+        "no slope over five steps"
+    )
+    smoothed = suggest(rates, losses, smoothing=0.5)
+    assert smoothed is not None
+    assert smoothed.steepest > found.steepest

@@ -14,9 +14,6 @@ import forked
 import odd_environments
 from inprocess import Ended, compare_runs, run
 from lmtrain.callbacks.metrics import without_times
-from lmtrain.data.chat.tool_calls import requested
-from lmtrain.rewards import games
-from lmtrain.rewards.environment import LONGEST, execute
 from support import REPO, Run, rows
 from tiny_pretrained import save_pretrained
 
@@ -171,75 +168,3 @@ def test_two_ranks_play_what_one_does(prompts: Path, llama: Path, tmp_path: Path
                        f"run.dir={tmp_path / name}", "trainer.accelerator=cpu", *argv, env=env)  # fmt: skip
         assert done.returncode == 0, done.stderr
     compare_runs(tmp_path / "one", tmp_path / "ddp")
-
-
-def test_the_calculator_rewards_what_the_tool_computed() -> None:
-    game = games.Calculator()
-    game.reset({"answer": "57234"}, 0)
-    calls = execute(
-        '<tool_call>{"name": "calculator", "arguments": {"expression": "48213+9021"}}</tool_call>', game.tools, 1
-    )
-    said, reward = game.step("", calls)
-    assert (said, reward) == ([{"role": "tool", "name": "calculator", "content": "57234"}], 0.0)
-    assert [game.step(text, []) for text in (" 57234", "57235")] == [(None, 1.0), (None, 0.0)]
-    (call,) = execute('{"name": "calculator", "arguments": {"expression": "two+2"}}', game.tools, 1)
-    assert call.result.startswith("error: ValueError")
-
-
-def test_binary_search_guesses_the_number_as_often_as_it_should() -> None:
-    counts = []
-    for seed in range(31):
-        game, low, high, said = games.GuessNumber(), 1, 31, [{}]
-        assert list(game.reset({}, seed)) == [{"role": "user", "content": "1 to 31"}]
-        while said is not None:
-            middle = (low + high) // 2
-            said, reward = game.step(str(middle), [])
-            low, high = (middle + 1, high) if said and said[0]["content"] == "higher" else (low, middle - 1)
-        assert reward == pytest.approx(1 - 0.1 * (game.guesses - 1))
-        counts.append(game.guesses)
-    assert sum(counts) == sum(depth * 2 ** (depth - 1) for depth in range(1, 6))  # of a full tree of 31 numbers
-    assert game.step("I think 3", [])[0] == [{"role": "user", "content": "a number"}]
-
-
-@pytest.mark.parametrize(
-    ("answer", "calls"),
-    [
-        ('So <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', [("add", {"a": 1, "b": 2})]),
-        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
-         [("f", {}), ("g", {})]),
-        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [("f", {"a": 1})]),  # as OpenAI writes them; cut off
-        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
-         [("f", {"a": 1}), ("g", {})]),
-        ('[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}[TOOL_CALLS]g[ARGS]{}', [("f", {"a": {"b": 1}}), ("g", {})]),
-        ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
-         [("f", {"a": 1}), ("g", {})]),
-        ('{"name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
-        ('[{"type": "function", "function": {"name": "f", "arguments": "{}"}}]', [("f", {})]),
-        ("{not a call}", []),
-        ('{"name": "f", broken', []),
-        ("The answer is 3.", []),
-        ("<tool_call>{broken</tool_call>", [("", "{broken")]),
-        ('<tool_call>["f"]</tool_call>', [("", '["f"]')]),
-    ],
-)  # fmt: skip
-def test_tool_calls_are_read_in_the_formats_of_templates(answer: str, calls: list[tuple[str, Any]]) -> None:
-    assert requested(answer) == calls
-
-
-def test_what_a_tool_does_wrong_is_told_to_the_model() -> None:
-    def told(name: str, arguments: str = "{}") -> tuple[str, bool]:
-        answer = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
-        (call,) = execute(answer, odd_environments.Adds.tools, 0.05)
-        return call.result, call.failed
-
-    assert told("add", '{"a": 2, "b": 3}') == ("5", False)
-    assert told("add", '{"a": 2}') == ("error: missing a required argument: 'b'", True)
-    assert told("add", "[2, 3]") == ("error: arguments must be a JSON object", True)
-    assert told("sub") == ("error: there is no tool 'sub'; there are add, hang, fail, much, binary", True)
-    assert told("fail") == ("error: ZeroDivisionError: oh dear", True)
-    assert told("hang") == ("error: hang took longer than 0.05 s", True)
-    assert told("much") == ("x" * LONGEST + "... (5,000,000 characters)", False)
-    assert told("binary") == ("��\x00ok", False)
-    (call,) = execute("<tool_call>{</tool_call>", odd_environments.Adds.tools, 1.0)
-    assert call.failed
-    assert "JSON" in call.result
