@@ -568,7 +568,7 @@ def test_a_class_of_ones_own_gets_the_sections_keys_and_what_it_takes_of_rate_an
         return build_optimizer(Net().named_parameters(), dataclasses.replace(cfg, **changes), ["test_optimizers"])
 
     sgd = built("torch.optim.SGD")
-    assert type(sgd) is torch.optim.SGD
+    assert isinstance(sgd, torch.optim.SGD)
     assert {(g["lr"], g["weight_decay"], g["momentum"]) for g in sgd.param_groups} == {
         (0.25, 0.125, 0.5),
         (0.25, 0.0, 0.5),
