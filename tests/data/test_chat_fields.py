@@ -8,10 +8,10 @@ import pytest
 from template_sweep import CALL, RESULT, TOOLS, says, tokenizer_for, trl_template, user
 from test_chat_templates import TURNS, UNMARKED
 
-from chats import write_chats
+from chats import sample_of, write_chats
 from inprocess import message, run
 from lmtrain.data import tokenizers
-from lmtrain.data.chat.conversations import Completion, Conversation, to_sample
+from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.jinja_rendering import NAMED
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.turns import BadRow, turns_of
@@ -117,7 +117,13 @@ def test_a_template_that_needs_a_mark_the_tokenizer_lacks(tokenizer_config: Any,
 
 
 def test_what_a_tool_returned() -> None:
-    for value, text in ((0, "0"), (False, "false"), (2.5, "2.5"), ({"a": 0, "b": None}, '{"a": 0}'), ("", "")):
+    for value, text in (
+        (0, "0"),
+        (False, "false"),
+        (2.5, "2.5"),
+        ({"a": 0, "b": None}, '{"a": 0, "b": null}'),
+        ("", ""),
+    ):
         (turn,) = turns_of([{"role": "tool", "content": value}], "here")
         assert turn["content"] == text
     with pytest.raises(BadRow, match=r"must be text and is 0 \(int\)"):
@@ -201,7 +207,7 @@ def test_alpacas_input(tokenizer_config: Any, data_config: Any) -> None:
     encoder = ChatEncoder(tokenizer, data_config("chat", chat_template="alpaca", max_length=None))
     for extra in ("2 and 2", ""):
         row = {"instruction": "Add.", "input": extra, "output": "4"}
-        (example,) = encoder.encode(to_sample(row, "alpaca", data_config("chat"), "here"))
+        (example,) = encoder.encode(sample_of(row, data_config("chat"), "here"))
         context = ", paired with an input that provides further context" if extra else ""
         assert tokenizer.decode(example.input_ids).removeprefix("<|endoftext|>") == (
             f"Below is an instruction that describes a task{context}. Write a response that appropriately completes "

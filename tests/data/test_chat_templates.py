@@ -539,7 +539,8 @@ def test_no_text_of_a_row_is_rendered_twice(chatml, rendered):
     assert sorted(rendered) == [(3, True), (4, False)]
     rendered.clear()
     for answer in ("Two", "2"):
-        encoder.pair([{"role": "user", "content": "One and one?"}], [{"role": "assistant", "content": answer}])
+        asked = [{"role": "user", "content": "One and one?"}, {"role": "assistant", "content": answer}]
+        encoder.pair(Conversation(asked, None, "here"), 1)
     assert sorted(rendered) == [(1, True), (2, False), (2, False)]
 
 

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lmtrain.data.chat.conversations import FORMATS, Completion, Conversation, detect_format, to_sample
+from chats import sample_of
+from lmtrain.data.chat.columns import FORMATS, detect
+from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.turns import BadRow
+from lmtrain.data.sources.tables import ArrowRow
 from lmtrain.errors import UserError
 from loopback_hub import HUB
 
@@ -37,20 +40,20 @@ SAME = [
 @pytest.mark.parametrize(("format", "row"), SAME)
 def test_the_same_conversation_in_every_format(format: str, row: dict, data_config) -> None:
     cfg = data_config("chat")
-    assert detect_format(row, cfg) == format
-    sample = to_sample(row, format, cfg, "rows.jsonl, line 3")
+    assert detect("conversations", row, cfg).format.name == format
+    sample = sample_of(row, cfg, "rows.jsonl, line 3")
     assert sample == Conversation(ASKED, None, "rows.jsonl, line 3", given=int(format == "prompt_completion"))
 
 
 def test_every_format_is_covered() -> None:
-    assert {format for format, _ in SAME} == set(FORMATS) - {"text", "template"}
+    assert {format for format, _ in SAME} == set(FORMATS["conversations"]) - {"text", "template"}
 
 
 def test_plain_texts_are_completions(data_config) -> None:
     cfg = data_config("chat")
-    assert to_sample({"text": "Once."}, detect_format(["text"], cfg), cfg, "here") == Completion("", "Once.", "here")
+    assert sample_of({"text": "Once."}, cfg, "here") == Completion("", "Once.", "here")
     row = {"prompt": "Once", "completion": " upon a time."}
-    assert to_sample(row, detect_format(row, cfg), cfg, "here") == Completion("Once", " upon a time.", "here")
+    assert sample_of(row, cfg, "here") == Completion("Once", " upon a time.", "here")
 
 
 def test_alpacas_input_history_and_system(data_config) -> None:
@@ -61,7 +64,7 @@ def test_alpacas_input_history_and_system(data_config) -> None:
         "system": "Be brief.",
         "history": [["Hello", "Hi"]],
     }
-    sample = to_sample(row, "alpaca", data_config("chat"), "here")
+    sample = sample_of(row, data_config("chat"), "here")
     assert sample.messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
@@ -74,10 +77,11 @@ def test_alpacas_input_history_and_system(data_config) -> None:
 def test_columns_by_other_names(data_config) -> None:
     cfg = data_config("chat", columns={"prompt": "problem", "response": "solution"})
     row = {"problem": "Two plus two?", "solution": "Four.", "text": "x"}
-    assert detect_format(row, cfg) == "prompt_response"
-    assert to_sample(row, "prompt_response", cfg, "here").messages == ASKED
+    assert detect("conversations", row, cfg).format.name == "prompt_response"
+    assert sample_of(row, cfg, "here").messages == ASKED
     with pytest.raises(UserError, match=r"data.columns.response=answers: the rows have no such column, but q, answer"):
-        detect_format(
+        detect(
+            "conversations",
             ["q", "answer"],
             data_config(
                 "chat",
@@ -85,38 +89,42 @@ def test_columns_by_other_names(data_config) -> None:
                 columns={"prompt": "q", "answer": "answer", "response": "answers"},
             ),
         )
-    with pytest.raises(UserError, match=r"data.columns.reply: the format messages has no such column"):
-        detect_format(["messages"], data_config("chat", columns={"reply": "messages"}))
+    with pytest.raises(
+        UserError, match=r"data.columns.mood: conversations have no such column, but turns, prompt, resp"
+    ):
+        detect("conversations", ["messages"], data_config("chat", columns={"mood": "messages"}))
+    with pytest.raises(UserError, match=r"fits the columns messages with data.columns={reply: messages}"):
+        detect("conversations", ["messages"], data_config("chat", columns={"reply": "messages"}))
 
 
 def test_columns_through_templates(data_config) -> None:
     cfg = data_config("chat", prompt_template="{a} plus {b}?", response_template="{{{c}}}", columns={"c": "sum"})
     row = {"a": "Two", "b": "{two}", "sum": "four}}"}
-    assert detect_format(row, cfg) == "template"
-    assert [t["content"] for t in to_sample(row, "template", cfg, "here").messages] == ["Two plus {two}?", "{four}}}"]
+    assert detect("conversations", row, cfg).format.name == "template"
+    assert [t["content"] for t in sample_of(row, cfg, "here").messages] == ["Two plus {two}?", "{four}}}"]
     with pytest.raises(UserError, match=r"needs the column b, and the rows have a, sum"):
-        detect_format(["a", "sum"], cfg)
+        detect("conversations", ["a", "sum"], cfg)
     with pytest.raises(UserError, match=r"data.response_template"):
-        detect_format(["a"], data_config("chat", prompt_template="{a}"))
+        detect("conversations", ["a"], data_config("chat", prompt_template="{a}"))
 
 
 def test_columns_that_fit_no_format(data_config) -> None:
     with pytest.raises(
         UserError, match=r"fits the columns title, body.*messages \(messages\).*data.columns=.*prompt_temp"
     ):
-        detect_format(["title", "body"], data_config("chat"))
+        detect("conversations", ["title", "body"], data_config("chat"))
     with pytest.raises(UserError, match=r"data.conversation_format=sharegpt is not known .options: auto, messages"):
-        detect_format(["conversations"], data_config("chat", conversation_format="sharegpt"))
+        detect("conversations", ["conversations"], data_config("chat", conversation_format="sharegpt"))
     with pytest.raises(UserError, match=r"needs the column messages, and the rows have chat: .*\{messages: chat\}"):
-        detect_format(["chat"], data_config("chat", conversation_format="messages"))
+        detect("conversations", ["chat"], data_config("chat", conversation_format="messages"))
 
 
 def test_the_system_prompt_goes_where_there_is_none(data_config) -> None:
     cfg = data_config("chat", system_prompt="Be kind.")
     own = [{"role": "system", "content": "Be brief."}, *ASKED]
-    assert to_sample({"messages": ASKED}, "messages", cfg, "x").messages[0] == {"role": "system", "content": "Be kind."}
-    assert to_sample({"messages": own}, "messages", cfg, "x").messages == own
-    assert to_sample({"messages": ASKED, "system": "Be."}, "messages", cfg, "x").messages[0]["content"] == "Be."
+    assert sample_of({"messages": ASKED}, cfg, "x").messages[0] == {"role": "system", "content": "Be kind."}
+    assert sample_of({"messages": own}, cfg, "x").messages == own
+    assert sample_of({"messages": ASKED, "system": "Be."}, cfg, "x").messages[0]["content"] == "Be."
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -146,8 +154,8 @@ def test_tool_calls_of_openai_and_of_sharegpt(as_json: bool, data_config) -> Non
         "tools": json.dumps([schema]),
     }
     cfg = data_config("chat")
-    first = to_sample(openai, "messages", cfg, "x")
-    second = to_sample(sharegpt, "conversations", cfg, "x")
+    first = sample_of(openai, cfg, "x")
+    second = sample_of(sharegpt, cfg, "x")
     assert first.tools == second.tools == [{"type": "function", "function": schema}]
     assert first.messages[1] == {
         "role": "assistant",
@@ -161,8 +169,9 @@ def test_tool_calls_of_openai_and_of_sharegpt(as_json: bool, data_config) -> Non
 def test_keys_that_arrow_fills_with_none_are_no_arguments(data_config) -> None:
     call = {"function": {"name": "add", "arguments": {"a": 2, "city": None}}}
     row = {"messages": [ASKED[0], {"role": "assistant", "content": "", "tool_calls": [call]}]}
-    sample = to_sample(row, "messages", data_config("chat"), "x")
-    assert sample.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2}
+    for made, arguments in ((ArrowRow(row), {"a": 2}), (row, {"a": 2, "city": None})):  # JSON's nulls are the data's
+        sample = sample_of(made, data_config("chat"), "x")
+        assert sample.messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 def test_null_in_json_text_is_an_argument(data_config) -> None:
@@ -170,7 +179,7 @@ def test_null_in_json_text_is_an_argument(data_config) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"default": None}}}}}
     call = {"function": {"name": "add", "arguments": json.dumps(arguments)}}
     messages = [ASKED[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
-    sample = to_sample({"messages": messages, "tools": json.dumps([tool])}, "messages", data_config("chat"), "x")
+    sample = sample_of({"messages": messages, "tools": json.dumps([tool])}, data_config("chat"), "x")
     assert sample.messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
     assert sample.tools == [tool]
 
@@ -178,7 +187,7 @@ def test_null_in_json_text_is_an_argument(data_config) -> None:
 def test_turns_that_are_shown_and_not_learned(data_config) -> None:
     turns = [{**ASKED[0], "weight": 1}, {**ASKED[1], "weight": 0}, ASKED[0], {**ASKED[1], "train": False}]
     turns += [ASKED[0], {"role": "tool_call", "content": json.dumps(CALL), "loss": False}]
-    sample = to_sample({"messages": turns}, "messages", data_config("chat"), "x")
+    sample = sample_of({"messages": turns}, data_config("chat"), "x")
     assert [t.get("train", True) for t in sample.messages] == [True, False, True, False, True, False]
 
 
@@ -213,7 +222,7 @@ BAD = [
 @pytest.mark.parametrize(("messages", "reason"), BAD)
 def test_bad_rows_are_named_with_a_reason(messages: object, reason: str, data_config) -> None:
     with pytest.raises(BadRow, match=reason) as caught:
-        to_sample({"messages": messages}, "messages", data_config("chat"), "chats.jsonl, line 7")
+        sample_of({"messages": messages}, data_config("chat"), "chats.jsonl, line 7")
     assert caught.value.where == "chats.jsonl, line 7"
     assert str(caught.value) == f"chats.jsonl, line 7: {caught.value.reason}"
 
@@ -221,7 +230,7 @@ def test_bad_rows_are_named_with_a_reason(messages: object, reason: str, data_co
 @pytest.mark.parametrize(
     ("format", "row", "reason"),
     [
-        ("alpaca", {"instruction": "Add."}, "there is no output or response"),
+        ("alpaca", {"instruction": "Add.", "output": None}, "there is no output or response"),
         ("alpaca", {"instruction": "Add.", "output": ""}, "output is empty"),
         ("alpaca", {"instruction": "Add.", "output": "4", "history": ["x"]}, "history must be a list of"),
         ("prompt_response", {"prompt": "Add.", "response": 4}, r"response must be text and is 4 \(int\)"),
@@ -232,12 +241,12 @@ def test_bad_rows_are_named_with_a_reason(messages: object, reason: str, data_co
 )
 def test_bad_rows_of_other_formats(format: str, row: dict, reason: str, data_config) -> None:
     with pytest.raises(BadRow, match=reason):
-        to_sample(row, format, data_config("chat"), "here")
+        sample_of(row, data_config("chat"), "here")
 
 
 def test_two_user_turns_in_a_row_are_left_to_the_template(data_config) -> None:
     turns = [USER, USER, ANSWER, ANSWER]
-    assert to_sample({"messages": turns}, "messages", data_config("chat"), "x").messages == turns
+    assert sample_of({"messages": turns}, data_config("chat"), "x").messages == turns
 
 
 # Real rows: (option of conf/data, file, detected format, number of rows).
@@ -259,10 +268,10 @@ def test_real_rows(option: str, file: str, format: str, count: int, data_config)
         pytest.skip(f"needs {path}")
     found = _read(path)
     cfg = data_config(option)
-    assert detect_format(found[0], cfg) == format
+    assert detect("conversations", found[0], cfg).format.name == format
     samples = []
     for i, row in enumerate(found):
-        samples.append(to_sample(row, format, cfg, f"{path.name}, row {i}"))
+        samples.append(sample_of(row, cfg, f"{path.name}, row {i}"))
     assert len(samples) == count
 
 

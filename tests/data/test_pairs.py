@@ -8,8 +8,10 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
+from chats import pair_of
 from lmtrain.data import tokenizers
-from lmtrain.data.chat.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pair
+from lmtrain.data.chat.columns import FORMATS, detect
+from lmtrain.data.chat.pairs import Pair
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.data.examples.pair_rows import PairRowEncoder, fit_pair, lay_answers
 from lmtrain.errors import UserError
@@ -44,10 +46,10 @@ SAME = [
 @pytest.mark.parametrize(("format", "row"), SAME)
 def test_the_same_pair_in_every_format(format: str, row: dict, data_config) -> None:
     cfg = data_config("preference")
-    assert detect_pair_format(row, cfg) == format
-    assert to_pair(row, format, cfg, PAIR.where) == PAIR
+    assert detect("pairs", row, cfg).format.name == format
+    assert pair_of(row, cfg, PAIR.where) == PAIR
     written = json.loads(json.dumps(row))
-    assert to_pair(written, format, cfg, PAIR.where) == PAIR
+    assert pair_of(written, cfg, PAIR.where) == PAIR
 
 
 def test_several_turns_and_tools_and_scores(data_config) -> None:
@@ -56,7 +58,7 @@ def test_several_turns_and_tools_and_scores(data_config) -> None:
     long = [*shared, {"role": "assistant", "content": "Yes."}, USER, GOOD]
     short = [*shared, {"role": "assistant", "content": "No."}]
     row = {"chosen": long, "rejected": short, "score_chosen": "4.5", "score_rejected": 2, "tools": [{"name": "add"}]}
-    pair = to_pair(row, "implicit_prompt", cfg, "here")
+    pair = pair_of(row, cfg, "here")
     assert pair.prompt == [{"role": "system", "content": "Be brief."}, *shared]
     assert (pair.chosen, pair.rejected) == (long[3:], short[3:])
     assert pair.margin is None  # only a column margin is one
@@ -65,17 +67,17 @@ def test_several_turns_and_tools_and_scores(data_config) -> None:
 
 def test_plain_text_stays_as_it_is(data_config) -> None:
     cfg = data_config("preference", conversation_format="preference_text")
-    assert detect_pair_format(TEXTS, cfg) == "preference_text"
-    assert to_pair(TEXTS, "preference_text", cfg, "here") == Pair(*TEXTS.values(), None, "here")
+    assert detect("pairs", TEXTS, cfg).format.name == "preference_text"
+    assert pair_of(TEXTS, cfg, "here") == Pair(*TEXTS.values(), None, "here")
 
 
 def test_prompts_made_of_several_columns(data_config) -> None:
     cfg = data_config("preference", prompt_template="{a} plus {b}? {{}}")
     row = {"a": "Two", "b": "two", "chosen": "Four.", "rejected": "Five."}
-    pair = to_pair(row, detect_pair_format(row, cfg), cfg, "here")
+    pair = pair_of(row, cfg, "here")
     assert pair.prompt == [{"role": "user", "content": "Two plus two? {}"}]
-    with pytest.raises(BadRow, match="'b'"):
-        to_pair({k: v for k, v in row.items() if k != "b"}, "preference", cfg, "here")
+    with pytest.raises(BadRow, match="there is no b "):
+        pair_of({k: v for k, v in row.items() if k != "b"}, cfg, "here")
 
 
 BAD = [
@@ -101,19 +103,19 @@ BAD = [
 def test_rows_that_are_no_pair(row: dict, reason: str, data_config) -> None:
     cfg = data_config("preference")
     with pytest.raises(BadRow) as caught:
-        to_pair(row, detect_pair_format(row, cfg), cfg, "rows.jsonl, line 3")
+        pair_of(row, cfg, "rows.jsonl, line 3")
     assert reason in caught.value.reason
     assert str(caught.value).startswith("rows.jsonl, line 3: ")
 
 
 def test_columns_that_fit_no_format(data_config) -> None:
     with pytest.raises(UserError, match=r"better, worse.*preference \(prompt or.*data.columns"):
-        detect_pair_format(["better", "worse"], data_config("preference"))
+        detect("pairs", ["better", "worse"], data_config("preference"))
     with pytest.raises(UserError, match="conversation_format=messages"):
-        detect_pair_format(["chosen"], data_config("preference", conversation_format="messages"))
+        detect("pairs", ["chosen"], data_config("preference", conversation_format="messages"))
     cfg = data_config("preference", columns={"prompt": "q", "chosen": "better", "rejected": "worse"})
     row = {"q": "Two plus two?", "better": "Four.", "worse": "Five."}
-    assert to_pair(row, detect_pair_format(row, cfg), cfg, PAIR.where) == PAIR
+    assert pair_of(row, cfg, PAIR.where) == PAIR
 
 
 @pytest.fixture
@@ -237,10 +239,10 @@ def test_real_pairs(name: str, encoder, tmp_path: Path, monkeypatch: pytest.Monk
             continue
         assert chosen[1].index(True) == rejected[1].index(True)
     assert len(data) == number
-    assert made.words == "preference"
+    assert made.words.partition(" ")[0] == "preference"
     assert len(bad) <= 0.02 * number, set(bad)
 
 
 def test_the_formats_are_named_in_the_config() -> None:
     text = (Path(__file__).parents[2] / "conf/data/preference.yaml").read_text()
-    assert all(f"{name} (" in text or f"{name}\n" in text for name in PAIR_FORMATS)
+    assert all(f"{name} (" in text or f"{name}\n" in text for name in FORMATS["pairs"])

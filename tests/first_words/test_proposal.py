@@ -10,7 +10,6 @@ from lmtrain.config.compose import check, compose
 from lmtrain.config.override_text import typed_keys
 from lmtrain.data import tokenizers
 from lmtrain.data.corpus import row_format
-from lmtrain.errors import UserError
 from lmtrain.first_words.proposal import propose
 
 ROWS = '"prompt","completion","label"\n"Two plus two?","Four.",{}\n"Two plus two?","Five.",{}\n'
@@ -99,6 +98,7 @@ def test_a_row_without_its_label_is_no_conversation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sign", [";", "\t"])
 def test_columns_that_other_signs_separate(sign: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
-    file.write_text(f"text{sign}label\nhello{sign}1\n")
-    with pytest.raises(UserError, match=r"rows\.csv, line 1: the columns are separated by '(;|\\t)', which is read as"):
-        propose([str(file)], [])
+    file.write_text(f"\ufeffQuestion{sign}Answer\nOpen, on Sundays?{sign}No.\n", encoding="utf-8")
+    proposal = propose([str(file)], [])
+    assert typed_keys(proposal.overrides)["data"] == "chat_jsonl"
+    assert f"its columns are separated by {sign!r}" in proposal.says

@@ -5,6 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lmtrain.config.schema_data import DataConfig
+from lmtrain.data.chat.columns import detect
+from lmtrain.data.chat.conversations import to_sample
+from lmtrain.data.chat.pairs import Pair, to_pair
+
 CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Quito"]
 
 
@@ -60,3 +65,12 @@ def write_chats(path: Path, rows: list[dict[str, Any]] | int = 40) -> Path:
     rows = [conversation(i) for i in range(rows)] if isinstance(rows, int) else rows
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def sample_of(row: dict[str, Any], cfg: DataConfig, where: str) -> Any:
+    """Returns a row as a conversation or a completion, in the format that its columns fit."""
+    return to_sample(row, detect("conversations", row, cfg), cfg, where)
+
+
+def pair_of(row: dict[str, Any], cfg: DataConfig, where: str) -> Pair:
+    return to_pair(row, detect("pairs", row, cfg), cfg, where)

@@ -7,8 +7,9 @@ from helpers_trl import LLAMA3_TOKENS, Messages, ask_trl, dialogues, smollm2_tok
 from transformers import PreTrainedTokenizerFast
 from workload import MARKED_CHATML
 
+from chats import sample_of
 from lmtrain.config import compose as config
-from lmtrain.data.chat.conversations import Conversation, to_sample
+from lmtrain.data.chat.conversations import Conversation
 from lmtrain.data.chat.templates import ChatEncoder
 from loopback_hub import HUB
 
@@ -25,10 +26,7 @@ def ours(
     overrides = ["objective=sft", "data=chat_jsonl", "data.path=none.jsonl", f"data.max_length={max_length}"]
     cfg = config.compose([*overrides, f"data.chat_template={template}", f"data.train_on={train_on}"]).data
     encoder = ChatEncoder(tokenizer, cfg)
-    samples = [
-        Conversation(row, None, "row") if isinstance(row, list) else to_sample(row, "prompt_completion", cfg, "row")
-        for row in rows
-    ]
+    samples = [Conversation(row, None, "row") if isinstance(row, list) else sample_of(row, cfg, "row") for row in rows]
     examples = [encoder.encode(sample) for sample in samples]
     assert all(len(example) == 1 for example in examples)
     found = [(e.input_ids, labels_of(e.input_ids, e.trained)) for (e,) in examples]

@@ -15,9 +15,8 @@ from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.samples import on_a_line
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import column_of
-from lmtrain.data.chat.pairs import prompt_turns
-from lmtrain.data.examples.prompt_rows import PROMPT
+from lmtrain.data.chat.pairs import bare_turns
+from lmtrain.data.examples.prompt_rows import prompt_column
 from lmtrain.data.order import mix64
 from lmtrain.objectives.grpo import GRPO
 from lmtrain.objectives.grpo_options import GRPOOptions
@@ -209,10 +208,10 @@ def shown(group: Group, i: int) -> str:
 def shown_prompt(group: Group, data: DataConfig) -> str:
     """Returns the prompt as text; of messages, the last one by the user."""
     columns = group.prompt.columns
-    prompt = columns.get(column_of(PROMPT, columns, data) or "", "")
+    prompt = columns[prompt_column(columns, data)]
     if isinstance(prompt, str):
         return prompt
-    turns = prompt_turns({"prompt": prompt}, "the prompt")  # those after the last by the user are the data's answer
+    turns = bare_turns(prompt, "the prompt")  # those after the last by the user are the data's answer
     return next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), "")
 
 

@@ -91,6 +91,8 @@ class DataConfig:
     path: Annotated[Any, PREPARED, CONTENT, name_or_names, _OF_FILES]  # a file, folder, glob or URL, or a list of them
     val_path: Annotated[Any, PREPARED, CONTENT, name_or_names]  # as path, for the validation data
     format: Annotated[str, PREPARED, CONTENT, choice("auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow")]
+    # Whether the first line of a CSV or TSV file names the columns; None: unless it looks like the rows below it.
+    header: Annotated[bool | None, PREPARED] = None
     train_split: Annotated[str, PREPARED]
     val_split: Annotated[str | None, PREPARED]
     val_fraction: Annotated[float, PREPARED, share, _CUT_OFF]
@@ -140,11 +142,15 @@ class DataConfig:
     conversation_format: Annotated[str | None, PREPARED, _OF_FORMATS] = None  # auto or a key of FORMATS
     # The format's column name -> the name in this data: {prompt: question}.
     columns: Annotated[dict[str, str] | None, PREPARED] = None
+    # Columns that are read as if the rows didn't have them.
+    ignore_columns: Annotated[list[str] | None, PREPARED] = None
     prompt_template: Annotated[str | None, PREPARED, _OF_FORMATS] = None  # text with placeholders {column}
     response_template: Annotated[str | None, PREPARED, _OF_CONVERSATIONS] = None
     system_prompt: Annotated[str | None, PREPARED] = None  # added to conversations without one
     # None: the tokenizer's own; the name of one of lmtrain's; or a Jinja file.
     chat_template: Annotated[str | None, PREPARED, CONTENT] = None
+    # Variables of the chat template.
+    template_options: Annotated[dict[str, Any] | None, PREPARED] = None
     # Special tokens spelled out in a row's text are encoded as special tokens.
     allow_special_text: Annotated[bool | None, PREPARED] = None
     train_on: Annotated[str | None, PREPARED, choice(*ANSWERS, "all"), _TRAINED_ON] = None

@@ -1,20 +1,23 @@
 """Decides how to train on data files named on the command line, by their names and first rows. Imports no torch."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import yaml
 
 from lmtrain.config import safe_yaml
 from lmtrain.config.effect import epochs_at_most, suffix_of
 from lmtrain.config.override_text import bare_or_quoted, shell_word, typed_keys, written
-from lmtrain.data.chat.conversations import FORMATS
-from lmtrain.data.chat.pairs import PAIR_FORMATS
+from lmtrain.data.chat.columns import RowColumns, detect, plain
 from lmtrain.data.chat.turns import truth_of
 from lmtrain.data.sources import encodings, files
 from lmtrain.data.sources.addresses import is_address
 from lmtrain.data.sources.lines import COMPRESSED, open_binary
-from lmtrain.data.sources.tables import read_table
+from lmtrain.data.sources.tables import read_otherwise, read_table
 from lmtrain.errors import UserError
 from lmtrain.first_words.words import Proposal
 
@@ -22,8 +25,8 @@ ROWS = 20  # first rows that are examined
 _SMALL = 20_000_000 * 4  # bytes of weights: models below learn from larger rates and smaller steps
 _BINS = ("train.bin", "meta.json")
 _RECIPE = {"experiment", "model", "optimizer", "schedule", "tokenizer", "objective", "peft"}  # set by experiment=dial
-_FORMATS = {"pairs": PAIR_FORMATS, "conversations": FORMATS}
-_ANY_TEXT = ("text", "template")  # formats of conversations that also fit text for pretraining
+_PROSE = ("text", "content", "body", "article", "document", "story")  # columns of text that is read as it is
+_ASKED = re.compile(r"[?？؟]\W*\Z")
 
 
 def propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
@@ -60,11 +63,15 @@ def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
             chosen = ["experiment=dial", *chosen]
         read_by = " ".join(chosen) or "data.path"
         return Proposal([*chosen, *own], f"{named} is plain text{many}: {read_by}")
-    rows = [row for _, row in itertools.islice(read_table(file, format), ROWS) if isinstance(row, dict)]
+    header = {"true": True, "false": False}.get(keys.get("data.header", "").lower())
+    read = read_table(file, format, header=header)
+    rows = [row for _, row in itertools.islice(read, ROWS) if isinstance(row, dict)]
     if not rows:
         inspect = f"python -m lmtrain.inspect {shell_word('data.path', str(file))}"
         raise UserError(f"{file} holds no row that can be read: {inspect} shows why")
-    return _of_rows(rows, named, own, keys, format)
+    proposal = _of_rows(rows, named, own, keys, format)
+    odd = read_otherwise.get(str(file))
+    return Proposal(proposal.overrides, f"{proposal.says}; {odd}" if odd else proposal.says)
 
 
 def _refuse_binary(path: Path) -> None:
@@ -77,7 +84,15 @@ def _refuse_binary(path: Path) -> None:
 
 def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], keys: dict[str, str], format: str) -> Proposal:
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    recipe = None if "data.text_column" in keys else recipe_of(columns, rows)
+    if "data.columns" not in keys and "data.text_column" not in keys and recipe_of(columns, rows, None) is None:
+        texts = _question_and_answer(rows, columns, named, own)
+        if texts is not None:
+            chosen = f"data.columns={written({'prompt': texts[0], 'response': texts[1]})}"
+            found = _of_rows(rows, named, [*own, chosen], {**keys, **typed_keys([chosen])}, format)
+            return Proposal(
+                found.overrides, f"{found.says}; data.text_column={bare_or_quoted(texts[1])} reads one alone"
+            )
+    recipe = None if "data.text_column" in keys else recipe_of(columns, rows, keys.get("data.columns"))
     if recipe is None:
         return _text(rows, columns, named, own, keys, format)
     what, kind = recipe["what"], recipe["data"]
@@ -111,19 +126,56 @@ def _from_scratch(model: str) -> list[str]:
     return ["tokenizer=bytes", *own] if model.endswith("_nano") else own
 
 
-def recipe_of(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the entry of recipes.yaml for rows with these columns, or None for text."""
-    recipes = safe_yaml.table(__file__, "recipes.yaml")
-    return next((recipe for recipe in recipes if _fits(recipe, columns, rows)), None)
+def recipe_of(
+    columns: Sequence[str], rows: Sequence[dict[str, Any]], named: str | None = None
+) -> dict[str, Any] | None:
+    """Returns the entry of recipes.yaml for rows with these columns, or None for text.
+
+    named: the value of data.columns as it was typed.
+    """
+    cfg = SimpleNamespace(columns=yaml.safe_load(named or "{}"), ignore_columns=None, conversation_format=None,
+                          prompt_template=None, response_template=None)  # fmt: skip
+    for recipe in safe_yaml.table(__file__, "recipes.yaml"):
+        try:
+            reading = detect(recipe["rows"], columns, cfg)  # type: ignore[arg-type]
+        except UserError:  # as one that these columns, or those named by hand, don't fit
+            continue
+        if reading.format.name != "text" and _has_labels(reading, rows):  # text is also read for pretraining
+            return dict(recipe)
+    return None
 
 
-def _fits(recipe: dict[str, Any], columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> bool:
-    formats = _FORMATS.get(recipe.get("formats", ""), {})
-    wanted = [format.required for name, format in formats.items() if name not in _ANY_TEXT] or recipe["columns"]
-    has = any(all(any(name in columns for name in c.split("|")) for c in one) for one in wanted)
-    flag = recipe.get("true_or_false")
-    flags = [row[flag] for row in rows if row.get(flag) is not None] if flag is not None else []
-    return has and (flag is None or (bool(flags) and all(truth_of(value) is not None for value in flags)))
+def _has_labels(reading: RowColumns, rows: Sequence[dict[str, Any]]) -> bool:
+    """Returns whether the rows have labels that are true or false, or are of a format without labels."""
+    column = reading.columns.get("label")
+    labels = [row[column] for row in rows if row.get(column) is not None] if column is not None else [True]
+    return bool(labels) and all(truth_of(label) is not None for label in labels)
+
+
+def _question_and_answer(
+    rows: Sequence[dict[str, Any]], columns: Sequence[str], named: str, own: list[str]
+) -> tuple[str, str] | None:
+    """Returns the columns of questions and answers, if the rows have two columns of text and the first is asking.
+
+    Raises:
+        UserError: the first is only shorter, as titles are, too.
+    """
+    said = {c: [row[c] for row in rows if isinstance(row.get(c), str) and row[c].strip()] for c in columns}
+    words = {c: sum(len(text.split()) for text in texts) / max(1, len(texts)) for c, texts in said.items()}
+    texts = [c for c in columns if len(said[c]) * 2 > len(rows) and (words[c] > 1.5 or not "".join(said[c]).isascii())]
+    if len(texts) != 2 or plain(texts[1]) in _PROSE or plain(texts[0]) in _PROSE:
+        return None
+    first, second = texts
+    if sum(bool(_ASKED.search(text)) for text in said[first]) * 2 >= len(said[first]):
+        return first, second
+    if sum(map(len, said[first])) * 2 > sum(map(len, said[second])):
+        return None
+    command = f"python -m lmtrain.train {' '.join(shell_word('data.path', o.partition('=')[2]) for o in own)}"
+    pair = shell_word("data.columns", f"{{prompt: {first}, response: {second}}}")
+    raise UserError(
+        f"{named} has two columns of text, {first} and {second}. Questions and answers? {command} {pair}. "
+        f"Text to read on its own? {command} {shell_word('data.text_column', second)}"
+    )
 
 
 def _text(

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from lmtrain.adapters.trainable import base_identity
 from lmtrain.data import framing, hub, tokenizers
-from lmtrain.data.chat.pairs import prompt_turns
+from lmtrain.data.chat.pairs import bare_turns
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, first_line
 from lmtrain.models.folder import export_of, from_pretrained
@@ -65,7 +65,7 @@ class ModelReward(Reward):
 def asked(prompt: Any) -> list[dict[str, Any]]:
     """Returns the turns of a prompt, without the assistant's turns at its end."""
     try:
-        turns = prompt_turns({"prompt": prompt}, "the prompt")
+        turns = bare_turns(prompt, "the prompt")
     except BadRow as error:
         raise ValueError(error.reason) from None
     while turns and turns[-1]["role"] == "assistant":

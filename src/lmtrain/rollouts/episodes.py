@@ -6,17 +6,15 @@ that it was given and that it sampled, and only on the latter.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from lmtrain.data.chat.conversations import Conversation, column_of
 from lmtrain.data.chat.jinja_rendering import TookTooLong
-from lmtrain.data.chat.pairs import opening
 from lmtrain.data.chat.rendering import check_tools
 from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.turns import BadRow, turns_of
-from lmtrain.data.examples.prompt_rows import PROMPT, PromptRow
+from lmtrain.data.examples.prompt_rows import PromptRow, conversation_of
 from lmtrain.data.order import mix64
 from lmtrain.errors import UserError
 from lmtrain.rewards.environment import Adapted, Environment, execute, schemas
@@ -125,7 +123,8 @@ class Player:
                     f"objective.environment: {where}: {self.name}.reset began the completions of one prompt with "
                     f"different messages: everything random has to follow from the seed that it gets"
                 )
-            asked = Conversation([*openings[0], _ANSWER], self.tools or None, where)
+            own = conversation_of(prompt.columns, self.chat.cfg, where)
+            asked = replace(own, messages=[*openings[0], _ANSWER], tools=self.tools or None)
             check_tools(self.chat.chat, asked)
             ids = self.chat.prompt_ids(asked)
         except _Failed as error:  # without a prompt there is nothing to sample from
@@ -139,8 +138,7 @@ class Player:
         said = self._called(lambda: environment.reset(prompt.columns, seed), "reset")
         if said is not None and not isinstance(said, str):
             return turns_of(said, where)
-        given = prompt.columns[column_of(PROMPT, prompt.columns, self.chat.cfg) or ""]
-        turns = opening(given, self.chat.cfg, where)[0]
+        *turns, _ = conversation_of(prompt.columns, self.chat.cfg, where).messages
         return turns if said is None else [*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + said}]
 
     def _goes_on(self, episode: Episode, answer: SampledText, sampling: Sampling, last: bool) -> bool:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import column_of
 from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
-from lmtrain.data.examples.prompt_rows import PROMPT, PromptRow
+from lmtrain.data.examples.prompt_rows import PromptRow, prompt_column
 from lmtrain.data.order import mix64
 from lmtrain.losses.policy import Variant, advantages, deviation, overlong_penalty
 from lmtrain.rewards.scoring import Scorer
@@ -86,7 +85,7 @@ class Maker:
             completions = self.engine.generate(requests, self.sampling)
             texts = [self.decoder.decode(c.ids) for c in completions]
         rows = [p.columns for p in prompts for _ in range(self.group_size)]
-        prompt_columns = [column_of(PROMPT, row, self.data) or "" for row in rows]
+        prompt_columns = [prompt_column(row, self.data) for row in rows]
         names = dict.fromkeys(itertools.chain.from_iterable(rows))
         columns = {name: [row.get(name) for row in rows] for name in names if name not in prompt_columns}
         columns |= {"completion_ids": [c.ids for c in completions], "cut_off": [not c.ended for c in completions]}

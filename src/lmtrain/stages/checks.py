@@ -6,8 +6,9 @@ from typing import Any
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import UnfitColumns, detect_format, to_sample
-from lmtrain.data.chat.pairs import detect_pair_format, to_pair
+from lmtrain.data.chat.columns import UnfitColumns, detect
+from lmtrain.data.chat.conversations import to_sample
+from lmtrain.data.chat.pairs import to_pair
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, naming
 from lmtrain.stages.definition import REFERENCE, key_of
@@ -95,10 +96,7 @@ def _read_row(row: dict[str, Any] | str, where: str, data: DataConfig) -> None:
     if isinstance(row, str):
         raise BadRow(where, row)
     try:
-        if data.rows == "pairs":
-            to_pair(row, detect_pair_format(row, data), data, where)
-        else:
-            to_sample(row, detect_format(row, data), data, where)
+        (to_pair if data.rows == "pairs" else to_sample)(row, detect(data.rows, row, data), data, where)
     except UnfitColumns as error:
         raise BadRow(where, str(error)) from None
 

@@ -244,14 +244,14 @@ class Template:
             found = f"the chat template ({label}) writes no special token after an answer"
             raise UserError(f"{found}, nor has the tokenizer an end of text: choose another with data.chat_template")
 
-    def prompt(self, messages: list[dict[str, Any]], tools: Any, where: str, ask: bool = True) -> str:
+    def prompt(self, messages: list[dict[str, Any]], tools: Any, where: str, ask: bool = True, **options: Any) -> str:
         """Renders the messages with the generation prompt, or without it if `ask` is false."""
-        return self.render_texts([messages], tools, where, add_generation_prompt=ask)[0]
+        return self.render_texts([messages], tools, where, add_generation_prompt=ask, **options)[0]
 
     def differs(self, one: Conversation, other: Conversation, shown: int) -> bool:
         """Returns whether the first `shown` messages of two conversations render differently, or one is refused."""
         try:
-            texts = [self.render_texts([c.messages[:shown]], c.tools, c.where)[0] for c in (one, other)]
+            texts = [self.render_texts([c.messages[:shown]], c.tools, c.where, **c.options)[0] for c in (one, other)]
         except BadRow:
             return True
         return texts[0] != texts[1]
@@ -298,11 +298,13 @@ class Template:
                 _trace.reset(token)
         return self.render_texts([messages[:end] for end in ends], tools, where, **options)
 
-    def render_marked(self, messages: list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[Span]]:
+    def render_marked(
+        self, messages: list[dict[str, Any]], tools: Any, where: str, **options: Any
+    ) -> tuple[str, list[Span]]:
         """Renders the messages; also returns the spans marked with {% generation %}, if the template has markers."""
         if not self.has_markers:
-            return self.render_texts([messages], tools, where)[0], []
-        (text,), (marked,) = self._rendered([messages], tools, where, return_assistant_tokens_mask=True)
+            return self.render_texts([messages], tools, where, **options)[0], []
+        (text,), (marked,) = self._rendered([messages], tools, where, return_assistant_tokens_mask=True, **options)
         return text, [(start, end) for start, end in marked]
 
     def _rendered(self, chats: list[list[dict[str, Any]]], tools: Any, where: str, **options: Any) -> tuple[Any, Any]:
@@ -348,6 +350,29 @@ def thought_of(turn: dict[str, Any]) -> str:
         return str(turn["reasoning_content"]).strip()
     before, closed, _ = turn["content"].partition(CLOSE)
     return before.strip().removeprefix(OPEN).strip() if closed else ""
+
+
+def reads(template: str, variable: str) -> bool:
+    """Returns whether a template mentions a variable."""
+    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
+
+
+def with_options(template: str, label: str, options: dict[str, Any]) -> str:
+    """Returns a template with `options` (data.template_options) as the values of variables that a caller leaves out.
+
+    So whatever renders it later, here or in another program, renders it as in training.
+
+    Raises:
+        UserError: the template reads no such variable.
+    """
+    for name in options:
+        if not name.isidentifier() or not reads(template, name):
+            raise UserError(f"data.template_options.{name}: the chat template ({label}) reads no variable of that name")
+    said = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
+        for name, value in options.items()
+    )
+    return f"{said}\n{template}" if said else template  # as transformers renders it, the line's end goes
 
 
 _FOLDER = Path(__file__).parent / "jinja"

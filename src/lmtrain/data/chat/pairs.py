@@ -6,17 +6,15 @@ conversations, the prompt is their common beginning.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lmtrain.config.constraints import choice
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat import TABLES, conversations
-from lmtrain.data.chat.conversations import Format, UnfitColumns, column_of, described
+from lmtrain.data.chat import conversations
+from lmtrain.data.chat.columns import BESIDE, FORMATS, RowColumns, leave_out
+from lmtrain.data.chat.conversations import Turns, filled, options_of, with_system
 from lmtrain.data.chat.turns import BadRow, check, common, drop_first_answers, shown, text_of, tools_of, turns_of
-
-Turns = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -30,104 +28,74 @@ class Pair:
     where: str
     margin: float | None = None  # the row's column margin, how much better the chosen answer was rated
     dropped_turns: int = 0  # before the first user turn (data.on_assistant_first)
+    options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
 
 
-PAIR_FORMATS = {name: Format(**columns) for name, columns in TABLES["pairs"].items()}
 # In conversations of hh-rlhf (Anthropic), each turn begins with a blank line and the name of the speaker.
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
-def detect_pair_format(columns: Iterable[str], cfg: DataConfig) -> str:
-    """Returns data.conversation_format or, if it is auto, the first format whose required columns are all present.
+def to_pair(row: Mapping[str, Any], reading: RowColumns, cfg: DataConfig, where: str) -> Pair:
+    """Returns the pair of a row, read as columns.detect says; data.prompt_template builds its prompt.
 
     Raises:
-        UnfitColumns: no format fits, or data.conversation_format needs a column that is absent.
-        UserError: data.conversation_format is unknown, or data.columns has a column that the format doesn't have.
+        BadRow: the answers are equal, one is empty, two conversations share no beginning, turns.py rejects a turn, or a
+            column that changes the prompt has no place in it.
     """
-    names = list(columns)
-    wanted = cfg.conversation_format or "auto"
-    choice("auto", *PAIR_FORMATS)("data.conversation_format", wanted)
-    formats = list(PAIR_FORMATS) if wanted == "auto" else [wanted]
-    columns = [column for name in formats for column in PAIR_FORMATS[name].columns]
-    conversations.check_renamed(cfg, "pairs have" if wanted == "auto" else f"the format {wanted} has", columns)
-    for name in formats:
-        # data.prompt_template replaces the prompt column.
-        needed = [c for c in PAIR_FORMATS[name].required if not (cfg.prompt_template and c.startswith("prompt"))]
-        if all(column_of(c, names, cfg) is not None for c in needed):
-            return name
-    raise UnfitColumns(
-        f"no format of pairs fits the columns {', '.join(names)}. Formats: {described(PAIR_FORMATS)}. Say what yours "
-        f"are called with data.columns={{chosen: ..., rejected: ...}}"
-    )
-
-
-def to_pair(row: Mapping[str, Any], format: str, cfg: DataConfig, where: str) -> Pair:
-    """Returns the pair of a row of `format` (from detect_pair_format); data.prompt_template builds its prompt.
-
-    Raises:
-        BadRow: the answers are equal, one is empty, two conversations share no beginning, or turns.py rejects a turn.
-    """
-    filled = {"prompt": _filled(cfg.prompt_template, row, where)} if cfg.prompt_template else {}
-    values = conversations.values_of(row, PAIR_FORMATS[format], cfg, where, **filled)
+    given = {"prompt": filled(cfg.prompt_template, reading, row, where)} if cfg.prompt_template else {}
+    values = reading.values(row, where, **given)
     margin = _margin(values, where)
-    if format == "preference_text":
+    if reading.format.name == "preference_text":
+        reading.refuse(values, BESIDE, "which plain text has no place for", where)
         prompt, chosen, rejected = (text_of(values[name], name, where) for name in ("prompt", "chosen", "rejected"))
         return _different(Pair(prompt, chosen, rejected, None, where, margin))
     chosen_turns, rejected_turns = (answer_turns(values[name], name, where) for name in ("chosen", "rejected"))
     whole = "assistant" not in (chosen_turns[0]["role"], rejected_turns[0]["role"])
     if whole or ("prompt" not in values and chosen_turns[0] == rejected_turns[0]):
-        given, chosen_turns, rejected_turns = _split(chosen_turns, rejected_turns, where)
-        _check_prompt(values, given, where)
+        reading.refuse(values, ("history", "input"), "which has no place beside whole conversations", where)
+        before, chosen_turns, rejected_turns = _split(chosen_turns, rejected_turns, where)
+        if "prompt" in values:
+            _check_prompt(prompt_turns(values, reading, where), before, reading.name("prompt"), where)
     elif "prompt" in values:
-        given = prompt_turns(values, where)
+        before = prompt_turns(values, reading, where)
     else:
         raise BadRow(where, "chosen and rejected answer no prompt: name its column with data.columns.prompt")
-    return replace(_pair(given, chosen_turns, rejected_turns, values, cfg, where), margin=margin)
+    return replace(_pair(before, chosen_turns, rejected_turns, values, cfg, where), margin=margin)
 
 
-def _filled(template: str, row: Mapping[str, Any], where: str) -> str:
-    texts = {name: value or "" for name, value in row.items() if value is None or isinstance(value, str)}
-    try:
-        return template.format_map(texts)
-    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-        raise BadRow(where, f"data.prompt_template needs the column {error}, which is absent or no text") from None
-
-
-def _check_prompt(values: dict[str, Any], given: Turns, where: str) -> None:
-    """Raises BadRow if the row has a prompt of its own that is not in the conversations' common beginning `given`."""
-    if "prompt" not in values:
-        return
-    prompt = [(turn["role"], turn["content"].strip()) for turn in prompt_turns(values, where)]
+def _check_prompt(own: Turns, given: Turns, column: str, where: str) -> None:
+    """Raises BadRow if the row's `own` prompt is not in the conversations' common beginning `given`."""
+    prompt = [(turn["role"], turn["content"].strip()) for turn in own]
     shared = [(turn["role"], turn["content"].strip()) for turn in given]
     begins = prompt[: len(shared)] == shared  # for a column that holds the whole conversation
     if not begins and not any(shared[at : at + len(prompt)] == prompt for at in range(len(shared))):
         said = prompt[-1][1]
         said = said[:60] + ("..." if len(said) > 60 else "")
-        raise BadRow(where, f"chosen and rejected don't begin with the prompt, {said!r}: fix it, or drop that column")
+        found = f"chosen and rejected don't begin with the prompt, {said!r} in the column {column}"
+        raise BadRow(where, f"{found}: fix it, or {leave_out(column)}")
 
 
-def prompt_turns(values: dict[str, Any], where: str) -> Turns:
-    """Returns the prompt's turns; a text becomes a user turn with `input` (as in Alpaca) as its second paragraph."""
-    prompt = values["prompt"]
-    if not isinstance(prompt, str):
-        return turns_of(prompt, where, "prompt")
-    if _SPEAKER.match(prompt):
-        return _spoken(prompt, "prompt", where)
-    extra = text_of(values.get("input", ""), "input", where, may_be_empty=True)
-    text = text_of(prompt, "prompt", where)
-    return [conversations.instruction(text, extra)]
+def prompt_turns(values: Mapping[str, Any], reading: RowColumns, where: str) -> Turns:
+    """Works like conversations.prompt_turns, also for a text in which Human: and Assistant: speak."""
+    if isinstance(values["prompt"], str) and _SPEAKER.match(values["prompt"]):
+        reading.refuse(values, ("history", "input"), "which has no place beside a prompt of several turns", where)
+        return _spoken(values["prompt"], "prompt", where)
+    return conversations.prompt_turns(values, reading, where)
 
 
-def opening(prompt: Any, cfg: DataConfig, where: str) -> tuple[Turns, int]:
-    """Returns the turns of a prompt, after a system turn of data.system_prompt if they have none of their own.
+def bare_turns(prompt: Any, where: str) -> Turns:
+    """Returns the turns of a prompt that stands alone, without the other columns of its row."""
+    return prompt_turns({"prompt": prompt}, RowColumns(FORMATS["prompts"]["prompt"], {}, {}, {}), where)
+
+
+def opening(values: Mapping[str, Any], reading: RowColumns, cfg: DataConfig, where: str) -> tuple[Turns, int]:
+    """Returns the turns before the answer: the prompt's, after the row's system turn or data.system_prompt.
 
     Also returns how many turns before the first user turn were dropped (data.on_assistant_first).
     """
-    turns, dropped = drop_first_answers(prompt_turns({"prompt": prompt}, where), cfg.on_assistant_first, where)
-    if cfg.system_prompt and turns[0]["role"] != "system":
-        turns = [{"role": "system", "content": cfg.system_prompt}, *turns]
-    return turns, dropped
+    turns = with_system(prompt_turns(values, reading, where), values, cfg, where)
+    return drop_first_answers(turns, cfg.on_assistant_first, where)
 
 
 def answer_turns(value: Any, name: str, where: str) -> Turns:
@@ -172,14 +140,11 @@ def _pair(given: Turns, chosen: Turns, rejected: Turns, values: dict[str, Any], 
             raise BadRow(where, f"{name} goes on with a turn from {answer[0]['role']}; only two answers are compared")
         if answer[-1]["role"] != "assistant":
             raise BadRow(where, f"{name} ends with a turn from {answer[-1]['role']}, not with an answer")
-    given, dropped = drop_first_answers(given, cfg.on_assistant_first, where)
-    system = values.get("system") or cfg.system_prompt
-    if system and given[0]["role"] != "system":
-        given = [{"role": "system", "content": text_of(system, "system", where)}, *given]
+    given, dropped = drop_first_answers(with_system(given, values, cfg, where), cfg.on_assistant_first, where)
     check([*given, *chosen], where)
     check([*given, *rejected], where)
-    tools = tools_of(values.get("tools"), where)
-    return _different(Pair(given, chosen, rejected, tools, where, dropped_turns=dropped))
+    tools, options = tools_of(values.get("tools"), where), options_of(values, where)
+    return _different(Pair(given, chosen, rejected, tools, where, dropped_turns=dropped, options=options))
 
 
 def _different(pair: Pair) -> Pair:

@@ -100,7 +100,8 @@ class ChatTemplate(Template):
         made.borders = [end + len(after) if made.text.startswith(after, end) else end for end in ends]
 
     def _text(self, conversation: Conversation, shown: int) -> Rendered:
-        text, marked = self.render_marked(conversation.messages[:shown], conversation.tools, conversation.where)
+        messages, options = conversation.messages[:shown], conversation.options
+        text, marked = self.render_marked(messages, conversation.tools, conversation.where, **options)
         return Rendered(text, shown, marked)
 
     def _by_markers(self, texts: list[Rendered], conversation: Conversation, turns: list[int]) -> None:
@@ -125,9 +126,10 @@ class ChatTemplate(Template):
     def _by_prefixes(self, conversation: Conversation, turns: list[int]) -> list[Rendered]:
         """Finds `turns` without markers, the whole conversation first: an answer is what follows its prompt's text."""
         messages, tools, where = conversation.messages, conversation.tools, conversation.where
+        options = conversation.options
         ends = sorted({*(i + 1 for i in turns), len(messages)})
-        said = self.render_beginnings(messages, ends, tools, where)
-        given = self.render_beginnings(messages, turns, tools, where, add_generation_prompt=True)
+        said = self.render_beginnings(messages, ends, tools, where, **options)
+        given = self.render_beginnings(messages, turns, tools, where, add_generation_prompt=True, **options)
         texts = [Rendered(said[-1], len(messages))]
         for turn, before, own in reversed(list(zip(turns, given, said, strict=False))):
             remarks: list[str] = []
@@ -152,13 +154,14 @@ class ChatTemplate(Template):
             UserError: no text with the answer can be made to begin with its prompt.
         """
         messages, tools, where = conversation.messages, conversation.tools, conversation.where
-        for mode in _MODES:
+        options = conversation.options
+        for mode in ({**one, **options} for one in _MODES):
             asked = self.render_texts([messages[:turn]], tools, where, add_generation_prompt=True, **mode)[0]
             (answered,) = self.render_texts([messages[: turn + 1]], tools, where, **mode)
             if answered.startswith(asked):
                 words = "true" if mode["enable_thinking"] else "false"
                 return asked, answered, f"answers rendered with enable_thinking={words}, as they are written"
-        history = self.render_texts([messages[:turn]], tools, where)[0]
+        history = self.render_texts([messages[:turn]], tools, where, **options)[0]
         words = before.removeprefix(history) if before.startswith(history) else ""
         answer = self._answer(own, words, conversation, turn) if words else ""
         if answer:
@@ -185,7 +188,7 @@ class ChatTemplate(Template):
         It is looked for in the beginning that `own` shares with the text of another answer in the same place.
         """
         messages = [*conversation.messages[:turn], {"role": "assistant", "content": ANSWER}]
-        (text,) = self.render_texts([messages], conversation.tools, conversation.where)
+        (text,) = self.render_texts([messages], conversation.tools, conversation.where, **conversation.options)
         at = own.rfind(words, 0, common(own, text))
         return own[at + len(words) :] if at >= 0 else ""
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data import framing
 from lmtrain.data.chat.conversations import Completion, Conversation
-from lmtrain.data.chat.jinja_rendering import ANSWER, QUESTION, answers_of, find_template
+from lmtrain.data.chat.jinja_rendering import ANSWER, QUESTION, answers_of, find_template, reads, with_options
 from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
 from lmtrain.data.chat.special_text import AnswerDecoder, PlainText, pattern_of, special_tokens
 from lmtrain.data.chat.turns import BadRow, Remark
@@ -145,20 +145,19 @@ class ChatEncoder:
             examples += fit(ids, trained, borders, self.cfg, sample.where, self.beginning(ids))
         return examples
 
-    def pair(
-        self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: Any = None, where: str = ""
-    ) -> tuple[list[int], list[bool]]:
+    def pair(self, conversation: Conversation, prompt: int) -> tuple[list[int], list[bool]]:
         """Returns the token ids of a prompt and its answer, uncut, and which of them the answer is scored by.
 
         By data.train_on these are the assistant turns after the prompt (assistant), the last of them (last_assistant),
         everything after the generation prompt of the first (completion), or all tokens (all).
 
         Args:
-            prompt: the turns that all answers to it share.
-            answer: the turns after the prompt, of which the first is the assistant's.
+            conversation: the turns of the prompt, which all answers to it share, and those of the answer, of which the
+                first is the assistant's.
+            prompt: how many of the turns are the prompt's.
         """
-        conversation = self._masked(Conversation([*prompt, *answer], tools, where))
-        turns = [turn for turn in answers_of(conversation.messages) if turn >= len(prompt)]
+        conversation = self._masked(conversation)
+        turns = [turn for turn in answers_of(conversation.messages) if turn >= prompt]
         turns = turns[-1:] if self.cfg.train_on == "last_assistant" else turns
         check_tools(self.chat, conversation)
         rendered = self.chat.render_one(conversation, turns)
@@ -189,6 +188,13 @@ class ChatEncoder:
         whole = framing.ended(begun, self.tokenizer)
         return whole, [0 < i >= first for i in range(len(whole))]
 
+    def note_prompt(self, asked: Conversation) -> None:
+        """Adds the notes about a prompt, the turns before the last; raises BadRow if its tools are never shown."""
+        check_tools(self.chat, asked)
+        given = replace(asked, messages=asked.messages[:-1])
+        text = self.chat.prompt(given.messages, given.tools, given.where, **given.options)
+        self._note(given, [Rendered(text, len(given.messages))], [])
+
     def prompt_ids(self, sample: Conversation | Completion, ask: bool = True) -> list[int]:
         """Returns the ids from which a model generates the last answer; without generation prompt if not `ask`."""
         if isinstance(sample, Completion):
@@ -196,7 +202,7 @@ class ChatEncoder:
             return framing.begun(self._tokens(prompt)[0], self._start)
         asked = self._masked(sample)
         messages = asked.messages[: answers_of(asked.messages)[-1]]
-        return self._tokens(self.chat.prompt(messages, asked.tools, asked.where, ask))[0]
+        return self._tokens(self.chat.prompt(messages, asked.tools, asked.where, ask, **asked.options))[0]
 
     def reply_ids(self, messages: list[dict[str, Any]], tools: Any) -> list[int]:
         """Returns the ids between the end of an answer and the next: turns that follow it, and what asks for an answer.
@@ -233,7 +239,8 @@ class ChatEncoder:
 
     @cached_property
     def chat(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, *find_template(self.cfg.chat_template, self.tokenizer))
+        found, label = find_template(self.cfg.chat_template, self.tokenizer)
+        return ChatTemplate(self.tokenizer, with_options(found, label, self.cfg.template_options or {}), label)
 
     def _conversation(self, sample: Conversation) -> list[Encoding]:
         sample, answers = self._masked(sample), [i for i in answers_of(sample.messages) if i >= sample.given]
@@ -251,7 +258,16 @@ class ChatEncoder:
         return [self._encoded(text, sample) for text in texts]
 
     def _masked(self, sample: Conversation) -> Conversation:
-        """Masks special tokens in contents if data.allow_special_text=false; adds a remark if there are any."""
+        """Masks special tokens in contents if data.allow_special_text=false; adds a remark if there are any.
+
+        Also adds one for each variable of the row that the template doesn't read.
+        """
+        for name in sample.options:
+            if not reads(self.chat.text, name):
+                words = (
+                    f"{name} of chat_template_kwargs, which the chat template ({self.chat.label}) never shows the model"
+                )
+                self.remarks.append(Remark(words, lost=True))
         self._note_special_text(" ".join(str(turn.get(key, "")) for turn in sample.messages for key in _SAID))
         if self._plain is None:
             return sample

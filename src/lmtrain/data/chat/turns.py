@@ -119,15 +119,14 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
     Raises:
         BadRow: the value is neither.
     """
-    is_text = isinstance(value, str)
-    if is_text:
+    if isinstance(value, str):
         value = _from_json(value) if value.strip() else None
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRow(where, f"tools must be a list of function descriptions (or JSON of one) and is {shown(value)}")
     wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
-    return [whole_text(tool if is_text else _without_none(tool), "tools", where) for tool in wrapped]
+    return [whole_text(tool, "tools", where) for tool in wrapped]
 
 
 def text_of(value: Any, what: str, where: str, may_be_empty: bool = False) -> str:
@@ -214,7 +213,7 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
         content, calls = "", content
     if role == "tool" and not _is_text(content):
         # A tool's result may also be 0, false or {...}.
-        content = json.dumps(_without_none(content), ensure_ascii=False, default=str)
+        content = json.dumps(content, ensure_ascii=False, default=str)
     if calls is not None:
         calls = _tool_calls(calls, name, where)
     if content is None and calls is None:
@@ -272,21 +271,10 @@ def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:
         arguments = {} if given in (None, "") else _from_json(given)
         if not isinstance(arguments, Mapping) or not isinstance(called, str) or not called:
             raise BadRow(where, f"{name} has a tool call that isn't {{name, arguments}}: {shown(call)}")
-        arguments = arguments if isinstance(given, str) else _without_none(arguments)
         made = {"type": "function", "function": {"name": called, "arguments": arguments}}
         calls.append({"id": call["id"], **made} if call.get("id") else made)
         whole_text(calls[-1], f"{name}'s tool call", where)
     return calls
-
-
-def _without_none(value: Any) -> Any:
-    """Removes keys whose value is None: Arrow adds to each row every key that any row of the file has.
-
-    In a value that is written as JSON text, null means null.
-    """
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _from_json(value: Any) -> Any:

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Completion, Conversation, unread_columns
-from lmtrain.data.chat.pairs import PAIR_FORMATS, Pair, detect_pair_format, to_pair
+from lmtrain.data.chat.conversations import Completion, Conversation
+from lmtrain.data.chat.pairs import Pair, to_pair
 from lmtrain.data.chat.templates import cut_left
 from lmtrain.data.chat.turns import BadRow, Remark, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
@@ -24,7 +24,7 @@ _ESTIMATED_FROM = 2000  # pairs read to estimate the length of shared prompts; t
 class PairRowEncoder(TemplateRows):
     """Encodes a pair as two examples: the prompt with its chosen and with its rejected answer."""
 
-    group, independent = 2, True
+    group, independent, kind = 2, True, "pairs"
     version: ClassVar[dict[str, int]] = {"pairs": 2}
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
@@ -34,8 +34,8 @@ class PairRowEncoder(TemplateRows):
             BadRow: the chat template refuses the row, or the answers become equal; also see pairs.py and `fit_pair`.
         """
         self.chat.begin_row()
-        format = self.format_of(row, where, cfg, detect_pair_format)
-        pair = to_pair(row, format, cfg, where)
+        reading = self.reading_of(row, where, cfg)
+        pair = to_pair(row, reading, cfg, where)
         chosen, rejected = self._tokens(pair, pair.chosen), self._tokens(pair, pair.rejected)
         if chosen == rejected:
             raise BadRow(where, "chosen and rejected are the same once the chat template has written them")
@@ -44,14 +44,12 @@ class PairRowEncoder(TemplateRows):
             raise BadRow(where, f"chosen and rejected are the same within data.max_length={cfg.max_length} tokens")
         asked = self.question(self._preferred(pair)) if question and examples else None
         margin = None if pair.margin is None else repr(pair.margin)
-        remarks = [*self.chat.remarks, *unread(row), *unread_columns(row, PAIR_FORMATS[format].columns, cfg)]
-        for column, name in (cfg.columns or {}).items():
-            if column in PAIR_FORMATS[format].optional and name not in row:
-                remarks.append(Remark(f"data.columns.{column}={name}: there is no such column"))
+        others, remarks = reading.unread(row)
+        remarks = [*self.chat.remarks, *unread(row), *remarks]
         if isinstance(pair.prompt, str) and cfg.system_prompt:  # plain text doesn't go through a chat template
             words = "preference_text is plain text; data.conversation_format=preference makes turns of it"
             remarks.append(Remark(f"data.system_prompt has no effect: {words}"))
-        return Encoded([*examples], cut, asked, pair.dropped_turns, remarks, kept=margin)
+        return Encoded([*examples], cut, asked, pair.dropped_turns, remarks, others, kept=margin)
 
     @staticmethod
     def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["PairRows", str]:
@@ -62,14 +60,16 @@ class PairRowEncoder(TemplateRows):
     def _tokens(self, pair: Pair, answer: Any) -> Tokens:
         if isinstance(pair.prompt, str):
             return self.chat.completion(Completion(pair.prompt, answer, pair.where))
-        return self.chat.pair(pair.prompt, answer, pair.tools, pair.where)
+        return self.chat.pair(
+            Conversation([*pair.prompt, *answer], pair.tools, pair.where, options=pair.options), len(pair.prompt)
+        )
 
     def _preferred(self, pair: Pair) -> Conversation | Completion:
         """Returns the prompt with its chosen answer, with the turns up to its last answer if only that is scored."""
         if isinstance(pair.prompt, str):
             return Completion(pair.prompt, str(pair.chosen), pair.where)
         answer = pair.chosen if self.chat.cfg.train_on == "last_assistant" else pair.chosen[:1]
-        return Conversation([*pair.prompt, *answer], pair.tools, pair.where)
+        return Conversation([*pair.prompt, *answer], pair.tools, pair.where, options=pair.options)
 
 
 def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str, kept: int = 0) -> tuple[list[Tokens], int]:

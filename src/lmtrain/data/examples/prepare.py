@@ -184,6 +184,7 @@ def _write_row(
     counts.dropped += not encoded.examples
     counts.shortened += encoded.cut > 0
     counts.note(encoded.remarks, encoded.texts, where)
+    counts.note_unread(encoded.unread, getattr(encoder, "unread_as", ""))
     groups = [encoded.examples[i : i + encoder.group] for i in range(0, len(encoded.examples), encoder.group)]
     first = counts.examples
     for group in groups:

@@ -9,15 +9,14 @@ import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat.conversations import Completion, Conversation, Format, check_renamed, column_of, values_of
+from lmtrain.data.chat.columns import BESIDE, RowColumns, detect, is_empty, leave_out
+from lmtrain.data.chat.conversations import Completion, Conversation, options_of
 from lmtrain.data.chat.pairs import opening
 from lmtrain.data.chat.turns import BadRow, Remark, check, tools_of, whole_text
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
 from lmtrain.errors import UserError
 
-PROMPT = "prompt|question|instruction|messages"
-_FORMAT = Format([PROMPT])
 # Names under which rewards get something else than a column: rewards/base.py.
 RESERVED = frozenset(("self", "prompts", "completions", "completion_ids", "cut_off"))
 
@@ -29,13 +28,12 @@ class PromptRowEncoder(TemplateRows):
     none, else as a user turn. Messages always go through the template.
     """
 
-    words = "prompts"
     learns = False
+    kind = "prompts"
+    unread_as = "that only rewards read"
     _asks = False  # whether some row has shown that the template has a generation prompt
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
-        """Raises UserError for a column in data.columns that such rows don't have."""
-        check_renamed(cfg, "prompts have", _FORMAT.required)
         super().__init__(tokenizer, cfg)
         self.identity = {**self.identity, "prompts": 1 if cfg.on_assistant_first in (None, "raise") else 2}
 
@@ -47,59 +45,88 @@ class PromptRowEncoder(TemplateRows):
             UserError: the chat template has no generation prompt, or a column has a name of `RESERVED`.
         """
         self.chat.begin_row()
-        taken = sorted(RESERVED.intersection(row) - {column_of(PROMPT, row, cfg)})
+        reading = self.reading_of(row, where, cfg)
+        values = reading.values(row, where)
+        left = {name: value for name, value in row.items() if name not in (cfg.ignore_columns or ())}
+        taken = sorted(RESERVED.intersection(left) - {reading.columns["prompt"]})
         if taken:
             raise UserError(
-                f"{where}: the rows have the column {taken[0]}, and rewards get something else under this name: rename "
-                f"or remove it in the data (of a hub data set, save a copy: load_dataset(NAME, split='train')"
-                f".remove_columns({taken}).to_json('prompts.jsonl'))"
+                f"{where}: the rows have the column {taken[0]}, and rewards get something else under this name: "
+                f"{leave_out(taken[0])}"
             )
-        prompt = values_of(row, _FORMAT, cfg, where)["prompt"]
-        if prompt == "" or prompt == []:
+        if values["prompt"] == "" or values["prompt"] == []:
             raise BadRow(where, "the prompt is empty")
-        whole_text(row, "the row", where)  # all of it is stored as UTF-8
-        ids, dropped = self._ids(prompt, row, where, cfg)
+        whole_text(left, "the row", where)  # all of it is stored as UTF-8
+        ids, dropped = self._ids(values, reading, cfg, where)
         most = cfg.max_prompt_length
         if most is not None and len(ids) > most:
             if cfg.on_too_long == "drop":
                 return Encoded([])
             found = f"the prompt has {len(ids)} tokens and data.max_prompt_length is {most}"
             raise BadRow(where, f"{found}: shorten it, or leave such prompts out with data.on_too_long=drop")
-        try:
-            kept = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
-        except (TypeError, ValueError) as error:
-            raise BadRow(where, f"a column holds a value that JSON can't represent: {error}") from None
+        left |= {reading.columns[meaning]: value for meaning, value in values.items()}
         remarks = [*self.chat.remarks]
-        if self._is_text(prompt) and cfg.system_prompt:
+        if self._is_text(values) and cfg.system_prompt:
             words = "the prompt is text and there is no chat template: name one with data.chat_template"
             remarks.append(Remark(f"data.system_prompt has no effect: {words}"))
-        return Encoded([(ids, [True] * len(ids))], dropped_turns=dropped, remarks=remarks, kept=kept)
+        others = [name for name in reading.others if not is_empty(row[name])]
+        kept = _kept(left, where)
+        return Encoded([(ids, [True] * len(ids))], 0, None, dropped, remarks, others, kept=kept)
 
-    def _is_text(self, prompt: Any) -> bool:
+    def _is_text(self, values: dict[str, Any]) -> bool:
         """Returns whether the prompt is given to the model unchanged."""
-        return isinstance(prompt, str) and self.chat.template is None
+        return isinstance(values["prompt"], str) and self.chat.template is None
 
-    def _ids(self, prompt: Any, row: dict[str, Any], where: str, cfg: DataConfig) -> tuple[list[int], int]:
+    def _ids(self, values: dict[str, Any], reading: RowColumns, cfg: DataConfig, where: str) -> tuple[list[int], int]:
         """Returns the prompt's token ids, and how many turns before the first user turn were dropped."""
-        if self._is_text(prompt):
-            return self.chat.prompt_ids(Completion(prompt, "", where)), 0
-        turns, dropped = opening(prompt, cfg, where)
-        while turns and turns[-1]["role"] == "assistant":  # the data's answer is left out
-            turns = turns[:-1]
-        answer = {"role": "assistant", "content": "..."}
-        check([*turns, answer], where)
-        asked = Conversation([*turns, answer], tools_of(row.get("tools"), where), where)
+        if self._is_text(values):
+            reading.refuse(values, BESIDE, "which a text without a chat template has no place for", where)
+            return self.chat.prompt_ids(Completion(values["prompt"], "", where)), 0
+        asked = _asked(values, reading, cfg, where)
+        self.chat.note_prompt(asked)
         ids = self.chat.prompt_ids(asked)
         self._asks = self._asks or ids != self.chat.prompt_ids(asked, ask=False)
         if not self._asks:
             found = "the chat template writes nothing that asks for an answer (add_generation_prompt changes nothing)"
             raise UserError(f"{where}: {found}: name another with data.chat_template, or write prompts as text")
-        return ids, dropped
+        return ids, asked.dropped_turns
 
     @staticmethod
     def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple["PromptRows", str]:
         longest = int(examples.lengths.max()) if len(examples) else 0
         return PromptRows(examples), f"{len(examples):,} prompts of up to {longest:,} tokens"
+
+
+def prompt_column(row: dict[str, Any], cfg: DataConfig) -> str:
+    """Returns the name of the column that a row's prompt is in."""
+    return detect("prompts", row, cfg).columns["prompt"]
+
+
+def conversation_of(row: dict[str, Any], cfg: DataConfig, where: str) -> Conversation:
+    """Returns a row's prompt as turns, and a last turn in the place of the answer.
+
+    Raises:
+        BadRow: the prompt is no conversation.
+    """
+    reading = detect("prompts", row, cfg)
+    return _asked(reading.values(row, where), reading, cfg, where)
+
+
+def _asked(values: dict[str, Any], reading: RowColumns, cfg: DataConfig, where: str) -> Conversation:
+    turns, dropped = opening(values, reading, cfg, where)
+    while turns and turns[-1]["role"] == "assistant":  # the data's answer is left out
+        turns = turns[:-1]
+    asked = check([*turns, {"role": "assistant", "content": "..."}], where)
+    tools, options = tools_of(values.get("tools"), where), options_of(values, where)
+    return Conversation(asked, tools, where, dropped_turns=dropped, options=options)
+
+
+def _kept(row: dict[str, Any], where: str) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
+    except (TypeError, ValueError) as error:
+        advice = "data.ignore_columns=[...] leaves it out"
+        raise BadRow(where, f"a column holds a value that JSON can't represent: {error}; {advice}") from None
 
 
 def _plain(value: Any) -> Any:

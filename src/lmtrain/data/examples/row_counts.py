@@ -44,6 +44,8 @@ class Counts:
     remarks: dict[str, int] = field(default_factory=Counter)  # number of rows by remark
     remarks_at: dict[str, str] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=Counter)  # the same for remarks about a field the model never sees
+    unread: dict[str, int] = field(default_factory=dict)  # number of rows by column that is not read
+    unread_as: str = ""  # what the plan says of these columns
 
     def seen(self, group: int) -> int:
         """Returns the number of rows that were encoded, those without a token to train on included.
@@ -62,6 +64,12 @@ class Counts:
             self.remarks_at.setdefault(remark.text, where)
             if remark.lost:
                 self.lost[remark.text] = self.lost.get(remark.text, 0) + 1
+
+    def note_unread(self, columns: list[str], said: str) -> None:
+        """Counts a row's columns that are not read."""
+        self.unread_as = said
+        for column in columns:
+            self.unread[column] = self.unread.get(column, 0) + 1
 
     def add_bad(self, reason: str, where: str) -> None:
         """Counts a skipped row; reasons that differ only in numbers, quoted values or details are of one kind."""
@@ -123,6 +131,9 @@ def remark_lines(counts: Counts) -> list[str]:
             f"{counted(counts.split, 'conversation')} became {counts.split_into:,} examples: the chat template renders "
             f"earlier turns differently later on, and each answer is trained on the text that the model sees then"
         )
+    if counts.unread:
+        named = ", ".join(f"{column} ({counted(n, 'row')})" for column, n in counts.unread.items())
+        lines.append(f"columns {counts.unread_as}: {named}")
     remarks = counts.remarks.items()
     return lines + [f"{counted(n, 'row')}: {text}; first {counts.remarks_at[text]}" for text, n in remarks]
 

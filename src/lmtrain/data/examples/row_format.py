@@ -1,13 +1,12 @@
 """The interface of row formats: from a dataset's rows to examples, and to rows of micro-batches; the format of SFT."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat import conversations
-from lmtrain.data.chat.conversations import Completion, Conversation, UnfitColumns, needed
+from lmtrain.data.chat.columns import RowColumns, UnfitColumns, detect
+from lmtrain.data.chat.conversations import Completion, Conversation, to_sample
 from lmtrain.data.chat.jinja_rendering import answers_of
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.turns import BadRow, Remark, unread
@@ -28,6 +27,7 @@ class Encoded:
     question: dict[str, Any] | None = None  # {"prompt_ids", "prompt", "reference", "chat": by the chat template}
     dropped_turns: int = 0  # before the first user turn
     remarks: list[Remark] = field(default_factory=list)  # notes for the plan
+    unread: list[str] = field(default_factory=list)  # columns of the row that nothing reads
     texts: int = 1  # number of texts that its conversation became, if the chat template rewrites earlier turns
     kept: str | None = None  # a line of text that is stored with each of its examples (Examples.texts)
 
@@ -94,29 +94,31 @@ class TemplateRows:
 
     version: what a subclass adds to the identity.
     independent: whether a class encodes each row by itself, apart from `formats`, so that several processes may.
+    kind: the kind of the rows, of those in tables.yaml.
+    unread_as: what the plan says of the columns that aren't read.
     """
 
     group = 1
+    kind = "conversations"
+    unread_as = "that nothing reads"
     version: ClassVar[dict[str, int]] = {}
     independent = False  # a subclass may remember rows: each says it for itself
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
         self.chat = ChatEncoder(tokenizer, cfg)
         self.identity = {**self.chat.identity, **self.version}
-        self.formats: dict[Any, str] = {}  # of the rows so far, by their columns
+        self.formats: dict[Any, RowColumns] = {}  # of the rows so far, by their columns
 
     @property
     def words(self) -> str:
-        return " and ".join(sorted(set(self.formats.values())))
+        return " and ".join(sorted({reading.words for reading in self.formats.values()}))
 
-    def format_of(
-        self, row: dict[str, Any], where: str, cfg: DataConfig, detect: Callable[[Any, DataConfig], str]
-    ) -> str:
-        """Chooses a row's format by its columns, as files may mix formats; raises BadRow if no format fits."""
+    def reading_of(self, row: dict[str, Any], where: str, cfg: DataConfig) -> RowColumns:
+        """Chooses how a row is read by its columns, as files may mix formats; raises BadRow if no format fits."""
         key = (id(cfg), *row)
         if key not in self.formats:
             try:
-                self.formats[key] = detect(row, cfg)
+                self.formats[key] = detect(self.kind, row, cfg)
             except UnfitColumns as error:
                 raise BadRow(where, str(error)) from None
         return self.formats[key]
@@ -151,11 +153,11 @@ class ChatRows(TemplateRows):
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
         self.chat.begin_row()
-        format = self.format_of(row, where, cfg, conversations.detect_format)
-        sample = conversations.to_sample(row, format, cfg, where)
+        reading = self.reading_of(row, where, cfg)
+        sample = to_sample(row, reading, cfg, where)
         examples = self.chat.encode(sample)
-        columns = [*needed(format, cfg), *conversations.FORMATS[format].optional]
-        remarks = [*self.chat.remarks, *unread(row), *conversations.unread_columns(row, columns, cfg)]
+        others, remarks = reading.unread(row)
+        remarks = [*self.chat.remarks, *unread(row), *remarks]
         if isinstance(sample, Completion) and cfg.system_prompt:  # a text prompt doesn't go through a chat template
             words = "the prompt is text; write it as messages, [{role: user, ...}]"
             remarks.append(Remark(f"data.system_prompt has no effect: {words}"))
@@ -167,6 +169,7 @@ class ChatRows(TemplateRows):
             self.question(sample) if question else None,
             sample.dropped_turns if isinstance(sample, Conversation) else 0,
             remarks,
+            others,
             self.chat.texts,
         )
 

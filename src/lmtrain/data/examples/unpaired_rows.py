@@ -1,5 +1,6 @@
 """Unpaired preferences {prompt, completion, label}, or {messages, label}: an answer and whether it is desirable."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,29 +8,21 @@ import torch
 
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
-from lmtrain.data.chat import TABLES
-from lmtrain.data.chat.conversations import Conversation, Format, check_renamed, column_of, unread_columns, values_of
+from lmtrain.data.chat.conversations import Conversation, options_of
 from lmtrain.data.chat.pairs import answer_turns, opening
 from lmtrain.data.chat.templates import fit
-from lmtrain.data.chat.turns import BadRow, check, truth_of, turns_of, unread
+from lmtrain.data.chat.turns import BadRow, check, tools_of, truth_of, turns_of, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
-
-_FORMAT, _CONVERSATION = (Format(**columns) for columns in TABLES["unpaired"].values())
 
 
 class UnpairedRowEncoder(TemplateRows):
     """Encodes a row as one example, the prompt with its answer; the label is 1 if the answer is desirable, else 0."""
 
-    words, independent = "unpaired", True
+    independent, kind = True, "unpaired"
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
-        """
-        Raises:
-            UserError: data.columns names a column that such rows don't have.
-        """
-        check_renamed(cfg, "unpaired answers have", [*_FORMAT.columns, *_CONVERSATION.columns])
         super().__init__(tokenizer, cfg)
         drops = cfg.on_assistant_first not in (None, "raise")
         self.identity = {**self.identity, "unpaired": 3 if drops else 2 if cfg.system_prompt else 1}
@@ -43,24 +36,26 @@ class UnpairedRowEncoder(TemplateRows):
             BadRow: a column is missing or null, the label isn't true or false, or the chat template refuses the row.
         """
         self.chat.begin_row()
-        (whole, _), (_, completion, _) = _CONVERSATION.required, _FORMAT.required
-        is_whole = column_of(whole, row, cfg) is not None and column_of(completion, row, cfg) is None
-        format = _CONVERSATION if is_whole else _FORMAT
-        values = values_of(row, format, cfg, where)
-        if is_whole:
-            values |= _parted(values, where)
+        reading = self.reading_of(row, where, cfg)
+        values = reading.values(row, where)
+        if "turns" in values:
+            values |= _parted(values["turns"], where)
         label = truth_of(values["label"])
         if label is None:
             raise BadRow(where, f"label must be true (desirable) or false, and is {values['label']!r}")
-        turns, dropped = opening(values["prompt"], cfg, where)
-        answer = answer_turns(values["completion"], "completion", where)
+        turns, dropped = opening(values, reading, cfg, where)
+        answer = answer_turns(values["response"], reading.name("response"), where)
         check([*turns, *answer], where)
-        ids, trained = self.chat.pair(turns, answer, where=where)
+        tools, options = tools_of(values.get("tools"), where), options_of(values, where)
+        conversation = Conversation([*turns, *answer], tools, where, options=options)
+        ids, trained = self.chat.pair(conversation, len(turns))
         fitted = fit(ids, trained, [], cfg, where, self.chat.beginning(ids))
         examples = [(e.input_ids, e.trained, int(label)) for e in fitted]
-        asked = self.question(Conversation([*turns, answer[0]], None, where)) if question and label else None
-        remarks = [*self.chat.remarks, *unread(row), *unread_columns(row, format.columns, cfg)]
-        return Encoded(examples, sum(e.cut for e in fitted), asked, dropped, remarks)  # type: ignore[arg-type]
+        first = replace(conversation, messages=[*turns, answer[0]])
+        asked = self.question(first) if question and label else None
+        others, remarks = reading.unread(row)
+        remarks = [*self.chat.remarks, *unread(row), *remarks]
+        return Encoded(examples, sum(e.cut for e in fitted), asked, dropped, remarks, others)  # type: ignore[arg-type]
 
     @staticmethod
     def to_evaluate(examples: Examples) -> Examples:
@@ -74,13 +69,12 @@ class UnpairedRowEncoder(TemplateRows):
         return UnpairedRows(examples), words
 
 
-def _parted(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the prompt and the completion of a conversation: its last turn, which has to be the assistant's."""
-    *before, last = turns_of(values["messages"], where)
+def _parted(turns: Any, where: str) -> dict[str, Any]:
+    """Returns the prompt and the response of a conversation: its last turn, which has to be the assistant's."""
+    *before, last = turns_of(turns, where)
     if last["role"] != "assistant":
         raise BadRow(where, f"the conversation ends with a turn from {last['role']}, not with an answer to label")
-    system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
-    return {"prompt": [*system, *before], "completion": [last]}
+    return {"prompt": before, "response": [last]}
 
 
 class UnpairedRows(ExampleRows):

@@ -15,7 +15,7 @@ from lmtrain.data.sources import addresses
 from lmtrain.data.sources.addresses import Address, File, Found, size_of
 from lmtrain.data.sources.lines import COMPRESSED, decoded_blocks, encoding_notes, raw_lines
 from lmtrain.data.sources.pieces import Piece, join_rows
-from lmtrain.data.sources.tables import Record, columns_of, read_table, text_of
+from lmtrain.data.sources.tables import Record, columns_of, read_otherwise, read_table, text_of
 from lmtrain.data.store.contents import Content, Facts, joined_digest
 from lmtrain.errors import UserError
 
@@ -61,11 +61,12 @@ class FileSource:
         return read_pieces(self.splits[name], self.cfg) if name in self.splits else None
 
     def records(self, name: str) -> Iterator[Record] | None:
-        return read_records(self.splits[name]) if name in self.splits else None
+        return read_records(self.splits[name], self.cfg.header) if name in self.splits else None
 
     def notes_of_reading(self) -> list[str]:
-        """Returns notes for the plan, available after reading: files with an encoding other than UTF-8."""
-        return encoding_notes(path for part in self.splits.values() for path, _ in part)
+        """Returns notes for the plan, available after reading: encodings other than UTF-8, and odd tables."""
+        paths = [path for part in self.splits.values() for path, _ in part]
+        return encoding_notes(paths) + [read_otherwise[str(path)] for path in paths if str(path) in read_otherwise]
 
     def text_bytes(self, name: str) -> int | None:
         part = self.splits.get(name, [])
@@ -222,13 +223,16 @@ def read_rows(path: File, format: str, cfg: DataConfig) -> Iterator[str]:
             yield from (line if cfg.document_start else line.rstrip("\r\n") for line in raw_lines(path))
         return
     columns = columns_of(cfg.text_column)
-    for where, row in read_table(path, format, columns):
+    for where, row in read_table(path, format, columns, cfg.header):
         yield text_of(row, columns, cfg.column_separator or "", where)
 
 
-def read_records(files: list[tuple[File, str]]) -> Iterator[Record]:
-    """Yields every row of the files with all columns and its location, or an error text for an unreadable row."""
+def read_records(files: list[tuple[File, str]], header: bool | None = None) -> Iterator[Record]:
+    """Yields every row of the files with all columns and its location, or an error text for an unreadable row.
+
+    header: of CSV and TSV, see `separated.read_separated`.
+    """
     for path, format in files:
         if format == "text":
             raise UserError(f"{path}: rows with columns are needed (.jsonl, .json, .csv, .parquet), not plain text")
-        yield from read_table(path, format)
+        yield from read_table(path, format, header=header)

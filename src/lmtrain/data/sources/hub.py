@@ -1,5 +1,6 @@
 """Datasets of the Hugging Face Hub, read row by row."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import huggingface_hub
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.hub import commit_of, endpoint, explain_unreachable
 from lmtrain.data.sources.pieces import Piece, join_rows
-from lmtrain.data.sources.tables import Record, check_columns, columns_of, text_of
+from lmtrain.data.sources.tables import ArrowRow, Record, check_columns, columns_of, text_of
 from lmtrain.data.store.contents import Content, Facts, joined_digest
 from lmtrain.errors import ReadError, UserError, disk_full, first_line
 
@@ -183,6 +184,34 @@ def read_rows(splits: Any, split: str, cfg: DataConfig) -> Iterator[str]:
                 yield text_of(dict(zip(batch, values, strict=True)), columns, cfg.column_separator or "", where)
 
 
+def _undecoded(rows: Any) -> Any:
+    """Returns the rows with images, sound, video and the like as they are stored: nothing here looks at them."""
+    stored = _stored(rows.features)
+    if stored == rows.features:
+        return rows
+    lazy = rows.to_iterable_dataset() if hasattr(rows, "to_iterable_dataset") else rows
+    return lazy.cast(stored)
+
+
+def _stored(feature: Any) -> Any:
+    """Returns a feature of `datasets`, or a mapping or list of them, with everything in it left undecoded but JSON."""
+    if isinstance(feature, dict):
+        return type(feature)({name: _stored(part) for name, part in feature.items()})
+    if isinstance(feature, list):
+        return [_stored(part) for part in feature]
+    if hasattr(feature, "feature"):
+        return dataclasses.replace(feature, feature=_stored(feature.feature))
+    is_media = getattr(feature, "decode", False) is True and not _has_json(feature)
+    return dataclasses.replace(feature, decode=False) if is_media else feature
+
+
+def _has_json(feature: Any) -> bool:
+    """Returns whether there is JSON in a feature: Arrow holds it as text, so that a null in it is the data's own."""
+    if isinstance(feature, dict | list):
+        return any(_has_json(part) for part in (feature.values() if isinstance(feature, dict) else feature))
+    return type(feature).__name__ == "Json" or (hasattr(feature, "feature") and _has_json(feature.feature))
+
+
 def read_records(splits: Any, split: str, cfg: DataConfig) -> Iterator[Record]:
     """Yields every row of a split with all its columns, and its location.
 
@@ -192,5 +221,7 @@ def read_records(splits: Any, split: str, cfg: DataConfig) -> Iterator[Record]:
     where = f"dataset {cfg.name!r}, split {split}"
     check_split(splits, split, cfg)
     with _explained(where):
-        for number, row in enumerate(splits[split]):
-            yield f"{where}, row {number}", row
+        rows = _undecoded(splits[split])
+        own = frozenset(name for name, feature in (rows.features or {}).items() if _has_json(feature))
+        for number, row in enumerate(rows):
+            yield f"{where}, row {number}", ArrowRow(row, own)

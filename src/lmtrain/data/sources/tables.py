@@ -6,9 +6,7 @@ row can't be read but those after it can, a string that describes the error is y
 
 import bisect
 import contextlib
-import csv
 import difflib
-import functools
 import itertools
 import json
 import re
@@ -18,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.data.sources.addresses import File, opened
-from lmtrain.data.sources.lines import data_lines, explained, located_data_lines, open_binary, raw_lines
+from lmtrain.data.sources.lines import data_lines, explained, located_data_lines, open_binary
+from lmtrain.data.sources.separated import read_separated
 from lmtrain.errors import ReadError, UserError
 
 if TYPE_CHECKING:
@@ -26,20 +25,45 @@ if TYPE_CHECKING:
 
 # A row's location (for error messages) and the row, or a string that says why the row can't be read.
 Record = tuple[str, dict[str, Any] | str]
+
+
+class ArrowRow(dict[str, Any]):
+    """A row that Arrow held: its structs have every key that any row of the file has, null where the row had none.
+
+    own_nulls: the columns in which every null is the data's own.
+    """
+
+    own_nulls: frozenset[str]
+
+    def __init__(self, row: Mapping[str, Any], own_nulls: frozenset[str] = frozenset()) -> None:
+        super().__init__(row)
+        self.own_nulls = own_nulls
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self), self.own_nulls)
+
+
 _ROWS = 256  # rows of a columnar file read at a time
 _NEEDED = "a list of objects, or an object per line, is needed"
 _BLANK = re.compile(r"[ \t\n\r]*")
 
 
-def read_table(path: File, format: str, columns: list[str] | None = None) -> Iterator[Record]:
-    """Yields the rows of a file of `format`, a key of READERS.
+def read_table(
+    path: File, format: str, columns: list[str] | None = None, header: bool | None = None
+) -> Iterator[Record]:
+    """Yields the rows of a file of `format`, csv, tsv or a key of READERS.
 
-    columns: the columns to read from columnar files; None reads all.
+    Args:
+        columns: the columns to read from columnar files; None reads all.
+        header: of CSV and TSV, see `read_separated`.
 
     Raises:
         UserError: the file can't be read, or lacks a column.
     """
-    yield from READERS[format](path, columns)
+    if format in ("csv", "tsv"):
+        yield from _separated(path, columns, header, "\t" if format == "tsv" else None)
+    else:
+        yield from READERS[format](path, columns)
 
 
 def _json_lines(path: File, columns: list[str] | None) -> Iterator[Record]:
@@ -168,43 +192,18 @@ def _excerpt(line: str) -> str:
     return line if len(line) <= 80 else line[:77] + "..."
 
 
-def _csv(path: File, columns: list[str] | None, delimiter: str = ",") -> Iterator[Record]:
-    """Yields rows whose values are all strings. The first line names the columns; quotes follow RFC 4180."""
-    csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(raw_lines(path), delimiter=delimiter, strict=True)
-    names: list[str] | None = None
-    while True:
-        start = reader.line_num + 1
-        where = f"{path}, line {start}"
-        try:
-            values = next(reader, None)
-        except csv.Error as error:
-            if names is None or "unexpected end of data" in str(error):  # a quote consumed all lines after it
-                raise UserError(f"{where}: malformed CSV ({error}): is a quote opened and never closed?") from None
-            lines = reader.line_num - start + 1
-            swallowed = f"; a quote in it isn't closed, so {lines} lines are lost" if lines > 1 else ""
-            yield where, f"malformed CSV ({error}){swallowed}"
-            continue
-        if values is None:
-            return
-        if names is None:
-            names = _header(values, where, delimiter)
-            check_columns(columns or [], names, str(path))
-        elif len(values) == len(names):
-            yield where, dict(zip(names, values, strict=True))
-        elif values:
-            yield where, f"the line has {len(values)} fields, and the first line names {len(names)} columns"
+read_otherwise: dict[str, str] = {}  # notes on the files that this process has read otherwise than their names say
 
 
-def _header(names: list[str], where: str, delimiter: str) -> list[str]:
-    twice = next((name for name in names if names.count(name) > 1 or not name.strip()), None)
-    if twice is not None or not names:
-        raise UserError(f"{where}: the first line must name columns, each differently, and is {_excerpt(str(names))}")
-    other = next((sign for sign in (";", "\t") if [delimiter, len(names)] == [",", 1] and sign in names[0]), None)
-    if other is not None:
-        found = f"{where}: the columns are separated by {other!r}, which is read as one column"
-        raise UserError(f"{found}: separate them by commas, or by tabs with data.format=tsv")
-    return names
+def _separated(
+    path: File, columns: list[str] | None, header: bool | None = None, sign: str | None = None
+) -> Iterator[Record]:
+    missing = columns or []
+    for where, row in read_separated(path, missing, header, sign, read_otherwise):
+        if missing and isinstance(row, dict):
+            check_columns(missing, row, str(path))
+            missing = []  # all rows have the same columns
+        yield where, row
 
 
 @contextlib.contextmanager
@@ -235,7 +234,7 @@ def _rows_of(batch: "pa.RecordBatch") -> Iterator[dict[str, Any] | str]:
         for at in range(len(batch)):
             yield from _row_alone(batch.slice(at, 1))
         return
-    yield from batch.to_pylist()
+    yield from map(ArrowRow, batch.to_pylist())
 
 
 def _is_encoding(error: ValueError) -> bool:
@@ -250,7 +249,7 @@ def _row_alone(row: "pa.RecordBatch") -> list[dict[str, Any] | str]:
             if not _is_encoding(error):
                 raise
             return [f"column {name!r} is not UTF-8: write the text as UTF-8, or drop that row"]
-    return list(row.to_pylist())
+    return [ArrowRow(one) for one in row.to_pylist()]
 
 
 def _parquet(path: File, columns: list[str] | None) -> Iterator[Record]:
@@ -308,8 +307,6 @@ def _check_names(wanted: list[str] | None, found: list[str], where: str) -> None
 READERS: dict[str, Callable[[File, list[str] | None], Iterator[Record]]] = {
     "jsonl": _json_lines,
     "json": _json,
-    "csv": _csv,
-    "tsv": functools.partial(_csv, delimiter="\t"),
     "parquet": _parquet,
     "arrow": _arrow,
 }
