@@ -195,7 +195,7 @@ def described(kind: str) -> str:
 
 
 def _check_keys(kind: str, tried: list[Format], cfg: DataConfig) -> None:
-    known = dict.fromkeys(meaning for one in tried for meaning in (*one.required, *one.beside))
+    known = dict.fromkeys([*(m for one in tried for m in one.required), *(m for one in tried for m in one.beside)])
     for key in cfg.columns or {}:
         if key not in placeholders(cfg) and not any(one.meaning_of(key) for one in tried):
             has = f"the format {tried[0].name} has" if len(tried) < len(FORMATS[kind]) - 1 else f"{_KINDS[kind]} have"
