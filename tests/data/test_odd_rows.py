@@ -220,7 +220,7 @@ ODD_PAIRS: dict[str, tuple[Any, str | tuple[str]]] = {
     "a list for a score": ({**PROMPT, "score_chosen": [1], "score_rejected": 1}, ("must be a number",)),
     "equal answers": ({**PROMPT, "rejected": "Four."}, ("chosen and rejected are the same",)),
     "another prompt than the conversations": (
-        {"prompt": "Three?", "chosen": [U, A], "rejected": [U, {**A, "content": "5"}]}, ("'Three?': fix it",)),
+        {"prompt": "Three?", "chosen": [U, A], "rejected": [U, {**A, "content": "5"}]}, ("'Three?' in the column prompt: fix it",)),
     "the prompt they begin with": (
         {"prompt": " Two plus two?", "chosen": [U, A], "rejected": [U, {**A, "content": "Five."}]}, TEXT),
     "the whole conversation as messages": (
@@ -361,7 +361,7 @@ def test_pairs_without_a_learned_token_are_a_share_of_the_pairs(read: Any) -> No
 @pytest.mark.parametrize(("option", "encoder", "row", "said"), [
     ("prompts_jsonl", PromptRowEncoder, {"prompt": "a"}, "prompts have no such column, but prompt, system,"),
     ("unpaired_jsonl", UnpairedRowEncoder, {"prompt": "a", "completion": "b", "label": True},
-     "unpaired answers have no such column, but prompt, response, label, system, tools, history, input,"),
+     "unpaired answers have no such column, but prompt, response, label, turns, system, tools, history, input,"),
     ("preference_jsonl", PairRowEncoder, PROMPT, "pairs have no such column, but prompt,"),
 ])  # fmt: skip
 def test_a_name_for_a_column_that_no_row_has(option: str, encoder: Any, row: Any, said: str, read: Any) -> None:
