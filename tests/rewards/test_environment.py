@@ -128,7 +128,8 @@ def test_the_reward_of_an_environment_is_the_column_that_a_rollout_adds() -> Non
 
 
 def test_an_environment_is_built_from_its_class_and_arguments() -> None:
-    found = build_environment({"_target_": "lmtrain.rewards.games.GuessNumber", "most": 7, "cost": 0.5}, [])
+    make = build_environment({"_target_": "lmtrain.rewards.games.GuessNumber", "most": 7, "cost": 0.5}, [])
+    found = make()
     assert isinstance(found, games.GuessNumber)
     assert list(found.reset({}, 20)) == [{"role": "user", "content": "1 to 7"}]
     assert (found.number, found.step("6", [])[1]) == (1 + 20 % 7, 0.0)
