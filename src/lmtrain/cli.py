@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lmtrain import errors, terminal
 from lmtrain.config.defaults import conf_dir, options_of, verb_help
-from lmtrain.distributed import ranks
+from lmtrain.distributed import ranks, spinning
 from lmtrain.distributed.ranks import print_from_rank
 from lmtrain.errors import RunError, UserError
 
@@ -120,7 +120,8 @@ def plain(action: Callable[[], int], goes_on: bool = False) -> int:
 
 def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
     """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
-    ranks.limit_spinning()
+    spinning.limit()
+    spinning.watch()
     words = sys.argv[1:] if argv is None else argv
     return plain(lambda: _run(verb, action, words), goes_on=verb not in PRINTING)
 

@@ -3,7 +3,7 @@
 import argparse
 
 from lmtrain import cli, errors, terminal
-from lmtrain.distributed import ranks
+from lmtrain.distributed import spinning
 from lmtrain.secrets import hide
 
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    ranks.limit_spinning()
+    spinning.limit()
     parser = argparse.ArgumentParser(prog="python -m lmtrain.pipeline", add_help=False, allow_abbrev=False)
     cli.add_flags(parser)
     args = parser.parse_intermixed_args(argv)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.config.strategies import SHARING, adopt_file
+from lmtrain.distributed import spinning
 from lmtrain.errors import UserError
 
 
@@ -111,6 +112,7 @@ def set_threads(num_threads: int | None, processes: int) -> None:
         num_threads = max(1, (os.cpu_count() or 1) // processes)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    spinning.use_threads(torch.get_num_threads())
 
 
 def set_matmul_precision(t: TrainerConfig) -> None:

@@ -202,16 +202,3 @@ def end_with_parent(parent: int, by: signal.Signals) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), by)
-
-
-# How long OpenMP threads spin at a barrier; the runtime reads this once, when torch is loaded. The default of libgomp,
-# 300,000 rounds (milliseconds), takes CPU time from other programs and from the thread that is waited for: next to one
-# busy process on two cores, a step took 17 times as long.
-SPIN_ROUNDS = "1000"  # tens of microseconds; libgomp's own choice if it knows of more threads than cores
-_OF_THE_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-
-
-def limit_spinning(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Limits spinning in this process and its children, unless the user set a limit; call before importing torch."""
-    if not any(name in environ for name in _OF_THE_USER):
-        environ["GOMP_SPINCOUNT"] = SPIN_ROUNDS

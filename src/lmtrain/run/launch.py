@@ -23,7 +23,7 @@ from lmtrain.config import compose as rules
 from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
-from lmtrain.distributed import ranks
+from lmtrain.distributed import ranks, spinning
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import write_atomic
 from lmtrain.run_folder.folder import RunDir, continue_after_restart
@@ -77,7 +77,7 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code prints its stack
     world.write_traces_to(folder)
-    ranks.limit_spinning()  # needed if Python code, not the command line, starts the run
+    spinning.limit()  # needed if Python code, not the command line, starts the run
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

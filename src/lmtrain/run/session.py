@@ -17,7 +17,7 @@ from lmtrain.config import compose as rules
 from lmtrain.config import environment
 from lmtrain.config.keys import freeze
 from lmtrain.config.schema import Config
-from lmtrain.distributed import devices
+from lmtrain.distributed import devices, spinning
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import RunError
 from lmtrain.exports import hf_folder
@@ -59,6 +59,7 @@ class Session:
         world.together(lambda: self._lock(stack) if world.rank() == 0 else None)
         terminal.be_quiet(config.run.quiet)
         devices.set_threads(config.trainer.num_threads, int(config.trainer.devices))
+        spinning.watch()
         # Verifying a checkpoint reads all of it, so the ranks do it once, together.
         self.checkpoint = helped_by_ranks(lambda compare: resume.find(config, self.folder, tell, compare))
         console = terminal.console(quiet=world.rank() > 0)
