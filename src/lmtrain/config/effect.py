@@ -186,13 +186,23 @@ def fit_rows(composed: Any, is_named: bool) -> None:
 
 def positions_of(name_or_path: str) -> int | None:
     """Returns the maximum sequence length in the config.json of a model folder; None for hub names or if missing."""
+    return _size_in_folder(name_or_path, "max_position_embeddings", "n_positions")
+
+
+def width_of(name_or_path: str) -> int | None:
+    """Returns the number of channels in the config.json of a model folder; None for hub names or if missing."""
+    return _size_in_folder(name_or_path, "hidden_size", "n_embd")
+
+
+def _size_in_folder(name_or_path: str, *names: str) -> int | None:
+    """Returns the first of these fields in the config.json of a model folder that is there; None if it is no size."""
     try:
         found = json.loads((Path(name_or_path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     found = found.get("text_config", found) if isinstance(found, dict) else None
-    positions = found.get("max_position_embeddings", found.get("n_positions")) if isinstance(found, dict) else None
-    return positions if isinstance(positions, int) and positions > 0 else None
+    size = next((found[name] for name in names if name in found), None) if isinstance(found, dict) else None
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def inferred_source(overrides: Sequence[str], tree: DictConfig, folders: Sequence[Path]) -> str | None:

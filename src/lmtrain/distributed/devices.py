@@ -4,6 +4,7 @@ import importlib.util
 import os
 import platform
 import shutil
+from pathlib import Path
 from typing import NamedTuple
 
 import lightning.pytorch as pl
@@ -11,9 +12,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from lmtrain.config.effect import width_of
 from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.config.strategies import SHARING, adopt_file
-from lmtrain.distributed import spinning
+from lmtrain.distributed import precision, spinning
 from lmtrain.errors import UserError
 
 
@@ -31,7 +33,7 @@ def resolve_auto(config: Config) -> None:
     if t.accelerator == "cuda" and t.devices > torch.cuda.device_count():
         raise UserError(f"trainer.devices={t.devices}, but this machine has {torch.cuda.device_count()}")
     if t.precision == "auto":
-        t.precision = best_precision(t.accelerator)
+        t.precision = best_precision(t.accelerator, *_products_of(config))
         if t.strategy in SHARING and t.precision == "16-mixed":
             t.precision = "32-true"  # sharded training has no gradient scaler
     if t.strategy == "deepspeed":
@@ -93,11 +95,40 @@ def why_not_compiled(t: TrainerConfig) -> str | None:
     return None
 
 
-def best_precision(accelerator: str) -> str:
-    """Returns bf16-mixed if the hardware multiplies bf16 natively, else 32-true (on CUDA without bf16: 16-mixed)."""
+_WORTH_IT = 1.05  # how many times as fast bf16 has to be on a CPU: fp32 is more exact
+
+
+def best_precision(
+    accelerator: str, width: int = precision.WIDTH, tokens: int = precision.TOKENS, cache: Path | None = None
+) -> str:
+    """Returns the precision for trainer.precision=auto.
+
+    On CUDA that is bf16-mixed if the hardware multiplies bf16 natively, else 16-mixed. On a CPU it is the faster one of
+    bf16-mixed and 32-true for products of this width and number of tokens; `cache` keeps what is measured for that.
+    """
     if accelerator == "cuda":
         return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
-    return "bf16-mixed" if accelerator == "cpu" and cpu_multiplies_bf16() else "32-true"
+    if accelerator != "cpu" or not cpu_multiplies_bf16():
+        return "32-true"
+    return "bf16-mixed" if precision.speedup_of_bf16(width, tokens, cache) > _WORTH_IT else "32-true"
+
+
+def _products_of(config: Config) -> tuple[int, int, Path]:
+    """Returns the model's width (or a usual one, for a model of the hub), tokens of a forward pass, and the cache."""
+    width = getattr(config.model, "hidden_size", None) or width_of(getattr(config.model, "name_or_path", None) or "")
+    tokens = config.data.micro_batch_size * config.data.seq_len
+    return width or precision.WIDTH, tokens, Path(config.data.cache_dir).expanduser()
+
+
+def speedup_words(config: Config) -> str:
+    """Returns how much faster the precision of a run on a CPU is than the other, if it was measured."""
+    if config.trainer.accelerator != "cpu" or config.trainer.precision not in ("32-true", "bf16-mixed"):
+        return ""
+    faster = precision.kept(*_products_of(config))
+    if faster is None:
+        return ""
+    of_bf16 = config.trainer.precision == "bf16-mixed"
+    return f" ({faster if of_bf16 else 1 / faster:.2f} times as fast as {'32-true' if of_bf16 else 'bf16-mixed'} here)"
 
 
 def cpu_multiplies_bf16() -> bool:

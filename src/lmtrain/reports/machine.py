@@ -113,7 +113,8 @@ def _devices() -> Iterator[Finding]:
 
     from lmtrain.distributed.devices import best_precision
 
-    yield Finding("CPU", True, f"{os.cpu_count()} cores, trainer.precision=auto is {best_precision('cpu')}")
+    auto = ", ".join(f"{best_precision('cpu', width)} for {width} channels" for width in (64, 256, 768))
+    yield Finding("CPU", True, f"{os.cpu_count()} cores, trainer.precision=auto is {auto}")
     if not torch.cuda.is_available():
         yield Finding("CUDA", False, f"torch {torch.__version__} sees no GPU")
         return

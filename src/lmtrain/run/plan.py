@@ -106,9 +106,9 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
         *([("early stopping", stopping_words(c))] if c.callbacks.early_stopping.enabled else []),
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(compute, 'FLOP')} in all"),
         *plan_costs.memory_rows(model, c),
-        ("precision", f"{c.trainer.precision}{instead_words(c)} on {run.trainer.world_size} x "
-                      f"{devices.device_name(c.trainer.accelerator)}{matmul_words(c)}{compile_words(run)}"
-                      f"{checkpointing_words(c)}"),
+        ("precision", f"{c.trainer.precision}{instead_words(c)}{devices.speedup_words(c)} on "
+                      f"{run.trainer.world_size} x {devices.device_name(c.trainer.accelerator)}{matmul_words(c)}"
+                      f"{compile_words(run)}{checkpointing_words(c)}"),
         *(row for feature in features_on(c) for row in feature.plan_rows(model, c)),
         *(("no GPU", why) for why in [devices.why_not_used()] if why),
         ("schedule", f"{c.schedule.name}, peak lr {c.optimizer.lr:g}, {c.optimizer.name}"),

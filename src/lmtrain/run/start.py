@@ -21,6 +21,7 @@ from lmtrain.terminal import status
 def start(config: Config) -> int:
     """Trains as `config` says, in this process or in one per device; returns the exit code."""
     layout = ranks.find()
+    keep_precision(config)
     if layout is not None:
         return _as_rank(config, layout)
     if config.trainer.num_nodes > 1:
@@ -47,6 +48,14 @@ def start(config: Config) -> int:
         return launch(folder, config, processes)
     finally:
         folder.discard_if_unused()
+
+
+def keep_precision(config: Config) -> None:
+    """Lets a continued run keep the precision that auto chose at its start, whatever would be faster now."""
+    if config.trainer.precision == "auto" and run_dir.resume_mode(config) != "none":
+        before = run_dir.last_start(RunDir(run_dir.locate(config)), config).get("trainer.precision")
+        if before is not None:
+            config.trainer.precision = before
 
 
 def _session(config: Config, folder: RunDir) -> int:
