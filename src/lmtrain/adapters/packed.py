@@ -169,7 +169,7 @@ def _packed_shape(layer: Any) -> "Params4bit":
     blocks = math.ceil(numbers / old.blocksize)
     outer = offset = None
     if old.compress_statistics:
-        offset = torch.zeros((), device="cpu")  # building a state dict reads its value
+        offset = torch.zeros((), dtype=torch.float32, device="cpu")  # building a state dict reads its value
         outer = QuantState(_meta(math.ceil(blocks / 256)), code=_meta(256), blocksize=256, dtype=torch.float32)
     state = QuantState(
         _meta(blocks, dtype=torch.float32 if outer is None else torch.uint8),

@@ -87,7 +87,7 @@ class Metrics(pl.Callback):
         return {"tokens_seen": int(self.tokens_seen), **last, "rows": self.records.rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.tokens_seen = torch.tensor(state_dict["tokens_seen"])
+        self.tokens_seen = torch.tensor(state_dict["tokens_seen"], dtype=torch.int64)
         self.last_train = dict(state_dict.get("last_train", {}))  # earlier versions did not save it
         self.last_val = dict(state_dict["last_val"])
 

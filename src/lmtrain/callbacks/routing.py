@@ -32,7 +32,7 @@ class Routing(pl.Callback):
         return {kind: steps.tolist() for kind, steps in self.in_a_row.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.in_a_row = {kind: torch.tensor(steps) for kind, steps in state_dict.items()}
+        self.in_a_row = {kind: torch.tensor(steps, dtype=torch.int64) for kind, steps in state_dict.items()}
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Objective, *_: Any, **__: Any) -> None:
         chosen = pl_module.model.router_losses.chosen

@@ -39,7 +39,7 @@ class Vote:
         if self.batches < self.every:
             return False
         seconds = (time.monotonic() - self.began) / self.batches
-        ballot = torch.tensor([float(wants), seconds], device=device)
+        ballot = torch.tensor([float(wants), seconds], dtype=torch.float32, device=device)
         torch.distributed.all_reduce(ballot, torch.distributed.ReduceOp.MAX)
         stop, slowest = ballot.tolist()
         self.began, self.batches = time.monotonic(), 0

@@ -86,8 +86,12 @@ def continued(
         return [continued(model, tokenizer, [row], max_new_tokens, seed, **settings)[0] for row in rows]
     longest = max(map(len, rows))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    input_ids = torch.tensor(
+        [[pad] * (longest - len(row)) + row for row in rows], dtype=torch.int64, device=model.device
+    )
+    mask = torch.tensor(
+        [[0] * (longest - len(row)) + [1] * len(row) for row in rows], dtype=torch.int64, device=model.device
+    )
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad(), generation_mode(model):
         torch.manual_seed(seed)
@@ -184,7 +188,7 @@ def denoise(
         top_k: samples from the k most likely tokens; None samples from all.
         generator: a random generator on the model's device.
     """
-    ids = torch.tensor([prompt + [mask_id] * new_tokens], device=model.device)
+    ids = torch.tensor([prompt + [mask_id] * new_tokens], dtype=torch.int64, device=model.device)
     masked = torch.zeros_like(ids[0], dtype=torch.bool)  # tracked by position, since the prompt may contain mask_id
     masked[len(prompt) :] = True
     steps = min(steps, new_tokens)

@@ -20,7 +20,9 @@ class ExactMatch(MeanMetric):
     """The share of answers that equal their reference, ignoring leading and trailing white space."""
 
     def update(self, preds: list[str], target: list[str]) -> None:  # type: ignore[override]
-        super().update(torch.tensor([float(is_exact(p, t)) for p, t in zip(preds, target, strict=True)]))
+        super().update(
+            torch.tensor([float(is_exact(p, t)) for p, t in zip(preds, target, strict=True)], dtype=torch.float32)
+        )
 
 
 class StoryConsistency(MeanMetric):
@@ -33,7 +35,7 @@ class StoryConsistency(MeanMetric):
 
     def update(self, preds: list[str], target: list[str], prompts: list[str]) -> None:  # type: ignore[override]
         shares = [story_world.consistent_share(text, opening) for text, opening in zip(preds, prompts, strict=True)]
-        super().update(torch.tensor(shares))
+        super().update(torch.tensor(shares, dtype=torch.float32))
 
 
 def reading(text: str, kind: str) -> str:
@@ -76,7 +78,7 @@ class BertScore(MeanMetric):
     def update(self, preds: list[str], target: list[str]) -> None:  # type: ignore[override]
         for answer, reference in zip(preds, target, strict=True):
             similar = self._states(answer) @ self._states(reference).T  # [answer tokens, reference tokens]
-            score = torch.tensor(0.0)
+            score = torch.tensor(0.0, dtype=torch.float32)
             if similar.numel():
                 precision, recall = similar.amax(1).mean(), similar.amax(0).mean()
                 score = 2 * precision * recall / (precision + recall)

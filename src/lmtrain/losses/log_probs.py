@@ -79,7 +79,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_hidden = (unit_grad * factor).to(hidden.dtype)
         if not any(ctx.needs_input_grad[1:3]):
             return grad_hidden, None, None, None, None, None
-        grad_weight, grad_bias = WeightGradient(weight), torch.zeros(weight.shape[0], device=weight.device)
+        grad_weight, grad_bias = (
+            WeightGradient(weight),
+            torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device),
+        )
         chunks = ctx.only_chunk
         if not chunks:
             losses = hidden.new_empty(2, hidden.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))

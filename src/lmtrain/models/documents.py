@@ -175,7 +175,9 @@ class Documents:
         key = (lengths, prefix, window)
         if key not in self._masks:
             # The prefix is document -1.
-            document = torch.repeat_interleave(torch.arange(-1, len(lengths)), torch.tensor((prefix, *lengths)))
+            document = torch.repeat_interleave(
+                torch.arange(-1, len(lengths)), torch.tensor((prefix, *lengths), dtype=torch.int64)
+            )
             position = torch.cat([torch.arange(prefix), *(prefix + torch.arange(length) for length in lengths)])
             distance = position[prefix:, None] - position
             seen = (distance >= 0) & ((document == document[prefix:, None]) | (document < 0))

@@ -332,7 +332,9 @@ class LanguageModel(nn.Module):
             with evaluating(self.model):
                 theirs = self.model(input_ids=ids, use_cache=False).logits
                 if self.has_scalar_head:
-                    ours = self.scores(Inputs(ids), at=torch.tensor([ids.numel() - 1], device=device)).tokens
+                    ours = self.scores(
+                        Inputs(ids), at=torch.tensor([ids.numel() - 1], dtype=torch.int64, device=device)
+                    ).tokens
                     theirs = theirs.flatten()
                 else:
                     ours = self.model.get_output_embeddings()(self.hidden_states(Inputs(ids))[0]) * self.logit_scale

@@ -192,7 +192,11 @@ class _Trial:
         positions = torch.cat([torch.arange(stop - start) + at for (start, stop), at in spans]).view_as(self.ids)
         keys = torch.cat([torch.arange(FIRST), torch.arange(prefix), torch.arange(FIRST, 2 * LENGTH)])
         starts = torch.tensor(borders, dtype=torch.int32)
-        seen = Prefixes(torch.tensor(begins), keys, starts + torch.tensor([0, 0, prefix, prefix], dtype=torch.int32))
+        seen = Prefixes(
+            torch.tensor(begins, dtype=torch.int64),
+            keys,
+            starts + torch.tensor([0, 0, prefix, prefix], dtype=torch.int32),
+        )
         self.lengths.read(Inputs(self.ids, cu_seqlens=starts))
         reach = mixers.reach(self.copy)
         documents = Documents(starts, 2, LENGTH, "slices", seen if prefix else None, reach=reach)

@@ -83,7 +83,7 @@ class Objective(pl.LightningModule):
         self.step_loss: Tensor | None = None  # mean loss of the current step, if the guard checks for spikes
         self.fingerprint = fingerprint  # plain containers: what a resumed run must have in common with this one
         self.logs_itself = True  # in lmtrain's own runs callbacks/metrics.py logs instead
-        self.grad_norm = torch.zeros(())
+        self.grad_norm = torch.zeros((), dtype=torch.float32)
         self.last_step: StepResult | None = None
         self.val_sums: dict[int, dict[str, Tensor]] = {}  # per validation loader
         self.stop = stop if stop is not None else StopRequest()
@@ -229,7 +229,8 @@ class Objective(pl.LightningModule):
         n_tokens, seen = batch["n_tokens"], batch["seen"]
         # Gradients are averaged over the ranks that compute different tokens; multiplied by their number they are sums.
         part = data_parallel(self.trainer)
-        scale = part.size * part.slices / n_tokens.clamp(min=1)
+        count = n_tokens.clamp(min=1).to(torch.promote_types(self.dtype, torch.float32))  # as integers, it would be
+        scale = part.size * part.slices / count
 
         placement = placement_of(self.trainer)
         sums: dict[str, Tensor] = {}

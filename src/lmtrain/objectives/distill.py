@@ -149,7 +149,10 @@ class Distill(Objective):
                 rows = padded([after_prompt(prompt, written.pop(0)) for prompt in some if prompt])
                 batch.clear()
                 batch.update({name: value.to(self.device) for name, value in rows.items()})
-        counted = sum((self.count_tokens(batch) for batch in micro_batches), torch.zeros((), device=self.device))
+        counted = sum(
+            (self.count_tokens(batch) for batch in micro_batches),
+            torch.zeros((), dtype=torch.int64, device=self.device),
+        )
         # The step's sums are divided by the number of labels in the data, and the samples have another.
         self.scale = n_tokens / total(self.trainer, counted.double()).clamp(min=1)
 
@@ -182,10 +185,11 @@ class Distill(Objective):
         )  # fmt: skip
         scale = self.scale if self.training else 1.0
         loss, n = out.tokens.double().sum() * scale, self.count_tokens(batch)
+        scaled = n.double() * scale
         sums = {"loss": loss.detach()}
         if self.training:
-            sums["on_policy"] = (n * scale * self.is_on_policy).double()
-        return with_routers(LossParts(loss, n * scale, sums), out)._replace(n_tokens=n)
+            sums["on_policy"] = scaled * self.is_on_policy
+        return with_routers(LossParts(loss, scaled, sums), out)._replace(n_tokens=n)
 
 
 def check_tokenizer(teacher: str, corpus: Corpus) -> None:

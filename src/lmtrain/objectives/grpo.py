@@ -92,7 +92,7 @@ class GRPO(ReferenceObjective):
         self.rollout: list[Group] = []
         self.failures = Counter[str]()  # number of occurrences of each reward failure in the last rollout
         self.judge_failures = Counter[str]()  # the same in the last validation
-        self.completions_per_token = torch.ones(())
+        self.completions_per_token = torch.ones((), dtype=torch.float32)
         self.has_signal = True  # whether some group of the step has a nonzero advantage
 
     def make_engine(self) -> Engine:
@@ -328,8 +328,16 @@ class GRPO(ReferenceObjective):
         groups = self._judged(batch)
         found = self.report_of(groups)
         keep = [*self.validation_names(), "scored", *(f"scored/{name}" for name in self.reward_names)]
-        sums = {name: torch.tensor(value, device=self.device) for name, value in found.items() if name in keep}
-        sums = {"loss": -sums["reward"], **sums, "n_tokens": torch.tensor(len(groups), device=self.device)}
+        sums = {
+            name: torch.tensor(value, dtype=torch.float64, device=self.device)
+            for name, value in found.items()
+            if name in keep
+        }
+        sums = {
+            "loss": -sums["reward"],
+            **sums,
+            "n_tokens": torch.tensor(len(groups), dtype=torch.int64, device=self.device),
+        }
         add_sums(self.val_sums.setdefault(dataloader_idx, {}), sums)
 
     def on_validation_epoch_start(self) -> None:

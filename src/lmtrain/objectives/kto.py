@@ -42,9 +42,9 @@ def kto_losses(log_ratios: Tensor, desirable: Tensor, reference_point: Tensor, o
     Returns:
         [A], in the dtype of `log_ratios`.
     """
-    sign = torch.where(desirable, 1.0, -1.0).to(log_ratios.dtype)
-    weight = torch.where(desirable, options.desirable_weight, options.undesirable_weight).to(log_ratios.dtype)
-    return weight * torch.sigmoid(-options.beta * sign * (log_ratios - reference_point))
+    good = desirable.to(log_ratios.dtype)
+    weight = good * options.desirable_weight + (1 - good) * options.undesirable_weight
+    return weight * torch.sigmoid(-options.beta * (2 * good - 1) * (log_ratios - reference_point))
 
 
 class Answers(NamedTuple):
@@ -90,7 +90,7 @@ class KTO(ReferenceObjective):
             raise UserError(f"data.path={config.data.path} has one answer to train on: at least 2 are needed")
         check_labels(corpus.train, self.options)
         self.settle_reference(self.options.reference, config)
-        self.reference_point = torch.zeros(())  # z of the current step
+        self.reference_point = torch.zeros((), dtype=torch.float32)  # z of the current step
         # Per loader, for each micro-batch: (answers, sum of mismatched log-ratios, mean router losses).
         self.validated: dict[int, list[tuple[Answers, Tensor, dict[str, Tensor]]]] = {}
 

@@ -51,10 +51,10 @@ class Masked(NamedTuple):
 
 def draw(rows: int, length: int, min_time: float, device: torch.device) -> Masked:
     """Draws masks; times are spread evenly over rows from one random start, for less variance (MDLM, section 3.4)."""
-    start = torch.rand((), device=device)
-    spread = (start + torch.arange(rows, device=device) / rows) % 1.0
+    start = torch.rand((), dtype=torch.float32, device=device)
+    spread = (start + torch.arange(rows, dtype=torch.float32, device=device) / rows) % 1.0
     times = (min_time + (1 - min_time) * spread)[:, None]
-    return Masked(torch.rand(rows, length, device=device) < times, times)
+    return Masked(torch.rand(rows, length, dtype=torch.float32, device=device) < times, times)
 
 
 def draw_for(places: list[int], length: int, device: torch.device) -> Masked:
@@ -69,7 +69,7 @@ def draw_for(places: list[int], length: int, device: torch.device) -> Masked:
     for row, (place, count) in enumerate(zip(places, counts, strict=True)):
         generator = torch.Generator().manual_seed(mix64(0xD1FF, place) >> 1)
         where[row, torch.randperm(length, generator=generator)[:count]] = True
-    return Masked(where.to(device), torch.tensor(counts, device=device)[:, None] / length)
+    return Masked(where.to(device), torch.tensor(counts, dtype=torch.float32, device=device)[:, None] / length)
 
 
 class MDLM(base.Objective):

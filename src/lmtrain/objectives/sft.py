@@ -41,11 +41,11 @@ def token_lengths(batch: dict[str, Tensor]) -> Tensor:
     """Returns the length of the example that each token belongs to, int64 [B, T, 1]."""
     rows, length = batch["input_ids"].shape
     if "cu_seqlens" not in batch:
-        return torch.full((rows, length, 1), length, device=batch["input_ids"].device)
+        return torch.full((rows, length, 1), length, dtype=torch.int64, device=batch["input_ids"].device)
     return documents.token_lengths(batch["cu_seqlens"], rows, length)[..., None]
 
 
 def add_noise(embedded: Tensor, alpha: float, lengths: Tensor) -> Tensor:
     """Adds noise to embeddings [B, T, D], scaled by the `lengths` [B, T, 1] of their examples."""
-    size = alpha / (lengths * embedded.shape[-1]).sqrt()
+    size = alpha / (lengths * embedded.shape[-1]).float().sqrt()
     return embedded + torch.empty_like(embedded).uniform_(-1, 1) * size.to(embedded.dtype)

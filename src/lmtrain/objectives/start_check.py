@@ -106,7 +106,7 @@ class FirstSteps:
         self, must_show: float, wrong: Callable[[], tuple[str, str] | None], *, since: int = 1, slowest: bool = False
     ) -> None:
         self.must_show, self.wrong, self.since, self.slowest = must_show, wrong, since, slowest
-        self.rates, self.moved = 0.0, torch.zeros(())
+        self.rates, self.moved = 0.0, torch.zeros((), dtype=torch.float32)
 
     def see_gradients(self) -> None:
         """Called before each optimizer step, once its gradients are clipped."""
@@ -194,9 +194,14 @@ class WeightsMove(FirstSteps):
         named = [] if sharded else objective.model.named_parameters()
         # Kernels may change the memory layout of quantised weights, which are integers or tensor subclasses.
         frozen = {n: p for n, p in named if not p.requires_grad and p.is_floating_point() and type(p) is Parameter}
-        self.frozen = {"on another rank": torch.zeros(1, device=objective.device), **frozen}  # the first never changes
+        self.frozen = {
+            "on another rank": torch.zeros(1, dtype=torch.float32, device=objective.device),
+            **frozen,
+        }  # the first never changes
         self.sums = self._checksums()
-        self.before = self.gradients = torch.zeros(())  # then [n]: the sample after step 1, and its gradients since
+        self.before = self.gradients = torch.zeros(
+            (), dtype=torch.float32
+        )  # then [n]: the sample after step 1, and its gradients since
 
     def see_gradients(self) -> None:
         found = [torch.zeros_like(self._some(p)) if p.grad is None else self._some(p.grad) for p in self.parameters]
@@ -204,7 +209,7 @@ class WeightsMove(FirstSteps):
 
     def over(self, step: int, rates: Sequence[float], grad_norm: Tensor, may_wait: bool) -> bool:
         if step == 1:  # which makes the rests
-            self.before, self.gradients = self._exact(), torch.zeros(())
+            self.before, self.gradients = self._exact(), torch.zeros((), dtype=torch.float32)
         rises, self.rate = min(rates) > self.rate, min(rates)
         if step >= self.since and not rises and 0 < self.rates < self.must_show:
             self.must_show = self.rates / 2000  # there is no warm-up to wait for

@@ -72,9 +72,9 @@ class StepGuard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._known = None
-        self.total = torch.tensor(state["total"])
-        self.in_a_row = torch.tensor(state["in_a_row"])
-        self.streak_start = torch.tensor(state["streak_start"])
+        self.total = torch.tensor(state["total"], dtype=torch.int64)
+        self.in_a_row = torch.tensor(state["in_a_row"], dtype=torch.int64)
+        self.streak_start = torch.tensor(state["streak_start"], dtype=torch.int64)
         if len(state["recent"]) == len(self.recent):  # else spike_window has changed: start empty
             self.recent = torch.tensor(state["recent"], dtype=torch.float64)
 

@@ -132,7 +132,7 @@ def _matmul() -> Finding:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rates, size = [], _SIZE[device.type]
     for dtype in (torch.float32, torch.bfloat16):
-        a = torch.randn(size, size, device=device).to(dtype)
+        a = torch.randn(size, size, dtype=torch.float32, device=device).to(dtype)
         (a @ a).sum().item()  # the first product loads libraries
         began, times = time.perf_counter(), 0
         while time.perf_counter() - began < _MATMUL_SECONDS:

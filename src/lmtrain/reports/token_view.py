@@ -100,7 +100,7 @@ def chapters_read(model: PreTrainedModel, ids: list[int]) -> dict[int, list[list
         raise UserError("inspect.text shows the chapters that tokens read; this model has no memory (docs/memory.md)")
     model.eval()
     with generation_mode(model):
-        model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+        model.base_model(input_ids=torch.tensor([ids], dtype=torch.int64, device=model.device), use_cache=False)
     found = [block.route(block.last_router_logits)[0].tolist() for block in blocks]
     return dict(zip(blocks[0].settings.layers, found, strict=True))
 

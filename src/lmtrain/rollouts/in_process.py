@@ -171,17 +171,17 @@ class _Batch:
         known = {prompt: self.requests[row].known for prompt, row in zip(prompts, rows, strict=True)}
         cache, logits, mask = self._read(unique, [self.earlier.pop(p[: known[p]], None) for p in unique])
         if not self.rows and not self.on_host and DynamicLayer in set(map(type, cache.layers)) <= IN_PLACE:
-            self.at = torch.full((1,), mask.shape[1], device=self.device)
+            self.at = torch.full((1,), mask.shape[1], dtype=torch.int64, device=self.device)
         for i, layer in enumerate(cache.layers):
             if type(layer) is DynamicLayer:
                 cache.layers[i] = _Block(layer.keys, layer.values, self.at, min(BLOCK, self.sampling.max_new_tokens))
         if len(unique) < len(prompts):
             place = {prompt: i for i, prompt in enumerate(unique)}
-            which = torch.tensor([place[prompt] for prompt in prompts], device=self.device)
+            which = torch.tensor([place[prompt] for prompt in prompts], dtype=torch.int64, device=self.device)
             cache.reorder_cache(which)
             logits, mask = logits[which], mask[which]
         written = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
-        blank = torch.zeros(len(rows), self.sampling.max_new_tokens + 1, device=self.device)
+        blank = torch.zeros(len(rows), self.sampling.max_new_tokens + 1, dtype=torch.float32, device=self.device)
         keys = as_keys([self.requests[row] for row in rows], self.device)
         state = _Rows(logits, keys, written, mask.sum(1), written == 0, blank.long(), blank, blank[:, 0].clone())
         state.draw(self.sampling, self.ends)
@@ -200,8 +200,10 @@ class _Batch:
         earlier: for each prompt keys and values [H, n, D] of its first n tokens in each layer, or None.
         """
         longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=self.device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], dtype=torch.int64, device=self.device)
+        mask = torch.tensor(
+            [[0] * (longest - len(p)) + [1] * len(p) for p in prompts], dtype=torch.int64, device=self.device
+        )
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         cache = DynamicCache(config=self.model.config.get_text_config())
         # Of every prompt as many last tokens are read as of the one of which least is known.
@@ -241,7 +243,7 @@ class _Batch:
         stay = [i for i, stays in enumerate(live) if stays]
         self.rows = [self.rows[i] for i in stay]
         if stay:
-            index, self.replay = torch.tensor(stay, device=self.device), None
+            index, self.replay = torch.tensor(stay, dtype=torch.int64, device=self.device), None
             self.state, self.mask = self.state.map(lambda x: x[index]), self.mask[index]
             self.cache.reorder_cache(index)
             self._cut_columns()
@@ -255,7 +257,7 @@ class _Batch:
             self._use(self.columns - empty)
 
     def _completions(self, rows: list[int]) -> list[SampledText]:
-        state, found = self.state.map(lambda x: x[torch.tensor(rows, device=self.device)]), []
+        state, found = self.state.map(lambda x: x[torch.tensor(rows, dtype=torch.int64, device=self.device)]), []
         parts = (state.tokens.tolist(), state.log_probs.tolist(), state.written.tolist(), state.entropy.tolist())
         for row, ids, log_probs, count, entropy in zip(rows, *parts, strict=True):
             ended = ids[count - 1] in self.sampling.end_ids

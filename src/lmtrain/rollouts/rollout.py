@@ -92,7 +92,7 @@ class Maker:
         columns |= columns_of([episode for own in played for episode in own]) if self.player else {}
         said = [row[name] for row, name in zip(rows, prompt_columns, strict=True)]
         scores = self.scorer(said, texts, columns)
-        lengths = torch.tensor([len(c.log_probs) for c in completions])
+        lengths = torch.tensor([len(c.log_probs) for c in completions], dtype=torch.int64)
         penalties = overlong_penalty(lengths, self.most, self.overlong_buffer)
         totals = (torch.tensor(scores.total, dtype=torch.float64) + penalties).view(-1, self.group_size)
         compared, found, size = advantages(totals, self.variant), [], self.group_size
@@ -136,8 +136,10 @@ def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> 
         "advantages": _bits([float(group.advantages[i]) for group, i in each]),
         "entropy": _bits([group.completions[i].entropy for group, i in each]),
         "rewards": _bits([float(group.rewards[i]) for group, i in each]),
-        "weight": torch.tensor([int(group.completions[i].ended or not mask_cut_off) for group, i in each] or [0]),
-        "sampled": torch.tensor(len(each)),
+        "weight": torch.tensor(
+            [int(group.completions[i].ended or not mask_cut_off) for group, i in each] or [0], dtype=torch.int64
+        ),
+        "sampled": torch.tensor(len(each), dtype=torch.int64),
     }
 
 

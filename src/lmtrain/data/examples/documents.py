@@ -115,7 +115,7 @@ class ExampleRows(ABC):
     def empty(self) -> dict[str, torch.Tensor]:
         """Returns a micro-batch with weight 0, because all ranks must run the same number of micro-batches per step."""
         batch = self.read(np.zeros((1, 2), dtype=np.int64))
-        return {**batch, self.unit: torch.tensor(0), "seen": torch.tensor(0)}
+        return {**batch, self.unit: torch.tensor(0, dtype=torch.int64), "seen": torch.tensor(0, dtype=torch.int64)}
 
 
 class TextPieces(Examples):

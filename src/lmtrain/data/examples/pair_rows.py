@@ -155,8 +155,11 @@ class PairRows(ExampleRows):
         prefixes = [n for pair in pairs for n in (0, common_prompt(*pair))] if self.share_prompts else None
         batch = lay_answers([answer for pair in pairs for answer in pair], prefixes)
         starts = batch["cu_seqlens"].tolist()
-        batch |= {"pairs": torch.tensor(len(rows)), "seen": torch.tensor(starts[-1])}
-        batch["ends"] = torch.tensor(starts[1:]) - 1
+        batch |= {
+            "pairs": torch.tensor(len(rows), dtype=torch.int64),
+            "seen": torch.tensor(starts[-1], dtype=torch.int64),
+        }
+        batch["ends"] = torch.tensor(starts[1:], dtype=torch.int64) - 1
         if self.padded:
             pad_answers(batch)
         if self.reference is not None:
@@ -217,7 +220,7 @@ def lay_answers(answers: list[Answer], prefixes: list[int] | None = None) -> dic
         "lengths": torch.from_numpy(lengths),
     }
     if prefixes is not None:
-        more = torch.tensor(prefixes)
+        more = torch.tensor(prefixes, dtype=torch.int64)
         batch["position_ids"] += torch.repeat_interleave(more, torch.diff(batch["cu_seqlens"]))
         batch["prefix_lengths"], batch["kv_index"] = more.int(), sees
         batch["cu_kv"] = batch["cu_seqlens"] + F.pad(more.cumsum(0), (1, 0)).int()

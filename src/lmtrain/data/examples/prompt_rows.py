@@ -176,8 +176,8 @@ class PromptRows(ExampleRows):
             "texts": torch.frombuffer(bytearray(texts.encode()), dtype=torch.uint8),
             "epoch": torch.from_numpy(rows[:, 0].copy()),
             "row": torch.from_numpy(rows[:, 1].copy()),
-            "prompts": torch.tensor(len(rows)),
-            "seen": torch.tensor(sum(map(len, ids))),
+            "prompts": torch.tensor(len(rows), dtype=torch.int64),
+            "seen": torch.tensor(sum(map(len, ids)), dtype=torch.int64),
         }
 
 

@@ -239,10 +239,10 @@ def padded(parts: Sequence[tuple[np.ndarray, np.ndarray]], multiple: int = 1) ->
         "learned": torch.from_numpy(np.flatnonzero(labels != IGNORE)),
         "real": torch.from_numpy(np.flatnonzero(np.arange(shape[1]) < lengths[:, None])),
         "row_lengths": torch.from_numpy(lengths),
-        "seen": torch.tensor(int(lengths.sum())),
+        "seen": torch.tensor(int(lengths.sum()), dtype=torch.int64),
     }
 
 
 def _empty(length: int) -> dict[str, torch.Tensor]:
     """Returns a row of `length` tokens that trains nothing."""
-    return padded([(np.zeros(length, np.int64), np.zeros(length, bool))]) | {"seen": torch.tensor(0)}
+    return padded([(np.zeros(length, np.int64), np.zeros(length, bool))]) | {"seen": torch.tensor(0, dtype=torch.int64)}

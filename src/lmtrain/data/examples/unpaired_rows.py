@@ -107,8 +107,8 @@ class UnpairedRows(ExampleRows):
             **self._lay(own),
             **{f"kl_{name}": value for name, value in self._lay(others).items()},
             "label": torch.from_numpy(self.examples.labels[index] == 1),
-            "answers": torch.tensor(len(rows)),
-            "seen": torch.tensor(sum(len(ids) for ids, _ in own)),
+            "answers": torch.tensor(len(rows), dtype=torch.int64),
+            "seen": torch.tensor(sum(len(ids) for ids, _ in own), dtype=torch.int64),
         }
 
     def _lay(self, answers: list[Answer]) -> dict[str, torch.Tensor]:
