@@ -105,6 +105,7 @@ class Metrics(pl.Callback):
         self.clock.restart()
         self._trained_until = 0.0
         self.records.start(trainer.global_step)
+        self.shows_steps = any(not type(c).__module__.startswith("lmtrain.") for c in trainer.callbacks)  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Objective, *_: Any, **__: Any) -> None:
         self.records.begin(trainer.global_step + 1, trainer.is_global_zero)
@@ -119,6 +120,9 @@ class Metrics(pl.Callback):
         self.clock.steps += 1
         if result.step % self.log_every_n_steps == 0 or result.step in (1, pl_module.total_steps):
             self._log_step(trainer, pl_module, result)
+        if self.shows_steps or result.step == pl_module.total_steps:
+            # For trainer.callback_metrics, which others' callbacks read, also at steps without a record.
+            pl_module.log_dict(pl_module.step_tensors(), logger=False)
         self._trained_until = self.clock.elapsed()
 
     def _log_step(self, trainer: pl.Trainer, module: Objective, result: StepResult) -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -211,7 +212,8 @@ class Objective(pl.LightningModule):
         batch["n_tokens"], batch["seen"] = counts
         return batch
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """Trains a step; returns its mean loss on this rank, 0-dim, of which the mean over the ranks is train/loss."""
         if "micro_batches" not in batch:
             raise UserError(
                 f"{type(self).__name__} trains whole steps, and this loader gives micro-batches: pass its run's data, "
@@ -229,7 +231,8 @@ class Objective(pl.LightningModule):
         n_tokens, seen = batch["n_tokens"], batch["seen"]
         # Gradients are averaged over the ranks that compute different tokens; multiplied by their number they are sums.
         part = data_parallel(self.trainer)
-        count = n_tokens.clamp(min=1).to(torch.promote_types(self.dtype, torch.float32))  # as integers, it would be
+        # Not as an integer, whose quotients have torch's default dtype: in bf16-true only 8 bits.
+        count = n_tokens.clamp(min=1).to(torch.promote_types(self.dtype, torch.float32))
         scale = part.size * part.slices / count
 
         placement = placement_of(self.trainer)
@@ -258,6 +261,9 @@ class Objective(pl.LightningModule):
         self.last_step = StepResult(self.trainer.global_step, batch["rows"], lr, self.grad_norm, n_tokens, seen, sums)
         if self.first_steps:
             self._look_at_start(self.trainer.global_step)
+        if self.logs_itself:
+            self.log_dict(self.step_tensors())  # Lightning reads them from the device only to show them
+        return {"loss": sums["loss"] * scale}
 
     def _lr_factor(self, step: int) -> float:
         factor = self.schedule(step, self.schedule_steps)
@@ -293,8 +299,6 @@ class Objective(pl.LightningModule):
         set_lr(self._optimizer, self._lr_factor(step))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.logs_itself:
-            self.log_dict(self.step_tensors())  # Lightning reads them from the device only to show them
         # All callbacks have run, so the checkpoint is saved. Lightning would validate once more before stopping.
         if self.trainer.should_stop:
             raise StopIteration
@@ -410,6 +414,11 @@ class Objective(pl.LightningModule):
 
     def on_train_start(self) -> None:
         if self.logs_itself:  # the user's own Trainer, whose length is the run's
+            if any(isinstance(c, StochasticWeightAveraging) for c in self.trainer.callbacks):  # type: ignore[attr-defined]
+                raise UserError(
+                    "StochasticWeightAveraging sets the learning rate, which the run's own schedule sets at each step: "
+                    "leave it out; EMAWeightAveraging averages the weights"
+                )
             self.total_steps = self.schedule_steps = trainer_steps(self.trainer, self.total_steps)
         self.guard.to(self.device)
         # A checkpoint restores its own learning rates and weight decays; those of this run's config take precedence.

@@ -110,7 +110,7 @@ def build_callbacks(
     scored_on: Callable[[str], str | None],
     ranking: str,
 ) -> list[pl.Callback]:
-    """Builds the callbacks in running order: metrics, validation, samples, progress, the user's, record, checkpoint."""
+    """Builds the callbacks in running order: metrics, the user's, validation, samples, progress, record, checkpoint."""
     cb, t, options = config.callbacks, config.trainer, config.objective
     average = WeightAverage(cb.ema) if cb.ema.enabled else None
     validation = Validation(metrics, samples, average, config, length.steps)
@@ -125,13 +125,13 @@ def build_callbacks(
         Routing(metrics.records, config.router.warn_after_steps, config.memory.router_noise),
         Rollouts(metrics, run_dir, options, config.data, console) if isinstance(options, GRPOOptions) else None,
         BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps),
+        *_users_callbacks(config),  # before the validation, as in Lightning: what they do to the weights is judged
         average,
         validation,
         _forecast(config, metrics, length, console),
         early_stopping(cb.early_stopping, scored_on) if cb.early_stopping.enabled else None,
         samples,
         bar,
-        *_users_callbacks(config),
         feed,  # may request a stop
         TimeBudget(config, length, console, parts, samples) if config.budget.minutes is not None else None,
         # Comes after all that log: some Lightning callbacks log an extra time when they see that a stop was requested.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain import errors, terminal
+from lmtrain.callbacks import foreign
 from lmtrain.checkpoints import manifest, store
 from lmtrain.checkpoints.checksums import helped_by_ranks
 from lmtrain.config import compose as rules
@@ -109,7 +110,8 @@ class Session:
         resume.let_last_validation_run(run, self.checkpoint)
         loggers.log_config(run.trainer.loggers, rules.to_plain(self.config))
         self.notes += environment.in_full(dataclasses.asdict(self.config), self.config.kept)
-        self.notes += build_callbacks.outside(self.config, self.folder, run.trainer.callbacks)  # type: ignore[attr-defined]
+        callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
+        self.notes += [*build_callbacks.outside(self.config, self.folder, callbacks), *foreign.epoch_notes(callbacks)]
         resumed_from = f"continues after step {self.done:,} ({self.checkpoint})" if self.checkpoint else None
         plan.show(run, resumed_from, self.done, self.notes)
         if world.rank() == 0:
