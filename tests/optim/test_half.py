@@ -12,7 +12,10 @@ from safetensors.torch import load_file
 from test_optimizers import Net, backward, build, train
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from family_variants import EXCLUDED, Variant, config_of
+from family_variants import build as build_family
 from inprocess import run
 from lmtrain.models.routers import use_experts
 from lmtrain.objectives.start_check import WeightsMove
@@ -199,6 +202,41 @@ def test_a_bf16_model_under_autocast_is_the_same_once_filled(family: str, tmp_pa
     kept |= {n for n, p in model.named_parameters() if not p.requires_grad}
     assert same == kept
     assert any(p.ndim > 1 for p in frozen.parameters())
+
+
+OTHER_READERS = ("lfm2", "mamba", "rwkv", "jamba", "ernie4_5_moe")  # convolutions, scans, mixing, fp32 routers
+UNRUNNABLE = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=[] if family in OTHER_READERS else [pytest.mark.slow, pytest.mark.nightly])
+     for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if family not in {*EXCLUDED, *UNRUNNABLE}],
+)  # fmt: skip
+def test_no_family_reads_what_is_filled_in_full(family: str) -> None:
+    """Layers other than linear ones read weights in fp32, and these have to stay."""
+    model = build_family(config_of(Variant(family, {"tie_word_embeddings": False})))
+    use_experts(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16().float())
+    ids = torch.arange(40).view(2, 20) % model.config.get_text_config().vocab_size
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        choose.fill_in(model, "bf16-mixed")
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+
+
+def test_tied_embeddings_round_to_what_they_were(tmp_path: Path) -> None:
+    """Lookups of a table that is the output layer, too, change by half of bf16's distance at most."""
+    model = half_checkpoint(tmp_path, tie_word_embeddings=True).float()
+    table = model.get_input_embeddings().weight
+    before = table.detach().clone()
+    choose.fill_in(model, "bf16-mixed")
+    assert model.get_output_embeddings().weight is table
+    assert not torch.equal(table, before)
+    assert torch.equal(table.bfloat16().float(), before)
+    assert ((table - before).abs() <= before.abs() * 2**-8).all()
 
 
 def test_mixed_precision_trains_a_bf16_checkpoint_in_small_steps(tmp_path: Path, corpus: Path) -> None:

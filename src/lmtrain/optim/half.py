@@ -138,8 +138,9 @@ class _Wide:
 def fill_in(parameter: Tensor, place: int, dtype: torch.dtype) -> None:
     """Gives fp32 weights that all are numbers of `dtype` random bits below these, in place; they round to the same.
 
-    Mixed precision rounds weights for its products. Those of a bf16 checkpoint would not seem to move before their
-    updates add up to half of the distance to the next number; see `first_rest`. Zeros stay zeros. All ranks call it.
+    Mixed precision rounds weights for its products, which therefore don't change. Those of a bf16 checkpoint would not
+    seem to move before their updates add up to half of the distance to the next number; see `first_rest`. Zeros stay
+    zeros. All ranks call it.
     """
     near = held(parameter)
     # Of the whole parameter, whatever shards it has; nothing is read back from the device.

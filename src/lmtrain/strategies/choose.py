@@ -9,7 +9,9 @@ from lightning.pytorch import strategies
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.config.strategies import outside_fp8
@@ -20,6 +22,7 @@ from lmtrain.strategies.placement import MapsCheckpoints
 from lmtrain.strategies.sharding import MIXED
 
 _HALF = ("bf16-true", "16-true")
+_FP32_ROUTERS = ("ernie4_5_moe", "flint", "inkling_text")  # families whose routers multiply in fp32 under autocast
 
 
 def build_strategy(t: TrainerConfig) -> str | Strategy:
@@ -87,17 +90,32 @@ class Rounding(Feature):
 
 
 def _multiplied(model: PreTrainedModel) -> list[Tensor]:
-    """Returns the trained weights that products read, and not only lookups, which read them in fp32."""
+    """Returns the trained weights that matrix products read: of linear layers, routers and stacks of experts.
+
+    All others are read in fp32, and in full: tables, convolutions, and what layers multiply or add element by element,
+    such as Mamba's A and RWKV's mixing. A table that is the output layer, too, is among the returned.
+    """
+    routers_too = model.config.get_text_config().model_type not in _FP32_ROUTERS
+    found: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, _ConvNd)):
+            continue
+        linear = isinstance(module, (nn.Linear, Conv1D))
+        for name, p in module.named_parameters(recurse=False):
+            matrix = name == "weight" and p.ndim == 2 and (linear or routers_too)
+            if p.requires_grad and (matrix or (p.ndim > 2 and min(p.shape) > 1)):
+                found.append(p)
+    looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings()
-    looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} - {head and head.weight}
-    return [p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p not in looked_up]
+    return [p for p in dict.fromkeys(found) if p not in looked_up or (head is not None and p is head.weight)]
 
 
 def fill_in(model: PreTrainedModel, precision: str) -> None:
     """Fills in the bits that a half-precision checkpoint lacks (optim/half.py) in mixed precision; called once.
 
     That is after the first gradient and before the first update, so that a reference model, the first validation and
-    the first loss are those of the checkpoint's own weights.
+    the first loss are those of the checkpoint's own weights. No product changes by it. Embeddings that are tied to the
+    output layer are also looked up, in fp32: these change by at most half of the distance to the next number.
     """
     for place, parameter in enumerate(_multiplied(model) if precision in MIXED else ()):
         half.fill_in(parameter, place, MIXED[precision])
