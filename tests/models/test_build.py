@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, RwkvConfig, RwkvForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from family_variants import EXCLUDED
@@ -21,7 +21,7 @@ from lmtrain.models import attention, folder
 from lmtrain.models.build import build_model
 from lmtrain.models.flops import parameter_counts
 from lmtrain.models.probe import DROPOUTS
-from tiny_pretrained import save_pretrained
+from tiny_pretrained import load_pretrained, save_pretrained
 
 CONF = Path(__file__).parents[2] / "conf"
 PRESETS = sorted(p.stem for p in (CONF / "model").glob("*.yaml") if p.stem not in ("base", "custom"))
@@ -306,3 +306,14 @@ def test_an_index_in_the_hubs_cache_names_no_files_outside(tmp_path: Path, monke
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="names weights outside its folder"):
         folder.from_pretrained("some/body", local_files_only=True)
+
+
+def test_rwkv_keeps_its_weights_in_a_validation(tmp_path: Path) -> None:
+    """In transformers it halves those of later blocks in eval mode, in place, and a checkpoint would hold them so."""
+    config = RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=4, rescale_every=2, context_length=32)
+    RwkvForCausalLM(config).save_pretrained(tmp_path)
+    model = load_pretrained(tmp_path, 64).eval()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    with torch.no_grad():
+        model(torch.arange(8)[None])
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())

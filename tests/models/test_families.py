@@ -28,7 +28,7 @@ ROW = 10**6  # a data.seq_len longer than every window
 
 def lmtrain_model(model) -> LanguageModel:
     """Prepares a model as build_model does for a model of this config."""
-    builder._forget_padding(model.config)
+    builder._settle_config(model.config)
     builder._let_padding_learn(model)
     probe.set_attention("auto", model, ROW)
     return LanguageModel(model, objective(loss_chunk_tokens="auto")).eval()

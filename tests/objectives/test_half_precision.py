@@ -192,3 +192,16 @@ def test_predicts_in_half_precision(folder: Path, tmp_path: Path, precision: str
         found[each] = torch.cat([batch["log_probs"] for batch in predicted])
     assert found[precision].dtype == torch.float32
     assert (found[precision] - found["32-true"]).abs().max() < 20 * BOUNDS[precision].loss  # single tokens
+
+
+@pytest.mark.parametrize("objective", ["sft", "grpo"])
+def test_a_mixture_trains_in_double_precision(objective: str, folder: Path, tmp_path: Path) -> None:
+    """torch multiplies experts in groups in fp32 and below only."""
+    save_pretrained(tmp_path / "model", "qwen3_moe", initializer_range=0.1)
+    found = {}
+    for precision in ("32-true", "64-true"):
+        words = [f"trainer.precision={precision}", f"model.name_or_path={tmp_path / 'model'}"]
+        found[precision] = trained(folder, tmp_path / precision, objective, *words)
+    for ours, theirs in zip(found["64-true"], found["32-true"], strict=True):
+        for name in theirs.keys() & {"train/loss", "train/reward", "grad_norm", "val/loss"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7)

@@ -78,7 +78,7 @@ def build_model(
     text = text_config(config)
     _check_vocabulary(cfg, config, vocab_size, new_tokens)
     _check_positions(cfg, config, seq_len)
-    _forget_padding(config)
+    _settle_config(config)
     if scalar_head:
         give_scalar_head(text, str(getattr(cfg, "name_or_path", None) or f"model={cfg.name}"))
     if isinstance(cfg, CustomModelConfig):
@@ -309,11 +309,14 @@ def _instantiate(cfg: ModelConfig, config: PretrainedConfig, scalar_head: bool) 
         raise UserError(f"transformers can't build this {config.model_type}: {last_line(error)}") from error
 
 
-def _forget_padding(config: PretrainedConfig) -> None:
+def _settle_config(config: PretrainedConfig) -> None:
     """Removes the padding id, which training doesn't use; a wrapper's forward, with which exports are checked, does.
 
-    With one, transformers' GPT-2 searches every batch for it, which synchronizes with the GPU.
+    With one, transformers' GPT-2 searches every batch for it, which synchronizes with the GPU. RWKV is kept from
+    halving weights in place for a validation: a checkpoint would hold them so.
     """
+    if getattr(config, "rescale_every", 0):
+        config.rescale_every = 0
     if not is_wrapper(config):
         with contextlib.suppress(StrictDataclassError):  # ModernBERT requires a number
             config.pad_token_id = None

@@ -199,8 +199,11 @@ def experts_forward(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
     """Implements transformers' experts interface: hidden [N, D], top_k_index and top_k_weights [N, k]; returns [N, D].
 
     transformers sorts tokens by expert and computes all experts in one grouped product, which autocast doesn't cover:
-    with fp32 parameters it would run in fp32, at a quarter of the speed or less. Here the weights are cast first.
+    with fp32 parameters it would run in fp32, at a quarter of the speed or less. Here the weights are cast first. There
+    is no grouped product in fp64: the family's own loop over experts is used.
     """
+    if hidden.dtype == torch.float64:
+        return type(experts).forward.__wrapped__(experts, hidden, top_k_index, top_k_weights)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         experts = _Cast(experts, torch.get_autocast_dtype(device))

@@ -232,7 +232,7 @@ class Objective(pl.LightningModule):
         # Gradients are averaged over the ranks that compute different tokens; multiplied by their number they are sums.
         part = data_parallel(self.trainer)
         # Not as an integer, whose quotients have torch's default dtype: in bf16-true only 8 bits.
-        count = n_tokens.clamp(min=1).to(torch.promote_types(self.dtype, torch.float32))
+        count = n_tokens.clamp(min=1).to(torch.promote_types(self.dtype, torch.float32))  # type: ignore[arg-type]
         scale = part.size * part.slices / count
 
         placement = placement_of(self.trainer)

@@ -162,10 +162,11 @@ class GRPO(ReferenceObjective):
     def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
         return Objective.looks(self, batch)  # what could be compared with the reference is sampled first
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        super().training_step(batch, batch_idx)
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        returned = super().training_step(batch, batch_idx)
         assert self.last_step is not None
         self.last_step = self.last_step._replace(seen=self.tokens_read)  # known only after sampling
+        return returned
 
     @torch.no_grad()
     def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:

@@ -7,6 +7,7 @@ written in place, and nothing is read from the device but, every few tokens, whi
 recorded as a CUDA graph where it can be, because to launch its kernels one by one takes longer than they run.
 """
 
+import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ LOOK_EVERY = {True: 1, False: 8}  # tokens between looks at what is finished
 BLOCK = 128  # columns by which a cache grows
 IN_PLACE = {DynamicLayer, LinearAttentionLayer}  # layers of a cache that can be changed in place
 RECORD_FROM = 32  # shorter completions end before a recorded step has paid
+STATES = ("cache_params", "state")  # names by which recurrent families take and return their state
+NO_STATE = ("xlstm", "rwkv")  # families whose state is lost, or right for a single row only
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +43,15 @@ class InProcess(Engine):
         """batch_size: maximum number of completions that are generated at once."""
         self.model, self.batch_size = model, batch_size
         self.records: bool | None = None  # whether steps are recorded: unknown until one has been
+        self.shares_its_cache: bool | None = None  # unknown until the first call
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, kept: Kept | None = None) -> list[SampledText]:
         """Returns completions as in the base class; `kept` holds the keys and values of up to `batch_size` of them."""
         found: list[SampledText | None] = [None] * len(requests)
         with evaluating(self.model), generation_mode(self.model):
+            if not self._shares_its_cache():
+                return self._by_length(requests, sampling)
             batch = _Batch(self, requests, sampling, kept)
             # Longest first: the last ones to wait are short, and prompts of similar lengths are processed together.
             waiting = deque(sorted(range(len(requests)), key=batch.place))
@@ -58,6 +64,51 @@ class InProcess(Engine):
                 if batch.rows:
                     batch.advance()
         return found  # type: ignore[return-value]
+
+    def _shares_its_cache(self) -> bool:
+        """Returns whether the model reads and returns transformers' cache, whose rows can be padded and joined."""
+        if self.shares_its_cache is None:
+            accepts = "past_key_values" in inspect.signature(self.model.forward).parameters
+            if accepts and self.model._supports_default_dynamic_cache():
+                cache = DynamicCache(config=self.model.config.get_text_config())
+                token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+                self.shares_its_cache = "past_key_values" in self.model(token, past_key_values=cache, use_cache=True)
+            else:
+                self.shares_its_cache = False
+        return self.shares_its_cache
+
+    def _by_length(self, requests: Sequence[Request], sampling: Sampling) -> list[SampledText]:
+        """Generates in batches of prompts of one length, without padding; no row leaves its batch before the others."""
+        places: dict[int, list[int]] = {}
+        for place, request in enumerate(requests):
+            places.setdefault(len(request.prompt), []).append(place)
+        batches = [
+            some[i : i + self.batch_size] for some in places.values() for i in range(0, len(some), self.batch_size)
+        ]
+        found: dict[int, SampledText] = {}
+        for batch in batches:
+            found |= dict(zip(batch, self._continued([requests[i] for i in batch], sampling), strict=True))
+        return [found[place] for place in range(len(requests))]
+
+    def _continued(self, requests: Sequence[Request], sampling: Sampling) -> list[SampledText]:
+        """Generates from prompts of one length; a model that can't hand on its state reads all tokens at every step."""
+        device, names = self.model.device, inspect.signature(self.model.forward).parameters
+        name = next((n for n in STATES if n in names and self.model.config.model_type not in NO_STATE), None)
+        read = torch.tensor([list(request.prompt) for request in requests], dtype=torch.int64, device=device)
+        ends = torch.tensor(sampling.end_ids, dtype=torch.int64, device=device)
+        state, carried = None, dict[str, Any]()
+        while True:
+            out = self.model(input_ids=read, use_cache=name is not None, **carried)
+            logits = out.logits[:, -1].contiguous()
+            if state is None:
+                state = _begun(requests, sampling, logits, torch.zeros_like(read[:, 0]))
+            state.logits = logits
+            state.draw(sampling, ends)
+            if not state.live.any():
+                return state.texts(range(len(requests)), sampling)
+            last = state.tokens.gather(1, (state.written - 1)[:, None])
+            read = torch.cat([read, last], 1) if name is None else last
+            carried = {} if name is None else {name: out[name]}
 
 
 class _Block(DynamicLayer):
@@ -134,6 +185,24 @@ class _Rows:
         self.written += self.live
         self.live &= ~(tokens[:, None] == ends).any(1) & (self.written < most)
 
+    def texts(self, rows: Sequence[int], sampling: Sampling) -> list[SampledText]:
+        """Returns the completions of some of the rows."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self.tokens.device)
+        parts = (x[index].tolist() for x in (self.tokens, self.log_probs, self.written, self.entropy))
+        return [
+            SampledText(ids[:count], log_probs[:count], entropy, ids[count - 1] in sampling.end_ids)
+            for ids, log_probs, count, entropy in zip(*parts, strict=True)
+        ]
+
+
+def _begun(requests: Sequence[Request], sampling: Sampling, logits: Tensor, positions: Tensor) -> _Rows:
+    """Returns rows of which nothing is written yet."""
+    written = torch.zeros(len(requests), dtype=torch.int64, device=logits.device)
+    shape = (len(requests), sampling.max_new_tokens + 1)
+    blank = torch.zeros(shape, dtype=torch.float32, device=logits.device)
+    keys = as_keys(requests, logits.device)
+    return _Rows(logits, keys, written, positions, written == 0, blank.long(), blank, blank[:, 0].clone())
+
 
 class _Batch:
     """The rows being generated, with a token drawn for each, and the cache of all tokens before these."""
@@ -180,10 +249,7 @@ class _Batch:
             which = torch.tensor([place[prompt] for prompt in prompts], dtype=torch.int64, device=self.device)
             cache.reorder_cache(which)
             logits, mask = logits[which], mask[which]
-        written = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
-        blank = torch.zeros(len(rows), self.sampling.max_new_tokens + 1, dtype=torch.float32, device=self.device)
-        keys = as_keys([self.requests[row] for row in rows], self.device)
-        state = _Rows(logits, keys, written, mask.sum(1), written == 0, blank.long(), blank, blank[:, 0].clone())
+        state = _begun([self.requests[row] for row in rows], self.sampling, logits, mask.sum(1))
         state.draw(self.sampling, self.ends)
         if self.rows:
             self._join(cache, mask)
@@ -257,13 +323,10 @@ class _Batch:
             self._use(self.columns - empty)
 
     def _completions(self, rows: list[int]) -> list[SampledText]:
-        state, found = self.state.map(lambda x: x[torch.tensor(rows, dtype=torch.int64, device=self.device)]), []
-        parts = (state.tokens.tolist(), state.log_probs.tolist(), state.written.tolist(), state.entropy.tolist())
-        for row, ids, log_probs, count, entropy in zip(rows, *parts, strict=True):
-            ended = ids[count - 1] in self.sampling.end_ids
-            found.append(SampledText(ids[:count], log_probs[:count], entropy, ended))
+        found = self.state.texts(rows, self.sampling)
+        for row, text in zip(rows, found, strict=True):
             if self.kept is not None and len(self.kept) < self.engine.batch_size and self.takes_more():
-                self._keep(row, (*self.requests[self.rows[row]].prompt, *ids[:count]))
+                self._keep(row, (*self.requests[self.rows[row]].prompt, *text.ids))
         return found
 
     def _keep(self, row: int, tokens: tuple[int, ...]) -> None:
