@@ -128,7 +128,7 @@ def sample(files: list[Path], number: int, seed: int) -> list[Mutant]:
     return list(found.values())
 
 
-def tests_of(mutant: Mutant, data: "CoverageData") -> list[str]:  # noqa: F821
+def executing(mutant: Mutant, data: "CoverageData") -> list[str]:  # noqa: F821
     """Returns the tests that execute a mutant's line, those of its own package first."""
     contexts = data.contexts_by_lineno(str(REPO / mutant.path))
     functions = [n for n in ast.walk(ast.parse((REPO / mutant.path).read_text())) if isinstance(n, ast.FunctionDef)]
@@ -184,7 +184,7 @@ def tried(mutant: Mutant, data: "CoverageData", folder: Path) -> str:  # noqa: F
     file, source = tree / mutant.path, (REPO / mutant.path).read_bytes()
     file.write_bytes(source[: mutant.start] + mutant.new.encode() + source[mutant.stop :])
     try:
-        tests = tests_of(mutant, data)
+        tests = executing(mutant, data)
         ended = in_fork(tree, tests, folder / "log") if tests else "passed"
         if ended != "passed":
             lines = (folder / "log").read_text(errors="replace").splitlines()

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -147,6 +148,23 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True,
     )
     return next(folder.glob("lmtrain-*.whl"))
+
+
+def test_the_sdist_brings_all_that_its_tests_read(tmp_path: Path) -> None:
+    """Docs, benchmarks and workflows among it: the tests of an unpacked sdist are those of a clone."""
+    pytest.importorskip("hatchling", reason="building the sdist needs hatchling")
+    if not (REPO / ".git").exists():
+        pytest.skip("no clone to compare with")
+    tracked = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path], cwd=REPO, check=True)
+    (file,) = tmp_path.iterdir()
+    with tarfile.open(file) as sdist:
+        names = {member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()}
+    assert set(tracked) - names == set()
+    assert {name.partition("/")[0] for name in names - set(tracked)} <= {
+        "PKG-INFO",
+        *(n.split("/")[0] for n in tracked),
+    }
 
 
 def test_the_wheel_brings_conf_and_nothing_of_the_tests(wheel: Path) -> None:
