@@ -220,7 +220,8 @@ ODD_PAIRS: dict[str, tuple[Any, str | tuple[str]]] = {
     "a list for a score": ({**PROMPT, "score_chosen": [1], "score_rejected": 1}, ("must be a number",)),
     "equal answers": ({**PROMPT, "rejected": "Four."}, ("chosen and rejected are the same",)),
     "another prompt than the conversations": (
-        {"prompt": "Three?", "chosen": [U, A], "rejected": [U, {**A, "content": "5"}]}, ("'Three?' in the column prompt: fix it",)),
+        {"prompt": "Three?", "chosen": [U, A], "rejected": [U, {**A, "content": "5"}]},
+        ("'Three?' in the column prompt: fix it",)),
     "the prompt they begin with": (
         {"prompt": " Two plus two?", "chosen": [U, A], "rejected": [U, {**A, "content": "Five."}]}, TEXT),
     "the whole conversation as messages": (
