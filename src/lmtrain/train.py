@@ -16,6 +16,10 @@ def train(config: "Config") -> int:
     """Trains a model with `config`; returns the exit code. Slow imports are deferred until a status line is shown."""
     from lmtrain.run.start import start
 
+    if config.budget.updates is not None:
+        from lmtrain.run import updates
+
+        updates.settle(config)
     if config.budget.chosen is not None:
         from lmtrain.planning import budget
 

@@ -116,7 +116,7 @@ def between(first: int, last: int) -> Constraint:
 
 
 def auto_or_count(key: str, value: Any) -> None:
-    if value != "auto" and (type(value) is not int or value < 1):
+    if value not in ("auto", None) and (type(value) is not int or value < 1):
         raise UserError(f"{key}={value}: auto, or a whole number from 1 up, is needed")
 
 

@@ -365,19 +365,20 @@ class TuneConfig:
 
 @dataclass(kw_only=True)
 class BudgetConfig:
-    """The budget from which trainer.max_steps is chosen; at most one of the fields is set."""
+    """What chooses the length of a run: `updates`, and at most one of the others, which then takes precedence."""
 
+    updates: Annotated[int | str | None, SHOWN, auto_or_count]
     minutes: Annotated[float | None, SHOWN, above_zero]
     tokens: Annotated[float | None, SHOWN, above_zero]
     flops: Annotated[float | None, SHOWN, above_zero]
 
     @property
     def chosen(self) -> str | None:
-        """The name of the field that is set, or None."""
+        """The name of the budget that is set, or None."""
         return next((name for name in BUDGETS if getattr(self, name) is not None), None)
 
 
-BUDGETS = tuple(BudgetConfig.__dataclass_fields__)
+BUDGETS = ("minutes", "tokens", "flops")
 
 
 @dataclass(kw_only=True)

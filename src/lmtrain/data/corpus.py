@@ -17,6 +17,7 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.targets import building, class_named, lacking
 from lmtrain.data import framing
+from lmtrain.data.chat.jinja_rendering import find_template
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.examples.documents import TextPieces
 from lmtrain.data.examples.pair_rows import PairRowEncoder, PairRows
@@ -312,11 +313,18 @@ def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
         train=rows,
         val=encoder.make_rows(val, config, None)[0] if val is not None and len(val) > 0 else None,  # by the weights
         epoch_tokens=getattr(rows, "epoch_tokens", train.tokens),
-        words=[*split_words(prepared), words],
+        words=[*split_words(prepared), *_template_words(config.data, prepared.tokenizer), words],
         questions=prepared.meta["questions"],
         end_ids=ChatEncoder(prepared.tokenizer, config.data).end_of_turn_ids(),
         splits={**prepared.counts},
     )
+
+
+def _template_words(data: DataConfig, tokenizer: Any) -> list[str]:
+    """Returns the plan's line on the chat template that data.chat_template=auto chose, where it is not the model's."""
+    if data.chat_template != "auto" or tokenizer.chat_template != find_template("alpaca", tokenizer)[0]:
+        return []
+    return ["chat template: alpaca, as the tokenizer has none of its own (data.chat_template=auto)"]
 
 
 def split_words(prepared: PreparedExamples) -> list[str]:

@@ -101,7 +101,7 @@ def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], keys: dict[
         return Proposal(own, f"{shown}, read as the objective wants")
     if "model" in keys or "model.name_or_path" in keys:
         model = keys.get("model", "")
-        extra = [o for o in _from_scratch(model) if o.partition("=")[0] not in keys]
+        extra = [o for o in _needed_by(model) if o.partition("=")[0] not in keys]
         small = "small" in recipe and is_small(model) and not (_RECIPE - {"model"}) & keys.keys()
         overrides = [*recipe["small" if small else "with_model"], f"data={kind}", *extra, *own]
         return Proposal(overrides, f"{shown}: {' '.join(overrides[:-1])}")
@@ -118,10 +118,10 @@ def is_small(model: str) -> bool:
     return any(file.is_file() and file.stat().st_size < _SMALL for file in files)
 
 
-def _from_scratch(model: str) -> list[str]:
-    """Returns overrides for what conversations need of a model from scratch: length, chat template and tokenizer."""
+def _needed_by(model: str) -> list[str]:
+    """Returns what conversations need of a model: a chat template, and from scratch a length and a tokenizer."""
     if not model or "/" in model or model == "pretrained" or Path(model).is_dir():
-        return []
+        return ["data.chat_template=auto"]
     own = ["data.seq_len=${model.max_position_embeddings}", "data.chat_template=alpaca"]
     return ["tokenizer=bytes", *own] if model.endswith("_nano") else own
 

@@ -47,6 +47,7 @@ def build(config: Config) -> "PythonRun":
         UserError: the command line would refuse the config, or it asks for more than one device.
     """
     from lmtrain.distributed import devices
+    from lmtrain.run import updates
     from lmtrain.run.session import Session
 
     if not isinstance(config, Config):
@@ -55,6 +56,7 @@ def build(config: Config) -> "PythonRun":
     if ranks.find() is not None:
         raise UserError("lmtrain.build makes a run of one process: with torchrun or srun start -m lmtrain.train ...")
     _refuse(config)
+    updates.settle(config)
     folder = run_dir.open_run(config)
     try:
         devices.resolve_auto(config)

@@ -22,6 +22,7 @@ from lmtrain.config.effect import TRIAL
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
+from lmtrain.files import read_jsonl
 from lmtrain.reports import listing, report
 from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
@@ -30,6 +31,8 @@ from lmtrain.run.plan_costs import speed_of
 from lmtrain.run.repository import git_state
 from lmtrain.run_folder.folder import asked
 from lmtrain.secrets import command
+
+_LEARNED = 0.98  # val/loss of a run that has learned something, relative to that before its first step
 
 
 @functools.cache
@@ -132,9 +135,25 @@ def show(run: Run, summary: dict[str, Any], exported: list[Path]) -> None:
         print(", ".join([title, *numbers, str(run.dir.path)]), flush=True)
         return
     run.console.print(terminal.facts(facts_of(run, summary, exported), title))
+    unlearned = hardly_learned(run)
+    if unlearned:
+        run.console.print(f"note: {unlearned}", soft_wrap=True, highlight=False, markup=False)
     run.console.print("next:")
     for line in next_commands(run, summary["status"]):
         run.console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
+
+
+def hardly_learned(run: Run) -> str | None:
+    """Returns a note if the loss on held-out rows has not fallen since before the first step; None without that one."""
+    before = next((row for row in read_jsonl(run.dir.metrics, b'"val/loss"') if "val/loss" in row), None)
+    last = run.metrics.last_val.get("val/loss")
+    if before is None or before["step"] > 0 or last is None or last < _LEARNED * before["val/loss"]:
+        return None
+    return (
+        f"it has hardly learned: val/loss was {before['val/loss']:.4f} before the first step and is {last:.4f} after "
+        f"{terminal.counted(run.trainer.global_step, 'update')}: raise trainer.max_epochs or optimizer.lr (now "
+        f"{run.config.optimizer.lr:g}), or see with python -m lmtrain.inspect what it was shown"
+    )
 
 
 def facts_of(run: Run, summary: dict[str, Any], exported: list[Path]) -> list[tuple[str, str]]:

@@ -383,12 +383,15 @@ def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple
     """Returns the Jinja text of data.chat_template, and its label for messages.
 
     Args:
-        name: None for the tokenizer's own template, one of `NAMED`, or a path to a Jinja file.
+        name: None for the tokenizer's own template, auto for that or else alpaca, one of `NAMED`, or a path to a Jinja
+            file.
 
     Raises:
         UserError: there is no such template, or the tokenizer lacks special tokens of a named template.
     """
     known = ", ".join(sorted(NAMED))
+    if name == "auto":
+        name = None if tokenizer.chat_template else "alpaca"
     if name is None:
         try:
             own = tokenizer.get_chat_template()

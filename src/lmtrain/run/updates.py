@@ -1,0 +1,147 @@
+"""A fine-tune planned in examples and updates (budget.updates): batch, epochs and learning rate from data and model.
+
+Rows are packed, so a batch of 16 rows may be 250 short examples, and 300 examples three updates, which teach nothing.
+The number of examples per update, of passes and the learning rate therefore follow from the number of examples and of
+parameters, by the tables below, measured in benchmarks/fine_tune.py.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lmtrain import terminal
+from lmtrain.adapters.finetune import build_trainable_model
+from lmtrain.config.batch import nearest_divisor
+from lmtrain.config.effect import LENGTHS, positions_of
+from lmtrain.config.options import LoadedModelConfig
+from lmtrain.config.override_text import typed_keys
+from lmtrain.config.schema import Config
+from lmtrain.config.strategies import ranks_per_part
+from lmtrain.data.corpus import build_corpus
+from lmtrain.data.hub import optional_file
+from lmtrain.distributed import devices, ranks
+from lmtrain.errors import UserError
+
+# (fewer examples than this, examples per update): few examples need small batches to give enough updates.
+_BATCHES = ((100, 4), (1_000, 8), (10_000, 16), (math.inf, 32))
+LEAST = 150  # updates that the epochs are raised for, as far as _MOST_EPOCHS
+_EPOCHS, _MOST_EPOCHS = 3, 12  # more passes memorise the examples instead of learning from them
+FEW = 50  # updates below which the plan warns
+_VALIDATIONS = 8
+_FORWARD_TOKENS = 4096  # tokens of a forward pass: longer ones are not faster on a CPU, and fill a GPU well
+_ROW_MULTIPLE = 64
+_RATE_TIMES_WIDTH = 0.1  # 1.6e-3 for 64 channels, 1.7e-4 for 576, 2.4e-5 for 4,096
+_ADAPTERS, _MOST_RATE = 10, 1e-3
+
+
+def settle(config: Config) -> None:
+    """Sets what budget.updates plans, unless it was typed: rows per update, row length, epochs, rate, validations.
+
+    budget.updates is a number of updates, or auto: at least `LEAST`, in `_EPOCHS` passes or more.
+
+    Raises:
+        UserError: the rows are text, which has no examples.
+    """
+    asked = config.budget.updates
+    if asked is None:
+        return
+    if config.data.rows == "text":
+        raise UserError(
+            f"budget.updates={asked} plans by the number of examples, and rows of text have none: set trainer.max_steps"
+        )
+    typed = typed_keys(ranks.typed_or_in_file())
+    config.budget.updates = None  # config.yaml holds what was chosen
+    _fit_to_positions(config, typed)
+    if "debug" in typed:
+        return
+    terminal.quiet_libraries()
+    corpus = build_corpus(config)
+    examples: Any = getattr(corpus.train, "examples", None)
+    if examples is None:
+        return  # rows of a user's own format, which are not packed
+    number, tokens = len(examples), int(examples.lengths.sum())
+    size = examples_per_update(number)
+    epochs = min(_MOST_EPOCHS, max(_EPOCHS, math.ceil(LEAST * size / number)))
+    if asked != "auto":
+        epochs = max(1, math.ceil(int(asked) * size / number))
+    plan: dict[str, Any] = rows_of(config, size, tokens / number, int(examples.lengths.max()))
+    plan |= {"trainer.max_epochs": epochs, "trainer.max_steps": None}
+    if config.budget.chosen is not None or any(key in typed for key in LENGTHS):
+        plan = {key: value for key, value in plan.items() if key not in LENGTHS}
+    plan["trainer.val_check_interval"] = max(1, math.ceil(number * epochs / size / _VALIDATIONS))
+    plan["trainer.val_before_training"] = True  # to see at the end whether the loss has fallen
+    # Preferences and rewards need rates of their own, and so do other optimizers.
+    if config.objective.rows == "conversations" and config.optimizer.name in ("adamw", "adamw_8bit"):
+        plan["optimizer.lr"] = learning_rate(config, corpus.tokenizer)
+    for key, value in plan.items():
+        if key not in typed:
+            section, name = key.split(".")
+            setattr(getattr(config, section), name, value)
+
+
+def _fit_to_positions(config: Config, typed: Mapping[str, Any]) -> None:
+    """Shortens untyped rows to the positions of a model of the hub; those of a folder are known before (effect.py)."""
+    model, data = config.model, config.data
+    if not isinstance(model, LoadedModelConfig) or model.name_or_path is None or "data.seq_len" in typed:
+        return
+    file = optional_file(model.name_or_path, "config.json", revision=model.revision)
+    most = positions_of(str(file.parent)) if file is not None else None
+    if most is not None and most < data.seq_len:
+        data.seq_len, data.max_length = most, min(most, data.max_length or most)
+
+
+def examples_per_update(number: int) -> int:
+    """Returns how many examples an update averages over, for a number of examples to train on."""
+    return next(size for below, size in _BATCHES if number < below)
+
+
+def rows_of(config: Config, size: int, mean: float, longest: int) -> dict[str, Any]:
+    """Returns the rows per update, their length and the rows per forward pass that make updates of `size` examples.
+
+    Args:
+        mean, longest: the tokens of an example.
+    """
+    data, parts = config.data, _parts(config)
+    length = data.seq_len
+    if data.packing in (None, "off"):
+        rows, length = -(-size // parts), longest
+    else:  # a row per device holds its share of the update, unless longer rows are needed or allowed
+        held = max(1, int(data.seq_len / mean))  # whole examples in the longest row
+        rows = max(1, round(size / parts / held))
+        if rows == 1:  # whole examples leave a rest of the row free
+            length = min(length, _up_to_multiple(max(longest, (size / parts + 0.5) * mean)))
+    micro = nearest_divisor(rows, min(rows, max(1, _FORWARD_TOKENS // length)))
+    plan = {"data.global_batch_size": rows * parts, "data.micro_batch_size": micro}
+    return plan if data.packing in (None, "off") else {**plan, "data.seq_len": length}
+
+
+def _up_to_multiple(tokens: float) -> int:
+    return math.ceil(tokens / _ROW_MULTIPLE) * _ROW_MULTIPLE
+
+
+def _parts(config: Config) -> int:
+    """Returns the number of devices, or of groups of devices, that read different rows."""
+    layout = ranks.find()
+    if layout is not None:
+        devices_here, nodes = layout.per_node, layout.nodes
+    else:
+        devices.resolve_auto(config)
+        devices_here, nodes = int(config.trainer.devices), config.trainer.num_nodes
+    return max(1, devices_here * nodes // ranks_per_part(config.trainer))
+
+
+def learning_rate(config: Config, tokenizer: Any) -> float:
+    """Returns the rate for fine-tuning: inverse to the model's width, and ten times that for adapters.
+
+    Wider layers need smaller updates of each weight (muP, Yang et al. 2022, arXiv:2203.03466); the factor for adapters
+    is that of "LoRA Without Regret" (Schulman et al. 2025). Two digits, so that the plan can be read.
+    """
+    with torch.device("meta"):
+        model = build_trainable_model(config, tokenizer)
+    width = model.config.get_text_config().hidden_size
+    rate = _RATE_TIMES_WIDTH / width
+    if config.peft.method != "none":
+        rate = min(_ADAPTERS * rate, _MOST_RATE)
+    return float(f"{rate:.1e}")
