@@ -35,6 +35,7 @@ COMMON = [
     "trainer.max_epochs=null",
     "trainer.log_every_n_steps=1",
     "trainer.val_check_interval=15",
+    "trainer.val_before_training=false",
     "trainer.limit_val_batches=2",
     "trainer.save_every_n_steps=null",
     "schedule.warmup_steps=5",
