@@ -35,7 +35,7 @@ from lmtrain.optim.groups import table_rows
 from lmtrain.optim.skipping import can_skip
 from lmtrain.reports.inspection import row_mask
 from lmtrain.reports.token_view import has_colour, legend, marked, pieces
-from lmtrain.run import plan_costs
+from lmtrain.run import plan_costs, updates
 from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
 from lmtrain.secrets import shown
@@ -94,7 +94,7 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
         *(("mixers", f"{n} layers read each packed document as a row of its own") for n in [by_rows(model)] if n),
         ("data", "\n".join([*corpus.words, *corpus.notes])),
         ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.tokenizer):,} tokens"),
-        ("batch", f"{split} = {tokens_per_step:,} tokens a step{examples_words(run)}"),
+        ("batch", f"{split} = {tokens_per_step:,} tokens a step{updates.examples_words(c, corpus)}"),
         *growth_rows(c),
         ("length", f"{counted(run.total_steps, 'step')}{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
                    f" = {si(tokens)} tokens = {tokens / corpus.epoch_tokens:.2f} "
@@ -115,15 +115,6 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
         ("run", str(run.dir.path)),
         ("start", resumed_from or ("from scratch" if c.model.init == "scratch" else "pretrained weights")),
     ]  # fmt: skip
-
-
-def examples_words(run: Run) -> str:
-    """Returns how many examples an update averages over, for rows that hold examples; else ''."""
-    examples = getattr(run.corpus.train, "examples", None)
-    if run.config.data.rows == "text" or examples is None:
-        return ""
-    per_row = len(examples) / len(run.corpus.train)
-    return f", about {per_row * step_sizes(run.config.data).last:.0f} of {len(examples):,} examples"
 
 
 def growth_rows(c: Config) -> list[tuple[str, str]]:
@@ -296,19 +287,6 @@ def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
     ]
 
 
-_FEW_UPDATES = 50
-
-
-def for_updates(c: Config, steps: int) -> list[str]:
-    """Returns a note on a fine-tune of too few updates to learn from its examples."""
-    if c.data.rows == "text" or steps >= _FEW_UPDATES or c.trainer.fast_dev_run or c.trainer.overfit_batches:
-        return []
-    return [
-        f"{counted(steps, 'update')} will hardly teach the model anything: budget.updates=auto chooses batch, epochs "
-        "and rate by the number of examples, or lower data.global_batch_size and raise trainer.max_epochs"
-    ]
-
-
 def for_budget(c: Config, steps: int, ended_by: str | None) -> list[str]:
     """Returns notes on the number of steps that a budget chose, and on epochs that end the run before its minutes."""
     if c.budget.chosen is None:
@@ -340,7 +318,7 @@ def advice(run: Run) -> list[str]:
     if unheard := overruled(c):
         notes.append(f"{c.trainer.deepspeed.config}: the run's own config overrides {', '.join(unheard)}")
     notes += for_budget(c, run.total_steps, run.ended_by)
-    notes += for_updates(c, run.total_steps)
+    notes += updates.advice(c, run.total_steps)
     notes += for_mixtures(corpus.train, run.total_steps)
     r = c.router
     if not run.objective.model.router_losses.kinds and (r.load_balance or r.deviation or r.z_loss):

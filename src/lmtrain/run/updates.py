@@ -1,8 +1,8 @@
 """A fine-tune planned in examples and updates (budget.updates): batch, epochs and learning rate from data and model.
 
 Rows are packed, so a batch of 16 rows may be 250 short examples, and 300 examples three updates, which teach nothing.
-The number of examples per update, of passes and the learning rate therefore follow from the number of examples and of
-parameters, by the tables below, measured in benchmarks/fine_tune.py.
+The number of examples per update, of passes and the learning rate therefore follow from the number of examples and the
+width of the model, by the tables below, measured in benchmarks/fine_tune.py.
 """
 
 import math
@@ -13,22 +13,23 @@ import torch
 
 from lmtrain import terminal
 from lmtrain.adapters.finetune import build_trainable_model
-from lmtrain.config.batch import nearest_divisor
+from lmtrain.config.batch import nearest_divisor, step_sizes
 from lmtrain.config.effect import LENGTHS, positions_of
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import ranks_per_part
-from lmtrain.data.corpus import build_corpus
+from lmtrain.data.corpus import Corpus, build_corpus
 from lmtrain.data.hub import optional_file
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
+from lmtrain.terminal import counted
 
 # (fewer examples than this, examples per update): few examples need small batches to give enough updates.
 _BATCHES = ((100, 4), (1_000, 8), (10_000, 16), (math.inf, 32))
-LEAST = 150  # updates that the epochs are raised for, as far as _MOST_EPOCHS
+_LEAST = 150  # updates that the epochs are raised for, as far as _MOST_EPOCHS
 _EPOCHS, _MOST_EPOCHS = 3, 12  # more passes memorise the examples instead of learning from them
-FEW = 50  # updates below which the plan warns
+_FEW = 50  # updates below which the plan warns
 _VALIDATIONS = 8
 _FORWARD_TOKENS = 4096  # tokens of a forward pass: longer ones are not faster on a CPU, and fill a GPU well
 _ROW_MULTIPLE = 64
@@ -39,7 +40,7 @@ _ADAPTERS, _MOST_RATE = 10, 1e-3
 def settle(config: Config) -> None:
     """Sets what budget.updates plans, unless it was typed: rows per update, row length, epochs, rate, validations.
 
-    budget.updates is a number of updates, or auto: at least `LEAST`, in `_EPOCHS` passes or more.
+    budget.updates is a number of updates, or auto: at least `_LEAST`, in `_EPOCHS` passes or more.
 
     Raises:
         UserError: the rows are text, which has no examples.
@@ -63,7 +64,7 @@ def settle(config: Config) -> None:
         return  # rows of a user's own format, which are not packed
     number, tokens = len(examples), int(examples.lengths.sum())
     size = examples_per_update(number)
-    epochs = min(_MOST_EPOCHS, max(_EPOCHS, math.ceil(LEAST * size / number)))
+    epochs = min(_MOST_EPOCHS, max(_EPOCHS, math.ceil(_LEAST * size / number)))
     if asked != "auto":
         epochs = max(1, math.ceil(int(asked) * size / number))
     plan: dict[str, Any] = rows_of(config, size, tokens / number, int(examples.lengths.max()))
@@ -145,3 +146,23 @@ def learning_rate(config: Config, tokenizer: Any) -> float:
     if config.peft.method != "none":
         rate = min(_ADAPTERS * rate, _MOST_RATE)
     return float(f"{rate:.1e}")
+
+
+def examples_words(config: Config, corpus: Corpus) -> str:
+    """Returns how many examples an update averages over, for the plan; '' for rows that hold none."""
+    examples: Any = getattr(corpus.train, "examples", None)
+    if config.data.rows == "text" or examples is None:
+        return ""
+    per_update = len(examples) / len(corpus.train) * step_sizes(config.data).last
+    return f", about {per_update:.0f} of {len(examples):,} examples"
+
+
+def advice(config: Config, steps: int) -> list[str]:
+    """Returns the plan's note on a fine-tune of too few updates to learn from its examples."""
+    t = config.trainer
+    if config.data.rows == "text" or steps >= _FEW or t.fast_dev_run or t.overfit_batches:
+        return []
+    return [
+        f"{counted(steps, 'update')} will hardly teach the model anything: budget.updates=auto chooses batch, epochs "
+        "and rate by the number of examples, or lower data.global_batch_size and raise trainer.max_epochs"
+    ]
