@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"  # for character tokenizers only: a prompt may hold a character that the corpus lacks
 # The files of a folder that make up its identity.
 _FILES = ("tokenizer*", "*.model", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*",
-          "processor_config.json")  # fmt: skip
+          "additional_chat_templates/*", "processor_config.json")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,18 @@ def unknown_token(tokenizer: PreTrainedTokenizerFast) -> int | None:
     return None if unknown == tokenizer.eos_token_id else unknown
 
 
-def plain_backend(tokenizer: PreTrainedTokenizerFast) -> Backend:
-    """Returns a copy of the tokenizer's backend that reads special tokens as text, without truncation and padding."""
-    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+def plain_backend(tokenizer: PreTrainedTokenizerFast, also: Collection[str] = ()) -> Backend:
+    """Returns a copy of the tokenizer's backend that reads special tokens as text, without truncation and padding.
+
+    also: added tokens that it reads as text too, though they are not flagged as special.
+    """
+    if also:
+        plain = json.loads(tokenizer.backend_tokenizer.to_str())
+        for token in plain["added_tokens"]:
+            token["special"] = token["special"] or token["content"] in also
+        backend = Backend.from_str(json.dumps(plain))
+    else:
+        backend = copy.deepcopy(tokenizer.backend_tokenizer)
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -356,7 +365,10 @@ def file_hashes(folder: Path) -> dict[str, str]:
     Raises:
         OSError: a file can't be read, or is not a regular file.
     """
-    return {path.name: _sha256(path) for path in sorted(folder.iterdir())} if folder.is_dir() else {}
+    if not folder.is_dir():
+        return {}
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(folder).as_posix(): _sha256(path) for path in sorted(files)}
 
 
 def gives_ids_of(folder: Path, known: str) -> bool:

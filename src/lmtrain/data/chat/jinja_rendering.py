@@ -209,23 +209,26 @@ class Template:
     Args:
         text: the template.
         label: its name in messages: "chatml", "the tokenizer's own".
+        tool_use: the template of conversations with tools, if the tokenizer has another for them.
 
     Raises:
         UserError: the template can't render a question and its answer, or there is no token to end an answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, label: str) -> None:
-        self.text, self.label = text, label
-        self.has_markers = bool(_MARKERS.search(text))
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, label: str, tool_use: str | None = None) -> None:
+        self.text, self.label, self.tool_use = text, label, tool_use
+        variants = [text, *([tool_use] if tool_use else [])]
+        self.has_markers = all(_MARKERS.search(variant) for variant in variants)
         # Special tokens that the tokenizer lacks are rendered as ""; some templates fail on undefined names.
         self._special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
         self._special |= {k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
         # The key under which the template reads an answer's reasoning, if it isn't reasoning_content; "" for none.
-        keys = () if "reasoning_content" in text else ("thinking", "reasoning")
-        self._thought = next((key for key in keys if re.search(rf"message\W+(get\W+)?{key}\b", text)), "")
+        every = "\n".join(variants)
+        keys = () if "reasoning_content" in every else ("thinking", "reasoning")
+        self._thought = next((key for key in keys if re.search(rf"message\W+(get\W+)?{key}\b", every)), "")
         self.special_tokens = special_tokens(tokenizer)
         # What it has counted over the messages may matter behind them, where a Trace doesn't see it.
-        self._keeps_state = bool(re.search(r"\b(namespace|cycler|joiner)\b", text))
+        self._keeps_state = bool(re.search(r"\b(namespace|cycler|joiner)\b", every))
         self._in_parts = False
         self._known: dict[str, str] = {}  # texts by what they were rendered from
         try:
@@ -317,8 +320,9 @@ class Template:
         try:
             with time_limit(PATIENCE):
                 spelt = [self._spelt(messages) for messages in chats]
+                text = self.tool_use if tools and self.tool_use else self.text
                 return render_jinja_template(
-                    conversations=spelt, tools=tools, chat_template=self.text, **self._special, **options
+                    conversations=spelt, tools=tools, chat_template=text, **self._special, **options
                 )
         except TookTooLong:
             found = f"{where + ': ' if where else ''}the chat template ({self.label}) has not rendered a conversation"
@@ -379,8 +383,8 @@ _FOLDER = Path(__file__).parent / "jinja"
 NAMED: dict[str, list[str]] = TABLES["templates"]  # the special tokens that each template writes
 
 
-def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
-    """Returns the Jinja text of data.chat_template, and its label for messages.
+def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str, str | None]:
+    """Returns the Jinja text of data.chat_template, its label for messages, and the text for rows with tools, if any.
 
     Args:
         name: None for the tokenizer's own template, auto for that or else alpaca, one of `NAMED`, or a path to a Jinja
@@ -393,20 +397,21 @@ def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple
     if name == "auto":
         name = None if tokenizer.chat_template else "alpaca"
     if name is None:
-        try:
-            own = tokenizer.get_chat_template()
-        except ValueError:
+        own: Any = tokenizer.chat_template
+        named = own if isinstance(own, dict) else {"default": own}
+        if isinstance(named.get("default"), str):
+            return named["default"], "the tokenizer's own", named.get("tool_use")
+        found = f"{tokenizer.name_or_path}: chat_template of the tokenizer is {own!r:.80}, and no Jinja text"
+        if own is None:
             found = "the tokenizer has no chat template"
-        else:
-            if isinstance(own, str):
-                return own, "the tokenizer's own"
-            found = f"{tokenizer.name_or_path}: chat_template of the tokenizer is {own!r:.80}, and no Jinja text"
+        elif isinstance(own, dict):
+            found = f"the tokenizer has the chat templates {', '.join(own)}, and none for every conversation (default)"
         raise UserError(f"{found}: choose one with data.chat_template ({known}, or a Jinja file)")
     if name not in NAMED:
         path = Path(name).expanduser()
         if not path.is_file():
             raise UserError(f"data.chat_template={name} is neither a file nor one of {known}")
-        return path.read_text(encoding="utf-8"), str(path)
+        return path.read_text(encoding="utf-8"), str(path), None
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in NAMED[name] if token not in vocabulary]
     if missing:
@@ -414,4 +419,4 @@ def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple
             f"data.chat_template={name}: the tokenizer has no {' '.join(missing)}: add them with 'tokenizer.add_tokens="
             f"[{','.join(missing)}]', or choose a template that needs none (alpaca, zephyr, vicuna)"
         )
-    return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), name
+    return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), name, None

@@ -94,7 +94,7 @@ class ChatTemplate(Template):
         if any(not made.text[:end].rstrip().endswith(self.special_tokens) for end in ends):
             ended = f"answers that the chat template ({self.label}) ends without a special token"
             made.remarks.append(f"{ended}: the model doesn't learn to stop there")
-        if "strftime_now" in self.text:
+        if "strftime_now" in f"{self.text}{self.tool_use}":
             made.remarks.append(f"rendered with the day they were prepared, for the chat template ({self.label})")
         after = self.after_turn
         made.borders = [end + len(after) if made.text.startswith(after, end) else end for end in ends]

@@ -12,7 +12,7 @@ is refused: it could spell a special token.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tokenizers import AddedToken
@@ -26,16 +26,22 @@ _IN_CONTENT, _BY_TEMPLATE = 0xF8000, 0x108000
 
 
 class PlainText:
-    """Encodes rendered conversations whose contents were masked with `mask`."""
+    """Encodes rendered conversations whose contents were masked with `mask`.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        special = special_tokens(tokenizer)
+    Args:
+        template: the text of the chat template. Added tokens that it writes are masked too where no answer has them:
+            <think> and <tool_call> of many tokenizers aren't flagged as special.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str = "") -> None:
+        flagged = special_tokens(tokenizer)
+        special = control_tokens(tokenizer, template)
         self._numbers = {token: i for i, token in enumerate(special)}
-        self._pattern = pattern_of(special)
+        self._pattern, self._in_answers = pattern_of(special), pattern_of(flagged)
         last = max(0, len(special) - 1)
         masks = [f"{chr(first)}-{chr(first + last)}" for first in (_IN_CONTENT, _BY_TEMPLATE)]
         self._reserved = re.compile(f"[{''.join(masks)}]")
-        self._backend = plain_backend(tokenizer)
+        self._backend = plain_backend(tokenizer, sorted({*special} - {*flagged}))
         settings = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
         self._ids: dict[int, int] = {}
         for token in special:
@@ -47,8 +53,11 @@ class PlainText:
             assert number is not None  # just added
             self._ids[number] = tokenizer.convert_tokens_to_ids(token)
 
-    def mask(self, value: Any, where: str) -> Any:
+    def mask(self, value: Any, where: str, is_answer: bool = False) -> Any:
         """Returns messages or tools with the special tokens in their strings masked, except in roles.
+
+        is_answer: the value is what an assistant says, in which only tokens that are flagged as special are masked:
+            it may write a template's own marks, such as those of its reasoning.
 
         Raises:
             BadRow: a string holds a character that masks are made of.
@@ -57,11 +66,16 @@ class PlainText:
             if found := self._reserved.search(value):
                 held = f"a text holds the private-use character U+{ord(found[0]):X}"
                 raise BadRow(where, f"{held}, which data.allow_special_text=false reserves")
-            return self._pattern.sub(lambda found: _masked(found[0], _IN_CONTENT + self._numbers[found[0]]), value)
+            pattern = self._in_answers if is_answer else self._pattern
+            return pattern.sub(lambda found: _masked(found[0], _IN_CONTENT + self._numbers[found[0]]), value)
         if isinstance(value, list):
             return [self.mask(item, where) for item in value]
         if isinstance(value, dict):
-            return {key: item if key == "role" else self.mask(item, where) for key, item in value.items()}
+            said = value.get("role") == "assistant"
+            return {
+                self.mask(key, where): item if key == "role" else self.mask(item, where, said and key == "content")
+                for key, item in value.items()
+            }
         return value
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -77,6 +91,22 @@ def special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
     """Returns the texts of a tokenizer's special tokens, longest first."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return _longest_first({*added, *tokenizer.all_special_tokens})
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerFast, template: str) -> tuple[str, ...]:
+    """Returns the texts of the special tokens and of the added tokens that a template writes, longest first."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()}
+    return _longest_first({*special_tokens(tokenizer), *(token for token in added if token in template)})
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """Yields the strings in a value of lists and mappings, keys included."""
+    if isinstance(value, str):
+        yield value
+    for item in value if isinstance(value, list | dict) else ():
+        yield from strings_of(item)
+    for item in value.values() if isinstance(value, dict) else ():
+        yield from strings_of(item)
 
 
 def pattern_of(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -17,7 +17,14 @@ from lmtrain.data import framing
 from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.jinja_rendering import ANSWER, QUESTION, answers_of, find_template, reads, with_options
 from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
-from lmtrain.data.chat.special_text import AnswerDecoder, PlainText, pattern_of, special_tokens
+from lmtrain.data.chat.special_text import (
+    AnswerDecoder,
+    PlainText,
+    control_tokens,
+    pattern_of,
+    special_tokens,
+    strings_of,
+)
 from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.data.fast_ids import TextIds
 from lmtrain.data.tokenizers import plain_backend
@@ -81,7 +88,6 @@ def _piece(ids: list[int], trained: list[bool], start: int, end: int, cut: int) 
     return Example(ids[start:end], [False, *trained[start + 1 : end]], cut)
 
 
-_SAID = ("content", "reasoning_content")
 Encoding = tuple[list[int], list[bool], list[int]]  # ids, label mask, borders at which to split
 
 
@@ -105,8 +111,9 @@ class ChatEncoder:
         # Plain texts need no template, so it is not an error here if neither config nor tokenizer names one.
         self._template = self.chat if cfg.chat_template or tokenizer.chat_template else None
         self._start = framing.wanted(tokenizer, cfg)
-        self._special = pattern_of(special_tokens(tokenizer))
-        self._plain = PlainText(tokenizer) if cfg.allow_special_text is False else None
+        every = f"{self._template.text}{self._template.tool_use or ''}" if self._template else ""
+        self._special, self._control = map(pattern_of, (special_tokens(tokenizer), control_tokens(tokenizer, every)))
+        self._plain = PlainText(tokenizer, every) if cfg.allow_special_text is False else None
         backend = plain_backend(tokenizer)
         backend.encode_special_tokens = tokenizer.split_special_tokens
         self._ids = TextIds(backend)
@@ -121,7 +128,8 @@ class ChatEncoder:
     def identity(self) -> dict[str, Any]:
         """What determines the tokens besides the rows, the settings and the tokenizer's rules."""
         special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        return {"template": self.template, "special_tokens": special}
+        more = {"tool_use": self._template.tool_use} if self._template and self._template.tool_use else {}
+        return {"template": self.template, "special_tokens": special, **more}
 
     def begin_row(self) -> None:
         """Resets `remarks` and `texts` for a new row."""
@@ -178,8 +186,8 @@ class ChatEncoder:
         The first token is never scored, as no token before it predicts it.
         """
         text = sample.prompt + sample.completion
-        self._note_special_text(text)
-        ids, offsets = self._tokens(self._plain.mask(text, sample.where) if self._plain else text)
+        self._note_special_text(self._special.findall(text))
+        ids, offsets = self._tokens(self._plain.mask(text, sample.where, True) if self._plain else text)
         first, _ = _tokens_of(offsets, (len(sample.prompt), len(sample.prompt) + len(sample.completion)))
         if self.cfg.train_on == "all":
             first = 0
@@ -198,7 +206,7 @@ class ChatEncoder:
     def prompt_ids(self, sample: Conversation | Completion, ask: bool = True) -> list[int]:
         """Returns the ids from which a model generates the last answer; without generation prompt if not `ask`."""
         if isinstance(sample, Completion):
-            prompt = self._plain.mask(sample.prompt, sample.where) if self._plain else sample.prompt
+            prompt = self._plain.mask(sample.prompt, sample.where, True) if self._plain else sample.prompt
             return framing.begun(self._tokens(prompt)[0], self._start)
         asked = self._masked(sample)
         messages = asked.messages[: answers_of(asked.messages)[-1]]
@@ -258,19 +266,26 @@ class ChatEncoder:
         return [self._encoded(text, sample) for text in texts]
 
     def _masked(self, sample: Conversation) -> Conversation:
-        """Masks special tokens in contents if data.allow_special_text=false; adds a remark if there are any.
+        """Masks special tokens in texts if data.allow_special_text=false; adds a remark if there are any.
 
-        Also adds one for each variable of the row that the template doesn't read.
+        Also adds one for each variable of the row that the template doesn't read. An answer's own end of turn at its
+        end is none of its text: the template writes it.
         """
         for name in sample.options:
-            if not reads(self.chat.text, name):
+            if not reads(f"{self.chat.text}{self.chat.tool_use or ''}", name):
                 words = (
                     f"{name} of chat_template_kwargs, which the chat template ({self.chat.label}) never shows the model"
                 )
                 self.remarks.append(Remark(words, lost=True))
-        self._note_special_text(" ".join(str(turn.get(key, "")) for turn in sample.messages for key in _SAID))
+        found = []
+        for turn in [*sample.messages, {"tools": sample.tools}]:
+            said = {key: turn[key] for key in turn.keys() & {"content"} if turn.get("role") == "assistant"}
+            found += self._special.findall(" ".join(said.values()))
+            others = {key: value for key, value in turn.items() if key not in {*said, "role"}}
+            found += self._control.findall(" ".join(strings_of(list(others.values()))))
+        self._note_special_text(found)
         if self._plain is None:
-            return sample
+            return replace(sample, messages=[self._without_end(turn) for turn in sample.messages]) if found else sample
         messages, tools = (self._plain.mask(value, sample.where) for value in (sample.messages, sample.tools))
         return replace(sample, messages=messages, tools=tools)
 
@@ -297,8 +312,16 @@ class ChatEncoder:
             self.remarks.append(Remark(words, lost=name not in LABELS))
         self.remarks += [Remark(words) for text in texts for words in text.remarks]
 
-    def _note_special_text(self, text: str) -> None:
-        found = sorted(set(self._special.findall(text)))
+    def _without_end(self, turn: dict[str, Any]) -> dict[str, Any]:
+        if turn["role"] != "assistant":
+            return turn
+        ends = tuple(self.tokenizer.convert_ids_to_tokens(self.end_of_turn_ids()))
+        content = turn["content"].rstrip()
+        end = next((end for end in ends if content.endswith(end)), None)
+        return turn if end is None else {**turn, "content": content.removesuffix(end)}
+
+    def _note_special_text(self, tokens: list[str]) -> None:
+        found = sorted(set(tokens))
         if found:
             read = "as text" if self._plain else "as the tokens themselves (false: as text)"
             words = f"special tokens written in their text ({' '.join(found)}), read {read} by data.allow_special_text"

@@ -142,7 +142,7 @@ class TemplateRows:
         return self.chat.tokenizer.decode(ids)
 
     def finish_tokenizer(self, tokenizer: Any) -> None:
-        if self.chat.template:
+        if self.chat.cfg.chat_template:  # else it keeps its own, of which it may have several
             tokenizer.chat_template = self.chat.template
 
 
