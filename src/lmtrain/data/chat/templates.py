@@ -247,8 +247,11 @@ class ChatEncoder:
 
     @cached_property
     def chat(self) -> ChatTemplate:
-        found, label = find_template(self.cfg.chat_template, self.tokenizer)
-        return ChatTemplate(self.tokenizer, with_options(found, label, self.cfg.template_options or {}), label)
+        text, label, tool_use = find_template(self.cfg.chat_template, self.tokenizer)
+        options = self.cfg.template_options or {}
+        if tool_use:
+            tool_use = with_options(tool_use, label, {k: v for k, v in options.items() if reads(tool_use, k)})
+        return ChatTemplate(self.tokenizer, with_options(text, label, options), label, tool_use)
 
     def _conversation(self, sample: Conversation) -> list[Encoding]:
         sample, answers = self._masked(sample), [i for i in answers_of(sample.messages) if i >= sample.given]

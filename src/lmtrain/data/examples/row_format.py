@@ -142,8 +142,13 @@ class TemplateRows:
         return self.chat.tokenizer.decode(ids)
 
     def finish_tokenizer(self, tokenizer: Any) -> None:
-        if self.chat.cfg.chat_template:  # else it keeps its own, of which it may have several
-            tokenizer.chat_template = self.chat.template
+        if self.chat.template is None:
+            return
+        found, several = self.chat.chat, tokenizer.chat_template
+        tokenizer.chat_template = found.text
+        if isinstance(several, dict) and not self.chat.cfg.chat_template:
+            tools = {"tool_use": found.tool_use} if found.tool_use else {}
+            tokenizer.chat_template = {**several, "default": found.text, **tools}
 
 
 class ChatRows(TemplateRows):
