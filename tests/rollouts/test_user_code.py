@@ -1,7 +1,10 @@
 """Tools and environments of users: coroutines, exits, what can't be copied, and classes without our base class."""
 
 import json
+import os
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +14,8 @@ from transformers import AutoTokenizer
 
 import lmtrain
 import odd_environments
+import own_tools
+from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
 from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.examples.prompt_rows import PromptRow
@@ -178,11 +183,36 @@ def test_an_async_reward_is_awaited() -> None:
     assert failed.reasons == {"n raised SystemExit: 0": 1}
 
 
+def test_tools_in_their_own_process_are_ended_whatever_they_do() -> None:
+    tools = (own_tools.count, own_tools.later, own_tools.crash, own_tools.leave, own_tools.hold, own_tools.compute)
+    for tool in tools:
+        tool.start_process()  # type: ignore[attr-defined]
+
+    def said(name: str, seconds: float = 20.0, arguments: str = "{}") -> str:
+        (call,) = execute(f'{{"name": "{name}", "arguments": {arguments}}}', tools, seconds)
+        return call.result
+
+    assert [said("count"), said("count", arguments='{"step": 2}')] == ["1", "3"]
+    assert json.loads(said("later"))["process"] != str(os.getpid())
+    assert said("leave") == "error: SystemExit: 3"
+    assert said("crash") == f"error: the process of crash ended with exit code {-signal.SIGSEGV}"
+    for name in ("hold", "compute"):  # their processes have started meanwhile
+        began, process = time.monotonic(), process_of(name)
+        assert said(name, 0.5) == f"error: {name} took longer than 0.5 s"
+        assert time.monotonic() - began < 5
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+    assert said("count") == "4"
+
+
+def process_of(tool: str) -> int:
+    found = subprocess.run(
+        ["pgrep", "-P", str(os.getpid()), "-f", f"own_tools {tool}$"], capture_output=True, text=True
+    )
+    return int(found.stdout)
+
+
 def test_a_time_limit_holds_in_other_threads_and_ends_with_its_context() -> None:
-    import threading
-
-    from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
-
     found = []
 
     def loop() -> None:

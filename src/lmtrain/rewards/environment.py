@@ -144,9 +144,13 @@ def build_environment(entry: dict[str, Any], allow_target: Sequence[str]) -> Cal
     else:
         make = partial(_adapted, entry, key, cls, allow_target)
     try:
-        schemas(run_user_code(make, None))
+        environment = run_user_code(make, None)
+        schemas(environment)
     except Escaped as error:
         raise UserError(f"{key}: {target} raised {error}") from None
+    for tool in environment.tools:
+        if hasattr(tool, "start_process"):  # own_process.py; it is ready when the first call comes
+            tool.start_process()
     return make
 
 

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
+from lmtrain.rewards.own_process import ToolFailed
 
 
 class Escaped(Exception):
@@ -42,7 +43,7 @@ def run_user_code(function: Callable[[], Any], seconds: float | None) -> Any:
 
 def described(error: BaseException) -> str:
     """Returns class and text of an exception of the user's code in one line."""
-    if isinstance(error, Escaped):
+    if isinstance(error, Escaped | ToolFailed):
         return str(error)
     try:
         words = " ".join(str(error).split())
