@@ -34,7 +34,7 @@ from lmtrain.distributed.ranks import end_with_parent
 from lmtrain.errors import RunError, UserError
 
 # Raised when the same rows and settings begin to give different examples, so that older folders are no longer used.
-EXAMPLES_VERSION = 8
+EXAMPLES_VERSION = 9
 _SHARD_TOKENS = 2**30  # maximum number of tokens in one file
 MAX_QUESTIONS = 256  # validation rows also kept as text, to compare generated answers with their references
 
