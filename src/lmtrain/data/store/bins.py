@@ -164,7 +164,37 @@ def _open_plain(folder: Path, split: str) -> SplitBins:
         raise UserError(f"{file} is not a whole number of {dtype} tokens ({file.stat().st_size} bytes)")
     if tokens == 0:
         raise UserError(f"{file} is empty")
+    if (other := _other_layout(file)) is not None:
+        raise UserError(
+            f"{file} holds {other}, where nanoGPT's {dtype} is read, so that the model would learn other tokens than are "
+            f"meant: write it as {dtype} without a header, or prepare the text with lmtrain.prepare"
+        )
     return SplitBins([Shard(file, dtype, tokens, {})], tokens, None, None, dtype, None)
+
+
+def _other_layout(file: Path) -> str | None:
+    """Returns what other programs' tokens a file without metadata looks like, or None for uint16.
+
+    Read as a wider type, tokens of uint16 are huge numbers: no tokenizer has so many ids.
+    """
+    start = np.fromfile(file, dtype="<u2", count=_LOOKED_AT)
+    magic = int(start[:2].view("<u4")[0]) if len(start) > 1 else 0
+    if magic in _HEADERS:
+        return f"the header of {_HEADERS[magic]} and then tokens"
+    is_small = int(start.max()) < _MOST_IDS >> 16  # the tokens of a vocabulary that small are of any width
+    for dtype in () if is_small else map(np.dtype, ("<u8", "<u4", ">u8", ">u4")):
+        size = len(start) * start.itemsize
+        ids = start[: size // dtype.itemsize * dtype.itemsize // start.itemsize].view(dtype)
+        if len(ids) >= _ENOUGH and int(ids.max()) < _MOST_IDS:
+            order = ", big endian" if dtype.str[0] == ">" else ""
+            return f"tokens of {dtype.itemsize} bytes each (such as {dtype.name} or int{8 * dtype.itemsize}{order})"
+    return None
+
+
+_LOOKED_AT = 1 << 20  # 16-bit words of a file without metadata
+_ENOUGH = 64  # tokens that tell a file's layout
+_MOST_IDS = 2**20  # no tokenizer has more
+_HEADERS = {20240520: "llm.c and modded-nanogpt", 20240801: "llm.c for Llama 3"}  # the first of 256 int32
 
 
 def largest_token(bins: SplitBins, chunk: int = 1 << 22) -> int:
