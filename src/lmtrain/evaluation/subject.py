@@ -45,7 +45,7 @@ def load(name: str, which: str, config: Config) -> Subject:
     folder = path.absolute() if (path / "config.yaml").exists() else None
     if folder is not None:
         run = RunDir(folder)
-        hf_model, tokenizer, checkpoint = trained.from_run(run, which, grants)
+        hf_model, tokenizer, checkpoint = trained.from_run(run, which, grants, to_read=True)
         own, label, source = rules.load(run.config, grants), checkpoint.name, run.tokenizer
     else:
         hf_model, tokenizer = trained.load(name, which, grants)

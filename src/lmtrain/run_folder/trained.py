@@ -14,6 +14,7 @@ from lmtrain.adapters.trainable import check_weights, restore_start, trainable_n
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import compose as rules
 from lmtrain.config import trust
+from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.override_text import shell_word
 from lmtrain.config.schema import Config
 from lmtrain.config.targets import find_class
@@ -30,7 +31,7 @@ _PREFIX = "model.model."  # LightningModule.model (LanguageModel) .model (transf
 
 
 def from_run(
-    run: RunDir, which: str, grants: trust.Grants, *, on_host: bool = False
+    run: RunDir, which: str, grants: trust.Grants, *, on_host: bool = False, to_read: bool = False
 ) -> tuple[PreTrainedModel, Any, Path]:
     """Returns the model, the tokenizer and the checkpoint's folder; `which` is best, last or a checkpoint's name.
 
@@ -38,8 +39,13 @@ def from_run(
 
     The model is in fp32 on the CPU; with a quantized base it is on the device of its config's trainer.accelerator,
     unless there is no GPU or `on_host` is set.
+
+    to_read: the run's export may be read in place of the model that it started from, which the hub may not give now;
+        not for a caller that writes the export.
     """
     config = rules.load(run.config, grants)
+    if to_read and _is_whole(run.export) and _trains_all(config):
+        config.model.name_or_path, config.model.revision = str(run.export), None  # type: ignore[attr-defined]
     checkpoint = find_checkpoint(run, which)
     state = store.load_trainer_state(checkpoint)
     check_tokenizer(run, state["fingerprint"])
@@ -59,6 +65,20 @@ def from_run(
     cls = find_class(config.objective._target_, "objective", Objective, config.run.allow_target)  # type: ignore[type-abstract]
     cls.settle_model(config, model, tokenizer)
     return model, tokenizer, checkpoint
+
+
+def _trains_all(config: Config) -> bool:
+    """Returns whether the checkpoints hold every weight of a model that the run loaded."""
+    adds = config.peft.method != "none" or config.peft.quantization or config.memory.num_chapters is not None
+    return isinstance(config.model, LoadedModelConfig) and not adds
+
+
+def _is_whole(export: Path) -> bool:
+    """Returns whether an export is a model of transformers' own classes with its weights."""
+    try:
+        return "auto_map" not in folder.read_config(export) and any(export.glob("*.safetensors"))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def set_average(model: PreTrainedModel, trainer_state: dict[str, Any]) -> None:
@@ -134,7 +154,7 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
     """
     path = Path(name).expanduser()
     if (path / "config.yaml").exists():
-        model, tokenizer, _ = from_run(RunDir(path.absolute()), which, grants)
+        model, tokenizer, _ = from_run(RunDir(path.absolute()), which, grants, to_read=True)
         return model, tokenizer
     is_adapter = (path / "adapter_config.json").exists()
     if path.exists() and not is_adapter and not (path / "config.json").exists():
