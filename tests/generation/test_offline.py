@@ -1,4 +1,4 @@
-"""A finished run of a whole model needs its base no more: its export has the shape, its checkpoints have the weights."""
+"""A finished run of a whole model needs its base no more: its export has the shape, its checkpoint the weights."""
 
 import io
 from pathlib import Path
