@@ -308,3 +308,47 @@ def test_a_hub_data_set_with_images_is_read_without_decoding(tmp_path: Path, dat
         assert found[0]["photo"] == held
         assert found[0]["pages"] == [held]
         assert found[0]["voice"]["bytes"] == held["bytes"]
+
+
+def test_places_of_images_are_named(encoder: Any) -> None:
+    made, cfg = encoder("conversations", ignore_columns=["images"])
+    asked = [{"role": "user", "content": "<image>What is this?"}, A]
+    for row in ({"messages": asked, "images": ["cat.jpg"]}, {"question": "What is <image>?", "answer": "A cat."}):
+        assert "<image> is written in the text and learned as text" in said_of(made, row, cfg)
+    made, cfg = encoder("prompts")
+    assert "<image> is written in the text" in said_of(made, {"prompt": asked[:1]}, cfg)
+
+
+def test_a_name_for_one_column_leaves_the_others_theirs(encoder: Any) -> None:
+    """LLaMA-Factory's dataset_info asks for all columns as soon as it names one."""
+    made, cfg = encoder("conversations", columns={"tools": "schemas"})
+    row = {"conversations": [U, A], "schemas": VALUES["tools"], "system": "Be brief."}
+    text = said_of(made, row, cfg)
+    assert "MARK" in text
+    assert "Be brief." in text
+    lacking = {"conversations": [U, A]}
+    assert "data.columns.tools=schemas: there is no such column" in said_of(made, lacking, cfg)
+
+
+@pytest.mark.parametrize("kind", ["conversations", "pairs"])
+def test_a_template_over_columns_of_which_one_is_null(kind: str, encoder: Any) -> None:
+    more = {"response_template": "{chosen}"} if kind == "conversations" else {}
+    made, cfg = encoder(kind, prompt_template="{system}: {title}", columns={"title": "heading"}, **more)
+    for system, begin in (("Be brief.", "Be brief.: Why?"), (None, ": Why?")):
+        row = {"system": system, "heading": "Why?", "chosen": "So.", "rejected": "No."}
+        assert f"<|im_start|>user\n{begin}<|im_end|>" in said_of(made, row, cfg)
+
+
+def test_arguments_of_several_types_spoil_no_other(encoder: Any, tmp_path: Path) -> None:
+    """Arrow gives a key of all calls one type, and refuses the file if they have two."""
+    path, times = tmp_path / "calls.jsonl", ["2025-08-01", 1690876800, None, {"at": 1}]
+    call = {"role": "assistant", "content": ""}
+    rows = [
+        {"messages": [U, {**call, "tool_calls": [{"function": {"name": "f", "arguments": {"time": time}}}]}]}
+        for time in times
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made, cfg = encoder("conversations")
+    for time, (_, row) in zip(times, read_records([(path, "jsonl")]), strict=True):
+        assert isinstance(row, dict)
+        assert json.dumps({"name": "f", "arguments": {"time": time}}) in said_of(made, row, cfg)

@@ -9,7 +9,10 @@ import pytest
 from lmtrain.config.compose import check, compose
 from lmtrain.config.override_text import typed_keys
 from lmtrain.data import tokenizers
+from lmtrain.data.chat.columns import detect
 from lmtrain.data.corpus import row_format
+from lmtrain.data.sources.files import read_records
+from lmtrain.errors import UserError
 from lmtrain.first_words.proposal import propose
 
 ROWS = '"prompt","completion","label"\n"Two plus two?","Four.",{}\n"Two plus two?","Five.",{}\n'
@@ -93,6 +96,41 @@ def test_a_row_without_its_label_is_no_conversation(tmp_path: Path) -> None:
     assert typed_keys(propose([str(file)], []).overrides)["data"] == "unpaired_jsonl"
     file.write_text(row % "null")
     assert typed_keys(propose([str(file)], []).overrides)["data"] == "chat_jsonl"
+
+
+@pytest.mark.parametrize(("text", "columns"), [
+    *((f"{names}\n{{}}", None) for names in ("Question,Answer", "Frage,Antwort", "input,output", "user,assistant")),
+    ("{}", "{prompt: column_1, response: column_2}"),
+    ("Kunde,Laden\n{}", "{prompt: Kunde, response: Laden}"),
+    ("id,Kunde,Laden,tag\n7,{},x\n", "{prompt: Kunde, response: Laden}"),
+])  # fmt: skip
+def test_a_table_of_questions_is_not_read_for_its_answers_alone(text: str, columns: str | None, tmp_path: Path) -> None:
+    rows = "What are your opening hours?,We are open Tuesday to Friday 10-18."
+    more = rows if "{}," in text else f'{rows}\nDo you repair e-bikes?,"Yes, Bosch and Shimano."\n'
+    file = tmp_path / "faq.csv"
+    file.write_text(text.format(more))
+    proposal = propose([str(file)], [])
+    keys = typed_keys(proposal.overrides)
+    assert (keys["data"], keys.get("experiment")) == ("chat_jsonl", "sft_smollm2_lora")
+    assert keys.get("data.columns", "").replace('"', "") == (columns or "")
+    assert ("data.text_column=" in proposal.says) == (columns is not None)
+    config = check(compose([*proposal.overrides, "model.name_or_path=x"]))
+    reading = detect("conversations", next(iter(read_records([(file, "csv")])))[1], config.data)
+    assert reading.columns["prompt"] in ("Question", "Frage", "input", "user", "column_1", "Kunde")
+    as_text = typed_keys(propose([str(file)], [f"data.text_column={reading.columns['response']}"]).overrides)
+    assert as_text["data"] == "jsonl"
+
+
+def test_two_columns_of_text_of_which_one_is_shorter_are_asked_about(tmp_path: Path) -> None:
+    file = tmp_path / "news.csv"
+    file.write_text("head,long\n" + "A cat is found,The cat was found on a roof and brought home by a man.\n" * 4)
+    with pytest.raises(UserError, match=r"two columns of text, head and long. Questions and answers\?.*data\.text_col"):
+        propose([str(file)], [])
+    pair, text = "data.columns={prompt: head, response: long}", "data.text_column=long"
+    for typed, data in ((pair, "chat_jsonl"), (text, "jsonl")):
+        assert typed_keys(propose([str(file)], [typed]).overrides)["data"] == data
+    file.write_text(file.read_text().replace("head,long", "title,text"))  # which says what is to be read
+    assert typed_keys(propose([str(file)], []).overrides)["data"] == "jsonl"
 
 
 @pytest.mark.parametrize("sign", [";", "\t"])

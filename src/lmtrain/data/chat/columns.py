@@ -224,7 +224,7 @@ def _fits(reading: RowColumns, cfg: DataConfig, auto: bool) -> bool:
         return not _lacking(reading, cfg)
     # A system turn, tools and so on are of a conversation: plain text has no place for them.
     is_chat = format.name == "prompt_completion" and any(meaning in reading.columns for meaning in BESIDE)
-    return not is_chat and all(format.meaning_of(key) is not None for key in cfg.columns or {})
+    return not is_chat and all(format.meaning_of(key) or key in placeholders(cfg) for key in cfg.columns or {})
 
 
 def _reading(format: Format, names: list[str], cfg: DataConfig) -> RowColumns:

@@ -45,6 +45,7 @@ _HALF = re.compile("[\ud800-\udfff]")  # surrogates: valid in JSON, but not in U
 _KEPT = ("name", "tool_call_id", "reasoning_content")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of the key with an answer's reasoning
 _LEARNED = ("train", "weight", "loss")  # keys that say whether a turn is trained on: lmtrain's, OpenAI's, ms-swift's
+_IMAGE = "<image>"
 _READ = {"role", "from", "content", "value", "tool_calls", *_LEARNED, *_KEPT, *_THOUGHTS}
 
 
@@ -185,7 +186,7 @@ def whole_text(value: Any, what: str, where: str) -> Any:
 
 
 def unread(row: Mapping[str, Any]) -> list[Remark]:
-    """Returns a remark for each key of a row's turns that nothing reads."""
+    """Returns a remark for each key of a row's turns that nothing reads, and one for the places of images in texts."""
     turns = [
         turn
         for value in row.values()
@@ -194,7 +195,11 @@ def unread(row: Mapping[str, Any]) -> list[Remark]:
         if isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
     ]
     keys = dict.fromkeys(str(key) for turn in turns for key, value in turn.items() if value is not None)
-    return [Remark(f"turns have the key {key}, which nothing reads") for key in keys if key not in _READ]
+    found = [Remark(f"turns have the key {key}, which nothing reads") for key in keys if key not in _READ]
+    texts = [*row.values(), *(turn.get(key) for turn in turns for key in ("content", "value"))]
+    if any(isinstance(text, str) and _IMAGE in text for text in texts):
+        found.append(Remark(f"{_IMAGE} is written in the text and learned as text: images are not"))
+    return found
 
 
 def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:

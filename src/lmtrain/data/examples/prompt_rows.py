@@ -12,7 +12,7 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.columns import BESIDE, RowColumns, detect, is_empty, leave_out
 from lmtrain.data.chat.conversations import Completion, Conversation, options_of
 from lmtrain.data.chat.pairs import opening
-from lmtrain.data.chat.turns import BadRow, Remark, check, tools_of, whole_text
+from lmtrain.data.chat.turns import BadRow, Remark, check, tools_of, unread, whole_text
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.row_format import Encoded, TemplateRows
 from lmtrain.errors import UserError
@@ -65,7 +65,7 @@ class PromptRowEncoder(TemplateRows):
             found = f"the prompt has {len(ids)} tokens and data.max_prompt_length is {most}"
             raise BadRow(where, f"{found}: shorten it, or leave such prompts out with data.on_too_long=drop")
         left |= {reading.columns[meaning]: value for meaning, value in values.items()}
-        remarks = [*self.chat.remarks]
+        remarks = [*self.chat.remarks, *unread({"prompt": values["prompt"]})]
         if self._is_text(values) and cfg.system_prompt:
             words = "the prompt is text and there is no chat template: name one with data.chat_template"
             remarks.append(Remark(f"data.system_prompt has no effect: {words}"))
