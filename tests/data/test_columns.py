@@ -193,6 +193,7 @@ def test_names_of_questions_and_answers(columns: str, prompt: str, response: str
 
 def test_names_are_told_apart_by_what_people_mean(data_config: Any) -> None:
     assert plain(" System Prompt") == plain("system-prompt") == "system_prompt"
+    assert detect("conversations", ["TEXT", "id"], data_config("chat")).columns == {"text": "TEXT"}
     reading = detect("conversations", ["Question", "question", "answer"], data_config("chat"))
     assert reading.columns["prompt"] == "question"
     assert list(reading.others) == ["Question"]
