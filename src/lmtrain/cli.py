@@ -4,6 +4,7 @@ Imports neither torch nor lightning, so `--help` and messages about misspelt key
 """
 
 import argparse
+import contextlib
 import importlib
 import os
 import shlex
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lmtrain import errors, terminal
 from lmtrain.config.defaults import conf_dir, options_of, verb_help
 from lmtrain.distributed import ranks, spinning
-from lmtrain.distributed.ranks import print_from_rank
+from lmtrain.distributed.ranks import print_in_turn
+from lmtrain.distributed.stop_signals import Preempted, preempted_by_signals
 from lmtrain.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -94,13 +96,16 @@ def plain(action: Callable[[], int], goes_on: bool = False) -> int:
         sys.stdout.flush()
         return code
     except (UserError, RunError) as error:
-        print_from_rank(error)
+        print_in_turn(error)
         return error.exit_code
     except terminal.OutputGone as gone:
         if gone.left:  # as head and less do
             return errors.FINISHED
         errors.print_error(str(gone))
         return errors.FAILED
+    except Preempted as signalled:
+        errors.print_error(str(signalled))
+        return errors.PREEMPTED
     except (MemoryError, RuntimeError, SystemError) as error:
         if not errors.out_of_memory(error):
             raise
@@ -123,7 +128,8 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
     spinning.limit()
     spinning.watch()
     words = sys.argv[1:] if argv is None else argv
-    return plain(lambda: _run(verb, action, words), goes_on=verb not in PRINTING)
+    with preempted_by_signals() if verb == "train" else contextlib.nullcontext():
+        return plain(lambda: _run(verb, action, words), goes_on=verb not in PRINTING)
 
 
 def _run(verb: str, action: Callable[["Config"], int], words: list[str]) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from inprocess import Ended, message, run
+from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.sweeps import launch, report, search
 from lmtrain.sweeps import plan as plans
@@ -158,7 +159,9 @@ RANKS = {
 
 @pytest.mark.parametrize("by", RANKS)
 def test_ranks_start_no_sweep(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank would run the whole sweep; only one of them prints the message."""
+    """Each rank would run the whole sweep; the others leave after the first, as one that is left alone can't know."""
+    waited: list[float] = []
+    monkeypatch.setattr(ranks.time, "sleep", waited.append)
     monkeypatch.chdir(tmp_path)
     environ, said = RANKS[by]
     for name, value in environ.items():
@@ -168,7 +171,8 @@ def test_ranks_start_no_sweep(by: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert said in message(ended.err)
     monkeypatch.setenv("RANK" if by == "torchrun" else "SLURM_PROCID", "1")
     ended = run("train", "-m", "optimizer.lr=1e-3,1e-4")
-    assert (ended.code, ended.err) == (2, "")
+    assert (ended.code, waited) == (2, [ranks.FIRST_SECONDS])
+    assert said in message(ended.err)
     assert not list(tmp_path.iterdir())
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -181,6 +182,22 @@ def print_from_rank(error: UserError | RunError) -> bool:
         errors.print_error(str(error))
         return True
     return False
+
+
+FIRST_SECONDS = 10.0  # how long other ranks wait for rank 0 to meet and print the error that they have met
+
+
+def print_in_turn(error: UserError | RunError) -> None:
+    """Prints an error of all ranks once: rank 0 at once, another only if it is still there after FIRST_SECONDS.
+
+    Launchers end the other ranks when one has left (torchrun, srun --kill-on-bad-exit=1): a rank that left before rank
+    0 has printed would silence it. One that is left alone can't know whether rank 0 has met the error.
+    """
+    if print_from_rank(error):
+        return
+    time.sleep(FIRST_SECONDS + (os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"))
+    if not error.shared:
+        errors.print_error(str(error))
 
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)

@@ -5,13 +5,18 @@ collective may keep it. A handler could therefore neither tell one request sent 
 hanging process. The thread needs only Python's lock, which such C code releases.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
+
+from lmtrain.errors import PREEMPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -19,6 +24,65 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # Linux sends PR_SET_PDEATHSIG (ranks.py) again for each thread of a killed parent. On an overloaded machine the
 # launcher's signal arrives late.
 _ONE_REQUEST_SECONDS = 2.0
+
+
+class Preempted(BaseException):
+    """Raised in the main thread by a stop signal while there is nothing to save: before the first step or after all."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} outside of training; the same command goes on")
+
+
+_GRACE_SECONDS = 5.0  # for the main thread to clean up; C code may keep it, such as a rendezvous
+
+
+@contextlib.contextmanager
+def preempted_by_signals() -> Iterator[None]:
+    """Lets SIGTERM and SIGUSR1 end the process with PREEMPTED while no other handler is set, such as StopSignals'.
+
+    The handler raises Preempted, so that temporary files are removed; a thread ends the process if that takes too long.
+    """
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or any(signal.getsignal(number) != signal.SIG_DFL for number in numbers):
+        yield
+        return
+
+    came: list[int] = []
+
+    def preempt(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) == 1:  # another one must not end the cleaning up
+            raise Preempted(number)
+
+    inbox, outbox = socket.socketpair()
+    outbox.setblocking(False)
+    wakeup_fd = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, preempt)
+    threading.Thread(target=_end_if_busy, args=(inbox, preempt), name="first signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(wakeup_fd)
+        outbox.shutdown(socket.SHUT_RDWR)
+        outbox.close()
+
+
+def _end_if_busy(inbox: socket.socket, preempt: Callable[..., None]) -> None:
+    """Ends the process if it hasn't ended by itself after a signal that `preempt` was to handle."""
+    with inbox:
+        while received := inbox.recv(1):
+            if signal.getsignal(received[0]) is not preempt:
+                continue
+            inbox.settimeout(_GRACE_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                while inbox.recv(1):  # further signals
+                    pass
+                return  # the context has ended
+            os._exit(PREEMPTED)
 
 
 class StopSignals:

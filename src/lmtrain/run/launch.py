@@ -205,16 +205,17 @@ def launch(run: RunDir, config: Config, processes: int) -> int:
     before = run.read_summary()  # of an earlier start; removed when training begins
     code = launch_ranks("lmtrain.run.launch", config, run.ranks, processes, config.trainer.max_restarts)
     if code <= 0:  # after a signal the ranks have saved, if possible
-        code = _by_summary(run, before if code < 0 else None)
+        code = _by_summary(run, before if code < 0 else None, code)
     if code != errors.FAILED:  # only a failed launch keeps its rank logs
         shutil.rmtree(run.ranks, ignore_errors=True)
     return code
 
 
-def _by_summary(run: RunDir, before: dict[str, Any] | None) -> int:
+def _by_summary(run: RunDir, before: dict[str, Any] | None, code: int) -> int:
     """Returns the exit code of a launch in which no rank failed, from summary.json.
 
     Args:
+        code: 0, or -n after signal n.
         before: the summary before ranks that a signal ended, which they replace if they save; None: all ranks ended by
             themselves, and leave the summary of a run that had nothing to do as it was.
     """
@@ -222,7 +223,7 @@ def _by_summary(run: RunDir, before: dict[str, Any] | None) -> int:
     status = summary["status"] if summary is not None else None
     if status is None or (summary == before and status != "preempted"):
         errors.print_error(f"the ranks of {run.path} were stopped before they saved; the same command starts again")
-        return errors.FAILED
+        return errors.FAILED if code in (0, -signal.SIGINT) else errors.PREEMPTED
     return errors.PREEMPTED if status == "preempted" else errors.FINISHED
 
 

@@ -20,6 +20,7 @@ from lmtrain.config.keys import freeze
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices, spinning
 from lmtrain.distributed import process_group as world
+from lmtrain.distributed.stop_signals import Preempted
 from lmtrain.errors import RunError
 from lmtrain.exports import hf_folder
 from lmtrain.exports.export import check_upload, push
@@ -119,6 +120,8 @@ class Session:
         with contextlib.closing(run.preemption.stop.signals):
             try:
                 run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=self.checkpoint, weights_only=True)
+            except Preempted:
+                raise
             except BaseException as error:
                 summary.note_failure(run, self.started, error)
                 explained = failures.explain(error, run)
