@@ -7,6 +7,7 @@ from pathlib import Path
 
 import browser
 import pytest
+import yaml
 
 from inprocess import message, run, train_tiny
 from lmtrain.reports.curves import Curve, thinned
@@ -231,6 +232,38 @@ def test_a_browser_draws_it(long_run: Path) -> None:
                 "return [...document.querySelectorAll('figure svg[role] path')].map(p => p.getAttribute('d').length)"
             )
             assert min(page.run(strokes)) > 10
+
+
+NAMES = [
+    "my\u00adloss",
+    "a\u202eb/loss",
+    "q\u200fz",
+    "tab\tname",
+    "zero\0width\u200b",
+    "line\u2028end",
+    "\U000e0041tag",
+    "it's <b>",
+]
+
+
+@pytest.mark.parametrize("monitor", [f"val/{NAMES[0]}", f"val/{NAMES[1]}", f"val/{NAMES[-2]}"])
+def test_every_chart_has_lines_whatever_its_metric_is_called(monitor: str, tmp_path: Path) -> None:
+    """The script finds a chart's lines by the name that the page has for it; without them, it stops."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.yaml").write_text(
+            yaml.safe_dump({"checkpoint": {"monitor": monitor, "mode": "min"}})
+        )
+        logged = {"step": 2, monitor: 1.0, **{f"train/{name}": 2.0 for name in NAMES}}
+        (tmp_path / folder / "metrics.jsonl").write_text(json.dumps(logged) + "\n")
+    for words in ([f"run_dir={tmp_path}/a"], [f"{tmp_path}/a", f"{tmp_path}/b"]):
+        assert run("report", *words, "--out", f"{tmp_path}/page.html").code == 0
+        page = Page((tmp_path / "page.html").read_text())
+        charts = [
+            attributes["data-chart"] for tag, attributes in page.tags if tag == "figure" and "data-chart" in attributes
+        ]
+        assert len(charts) >= len(NAMES)
+        assert set(charts) == json.loads(page.script["curves"]).keys()
 
 
 def test_thinning_keeps_every_stretchs_peaks() -> None:

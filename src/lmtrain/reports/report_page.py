@@ -76,7 +76,7 @@ def page(runs: Sequence[Told]) -> str:
     runs, one = ranked(runs), len(runs) == 1
     names = _names(runs)
     curves = overlaid(runs, names)
-    lead = [chart for chart in runs[0].lead if chart in curves][: None if one else 1]
+    lead = [chart for chart in map(visible, runs[0].lead) if chart in curves][: None if one else 1]
     others = {chart: lines for chart, lines in curves.items() if chart not in lead}
     values = _one(runs, names) if one else _several(runs, names)
     body = rendered("run.html" if one else "compared.html", curves=curves, lead=lead, others=others, **values)
@@ -164,13 +164,16 @@ def ranked(runs: Sequence[Told]) -> list[Told]:
 
 
 def overlaid(runs: Sequence[Told], names: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Returns {chart: its lines} for the page's script; with several runs, each run has one colour and one stroke."""
+    """Returns {chart: its lines} for the page's script; with several runs, each run has one colour and one stroke.
+
+    The script finds a chart's lines by its name in the page, where control characters are visible.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
     for number, (run, label) in enumerate(zip(runs, names, strict=True)):
         for chart, lines in run.charts.items():
             for i, curve in enumerate(lines):
                 name, n = (curve.name, i) if len(runs) == 1 else (f"{label}: {curve.name}", number)
-                found.setdefault(chart, []).append({**line_of(curve, name, n), "run": label})
+                found.setdefault(visible(chart), []).append({**line_of(curve, visible(name), n), "run": label})
     return found
 
 
