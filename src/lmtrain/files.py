@@ -37,6 +37,19 @@ def write_atomic(path: Path, text: str) -> None:
         raise RunError(f"cannot write {path}: {reason(error)}; free space there or set run.dir elsewhere") from error
 
 
+def absolute(path: str | Path) -> Path:
+    """Returns the absolute path, ~ expanded; if the working folder's name is not UTF-8, the path from there.
+
+    Config files, TensorBoard and Rust libraries take no other names.
+    """
+    path = Path(path).expanduser()
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        return Path(os.path.relpath(path))
+    return path.absolute()
+
+
 class NotRegular(OSError):
     """The error for a path that is a pipe, a device, a socket or a folder instead of a regular file."""
 

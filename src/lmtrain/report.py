@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from lmtrain import cli
+from lmtrain.files import absolute
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     folders = [Path(part) for parts in lists for part in parts]
     from lmtrain.reports import report
 
-    return cli.plain(lambda: report.report([folder.expanduser().absolute() for folder in folders], options.out))
+    return cli.plain(lambda: report.report([absolute(folder) for folder in folders], options.out))
 
 
 cli.run_as_program(__name__, main)

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from lmtrain.checkpoints import checksums, manifest
 from lmtrain.errors import RunError, UserError, first_line, reason
-from lmtrain.files import CHECKPOINT, aside, fsync
+from lmtrain.files import CHECKPOINT, absolute, aside, fsync
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _SMALL = 1 << 16  # bytes that are hashed sooner than they are handed to a thread
@@ -276,7 +276,7 @@ def load(path: Path, mmap: bool = False) -> dict[str, Any]:
 def _unpickle(file: Path, mmap: bool) -> dict[str, Any]:
     """Loads a dict of plain containers and tensors; anything else in a pickle is refused (UserError), never run."""
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        content = torch.load(absolute(file), map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         if "allocate" in str(error):
             raise

@@ -15,7 +15,7 @@ from rich.table import Table
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, writing
 from lmtrain.evaluation.subject import Subject
-from lmtrain.files import write_atomic
+from lmtrain.files import absolute, write_atomic
 from lmtrain.run.summary import versions
 from lmtrain.run_folder.folder import refuse_link_at
 from lmtrain.secrets import shown, shown_in
@@ -181,8 +181,8 @@ class Results:
     def write(self) -> Path:
         """Writes the results and the rows file, returns the path of the former; UserError if writing fails."""
         e, who = self.config.evaluate, self.models[0][0]
-        base = who.folder or Path(self.config.run.root).expanduser().absolute()
-        folder = Path(e.dir).expanduser().absolute() if e.dir else base / "evaluations"
+        base = who.folder or absolute(self.config.run.root)
+        folder = absolute(e.dir) if e.dir else base / "evaluations"
         if not e.dir:
             refuse_link_at(folder, base)
         tree = shown_in(self.as_dict())

@@ -7,6 +7,7 @@ from typing import Any
 from lmtrain.config import compose as rules
 from lmtrain.config import trust
 from lmtrain.config.schema import Config
+from lmtrain.files import absolute
 from lmtrain.models.denoising import refuse_denoising
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.probe import check_causal
@@ -42,7 +43,7 @@ def load(name: str, which: str, config: Config) -> Subject:
     path = Path(name).expanduser()
     own: Config | None = None
     grants = trust.granted(config)
-    folder = path.absolute() if (path / "config.yaml").exists() else None
+    folder = absolute(path) if (path / "config.yaml").exists() else None
     if folder is not None:
         run = RunDir(folder)
         hf_model, tokenizer, checkpoint = trained.from_run(run, which, grants, to_read=True)

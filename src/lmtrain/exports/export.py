@@ -19,6 +19,7 @@ from lmtrain.data.hub import endpoint
 from lmtrain.errors import RunError, UserError, first_line
 from lmtrain.exports import model_card
 from lmtrain.exports.hf_folder import command_for, export_model
+from lmtrain.files import absolute
 from lmtrain.generation.sampling import positions
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
@@ -31,7 +32,7 @@ def export(config: Config) -> int:
     if config.run_dir is None:
         raise UserError("which run? set run_dir=outputs/<name>")
     grants = trust.granted(config)
-    run = RunDir(Path(config.run_dir).expanduser().absolute())
+    run = RunDir(absolute(config.run_dir))
     model, tokenizer, checkpoint = trained.from_run(run, config.export.checkpoint, grants)
     chats = rules.load(run.config, grants).data.rows != "text"
     generator = torch.Generator().manual_seed(config.seed)

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lmtrain.files import absolute
 from lmtrain.models.language_model import KNOWN_FAMILIES
 
 LEFT = "left_in_files"  # attribute of a model whose parameters are on the meta device: {name: file}
@@ -73,10 +74,10 @@ def _files(folder: Path) -> dict[str, str]:
     one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if one.exists():
         with safe_open(str(one), "pt") as reader:
-            return dict.fromkeys(reader.keys(), str(one.resolve()))
+            return dict.fromkeys(reader.keys(), str(absolute(one.resolve())))
     if index.exists():
         names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: str((folder / file).resolve()) for name, file in names.items()}
+        return {name: str(absolute((folder / file).resolve())) for name, file in names.items()}
     return {}
 
 

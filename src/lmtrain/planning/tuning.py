@@ -15,7 +15,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import build_corpus
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import RunError, UserError, writing
-from lmtrain.files import write_atomic
+from lmtrain.files import absolute, write_atomic
 from lmtrain.optim.schedules import Suggestion, suggest
 from lmtrain.planning import estimation, trial
 from lmtrain.run.start import start
@@ -232,6 +232,6 @@ def look(config: Config) -> Found:
 def results(config: Config) -> Path:
     """Returns the folder for tune.json and lr.png."""
     if config.tune.dir is not None:
-        return Path(config.tune.dir).expanduser().absolute()
+        return absolute(config.tune.dir)
     name = config.run.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    return Path(config.run.root).expanduser().absolute() / "tune" / name
+    return absolute(config.run.root) / "tune" / name

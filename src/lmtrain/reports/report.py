@@ -16,7 +16,7 @@ from lmtrain.config import compose as rules
 from lmtrain.config.override_text import leaves_of, typed_keys
 from lmtrain.errors import UserError
 from lmtrain.exports.model_card import loading_code
-from lmtrain.files import read_jsonl, read_regular, write_atomic
+from lmtrain.files import absolute, read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import FIRST, charts, heat_maps
 from lmtrain.reports.report_page import ShownSample, Told
@@ -41,7 +41,7 @@ def report(folders: list[Path], out: Path | None) -> int:
         if not found:
             raise UserError(f"{folder} holds no run (a folder with config.yaml)")
         runs += found
-    default = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
+    default = runs[0].report if len(runs) == 1 else absolute("report.html")
     print(terminal.visible(f"written: {write(runs, out or default)}"))
     return errors.FINISHED
 

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from lmtrain.data.chat.turns import is_exact
 from lmtrain.errors import writing
+from lmtrain.files import absolute
 from lmtrain.reports.curves import FIRST, LEVELS, Curve, HeatMap, paths
 from lmtrain.terminal import visible
 
@@ -137,7 +138,7 @@ def document(
 
 def write_page(page: str, path: str) -> Path:
     """Writes a page of lmtrain inspect and returns its absolute path; UserError if that fails."""
-    file = Path(path).expanduser().absolute()
+    file = absolute(path)
     with writing(f"inspect.html={path}"):
         file.write_text(page, encoding="utf-8")
     return file

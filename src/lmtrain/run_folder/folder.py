@@ -22,7 +22,7 @@ from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import BUDGETS, Config
 from lmtrain.data.store.contents import version_of
 from lmtrain.errors import UserError, writing
-from lmtrain.files import CHECKPOINT, first_unused, read_regular, replacing, temporary_beside, write_atomic
+from lmtrain.files import CHECKPOINT, absolute, first_unused, read_regular, replacing, temporary_beside, write_atomic
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.run_folder.cut_back import last_rows
 from lmtrain.secrets import shown_in
@@ -112,8 +112,8 @@ def checkpoint_names(folder: Path) -> list[str]:
 def locate(config: Config) -> Path:
     """Returns the path of the run's folder: run.dir, <root>/<name>, or <root>/<date>_<time> (made unique)."""
     if config.run.dir is not None:
-        return Path(config.run.dir).expanduser().absolute()
-    root = Path(config.run.root).expanduser().absolute()
+        return absolute(config.run.dir)
+    root = absolute(config.run.root)
     if config.run.name is not None:
         return root / config.run.name
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -123,7 +123,7 @@ def locate(config: Config) -> Path:
 @contextlib.contextmanager
 def folder_beside_runs(config: Config, name: str) -> Iterator[Path]:
     """Yields a temporary folder in run.root. Raises UserError if it can't be created."""
-    root = Path(config.run.root).expanduser().absolute()
+    root = absolute(config.run.root)
     with writing(str(root), "; set run.root to a folder you can write"):
         root.mkdir(parents=True, exist_ok=True)
         folder = temporary_beside(root / name)

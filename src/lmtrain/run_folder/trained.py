@@ -20,6 +20,7 @@ from lmtrain.config.schema import Config
 from lmtrain.config.targets import find_class
 from lmtrain.data import framing, hub, tokenizers
 from lmtrain.errors import RunError, UserError, first_line, nearest
+from lmtrain.files import absolute
 from lmtrain.models import folder
 from lmtrain.models.folder import is_exported
 from lmtrain.models.scalar_head import has_scalar_head, padding_of, refuse_scalar_head, set_padding
@@ -133,7 +134,7 @@ def find_checkpoint(run: RunDir, which: str) -> Path:
     if path is None:
         there = ", ".join(p.name for p in store.scan(run.checkpoints)) or "none"
         raise UserError(f"{run.path} has no checkpoint {which!r} (there are: {there})")
-    path = path.resolve()
+    path = absolute(path.resolve())
     problem = store.damage(path)
     if problem is not None:
         raise RunError(f"{path} is damaged ({problem}); choose another checkpoint")
@@ -154,7 +155,7 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
     """
     path = Path(name).expanduser()
     if (path / "config.yaml").exists():
-        model, tokenizer, _ = from_run(RunDir(path.absolute()), which, grants, to_read=True)
+        model, tokenizer, _ = from_run(RunDir(absolute(path)), which, grants, to_read=True)
         return model, tokenizer
     is_adapter = (path / "adapter_config.json").exists()
     if path.exists() and not is_adapter and not (path / "config.json").exists():

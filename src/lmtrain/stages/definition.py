@@ -28,6 +28,7 @@ from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.override_text import bare_or_quoted
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, did_you_mean
+from lmtrain.files import absolute
 
 REFERENCE = re.compile(r"\$\{stage\.([^.}]*)\.?([^}]*)\}")
 FOLDERS = ("export", "export_merged", "run")  # the folders of a stage that can be referenced
@@ -192,8 +193,8 @@ class Typed:
         given = {key: text.strip("'\"") for key, text in self.own.items()}
         name_of_folder("run.name", given.get("run.name"))
         if "run.dir" in given:
-            return Path(given["run.dir"]).expanduser().absolute()
-        return Path(given.get("run.root", "outputs")).expanduser().absolute() / given.get("run.name", name)
+            return absolute(given["run.dir"])
+        return absolute(given.get("run.root", "outputs")) / given.get("run.name", name)
 
 
 def pipeline_of(words: list[str]) -> str:

@@ -15,6 +15,7 @@ from lmtrain.config.defaults import options_of
 from lmtrain.config.keys import flat
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
+from lmtrain.files import absolute
 from lmtrain.sweeps import search
 
 
@@ -86,7 +87,7 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
     refuse_without_effect(verb, words, checked, lambda key: varied if key in varied else default(key))
     folder = Path(first.sweep.root) / first.sweep.name if first.sweep.name else Path(tree.hydra.sweep.dir)
     of_trials = [o for o in fixed if not o.startswith(("sweep=", "sweep."))]
-    folder = folder.expanduser().absolute()
+    folder = absolute(folder)
     return SweepPlan(verb, typed, of_hydra, config_dir, config_name, of_trials, swept, first, folder)
 
 
