@@ -1,52 +1,324 @@
-"""Reads the tool calls in what a model wrote."""
+"""Reads the tool calls in an answer, in the format in which its chat template writes them (found by call_formats.py).
+
+A call stands between the marks of its format, in which white space may differ from the template's. What looks like a
+call inside a thought is none.
+"""
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-_MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_NAMED = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(\{.*?\})(?=\s*(?:\[TOOL_CALLS\]|\Z))", re.DOTALL)
+from lmtrain.data.chat.arguments import Schema, typed, value_of
+from lmtrain.data.chat.thoughts import ThoughtMarks
+
+Request = tuple[str, Any]  # name and arguments of a call; "" and its text for one that can't be read
+Found = tuple[list[Request], int]  # calls, and the position after them
+
+_NAME, _KEY = r"[\w.:/-]+", r"[\w.-]+"
+_TAG = re.compile(r"<[^<>]+>|\[[A-Z_/]+\]")
+_LLAMA = "<|python_tag|>"  # may precede Llama 3's objects, though its template writes none
 
 
-def requested(answer: str) -> list[tuple[str, Any]]:
-    """Returns name and arguments of the tool calls in an answer; a call that can't be read has "" and its text.
-
-    Read are <tool_call>{"name", "arguments"}</tool_call> (Hermes, Qwen), [TOOL_CALLS] before a list of such objects or
-    before name[ARGS]{...} (Mistral), <|python_tag|> before {"name", "parameters"} (Llama 3), and an answer that is
-    nothing but such objects.
-    """
-    marked, named = _MARKED.findall(answer), _NAMED.findall(answer)
-    if marked or named:
-        return [call for text in marked for call in _read(text)] + [(name, _json(text)) for name, text in named]
-    for mark in ("[TOOL_CALLS]", "<|python_tag|>"):
-        if mark in answer:
-            return list(_read(answer.split(mark, 1)[1]))
-    text = answer.strip()
-    bare = list(_read(text)) if text[:1] in ("{", "[") and '"name"' in text else []
-    return [] if any(not name for name, _ in bare) else bare
+class Untyped(str):
+    """The text of an argument whose type only the tool's schema says."""
 
 
-def _read(text: str) -> Iterator[tuple[str, Any]]:
-    """Yields the calls in a text of JSON objects, or a list of them, separated by white space, commas or semicolons."""
-    text = text.strip()
-    while text:
+@dataclass(frozen=True)
+class Objects:
+    """JSON objects with name and arguments, one after another or in a list: <tool_call>{"name", "arguments"}."""
+
+    opening: str
+    closing: str = ""
+
+    def read(self, text: str, at: int) -> Found | None:
+        """Returns the calls after an opening that ends at position `at`, or None if they can't be read."""
+        calls: list[Request] = []
+        while text[at : at + 1] in ("{", "["):
+            try:
+                value, at = json.JSONDecoder().raw_decode(text, at)
+            except (ValueError, RecursionError):
+                return None
+            found = [_of_object(call) for call in (value if isinstance(value, list) else [value])]
+            calls += [call for call in found if call is not None]
+            if None in found:
+                return None
+            at = _skipped(text, at, " \n\t,;")
+        return (calls, at) if calls else None
+
+
+@dataclass(frozen=True)
+class NamedJSON:
+    """A name and then a JSON object of arguments: [TOOL_CALLS]name[ARGS]{...}."""
+
+    opening: str
+    middle: str  # between name and arguments
+    closing: str = ""
+
+    def read(self, text: str, at: int) -> Found | None:
+        """As that of `Objects`."""
+        found = re.compile(rf"({_NAME})([^{{}}]*)").match(text, at)
+        # What begins a call in gpt-oss, "to=functions.", may also be prose, unless <|message|> follows.
+        tags = [] if _TAG.search(self.opening) else _TAG.findall(self.middle)[-1:]
+        if not found or any(tag not in found[2] for tag in tags):
+            return None
         try:
-            value, end = json.JSONDecoder().raw_decode(text)
-        except (ValueError, RecursionError):  # ValueError: no JSON, or a number of thousands of digits
-            yield "", text
-            return
-        for call in value if isinstance(value, list) else [value]:
-            call = call.get("function", call) if isinstance(call, dict) else {}
-            name = call.get("name") if isinstance(call, dict) else None
-            found = call.get("arguments", call.get("parameters", {})) if isinstance(name, str) else text[:end]
-            yield (name, _json(found)) if isinstance(name, str) else ("", found)
-        text = text[end:].lstrip(" \n\t,;")
+            arguments, end = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError):
+            return None
+        return [(found[1], arguments)], end
 
 
-def _json(value: Any) -> Any:
-    """Returns what a text of JSON holds, and any other value as it is."""
+@dataclass(frozen=True)
+class Pairs:
+    """A name and then keys with values: <function=name><parameter=key>value</parameter></function>, name(key='text').
+
+    A value ends where an argument or the call's end follows it and where what is before that mark reads as a value.
+
+    Attributes:
+        middle: between name and first key.
+        empty: what follows the name of a call without arguments.
+        before_text, before_value: between a key and its text, or its value of another type.
+        quote: what ends a text.
+        escapes: how characters of a text are escaped: "json", "python" or "none".
+        comma: between two arguments.
+        closing: what ends a call.
+        joint: between two calls after one opening; None if each call has an opening of its own.
+        tail: what follows the last call after an opening.
+    """
+
+    opening: str
+    middle: str
+    empty: str
+    before_text: str
+    before_value: str
+    comma: str
+    closing: str
+    quote: str = ""
+    escapes: str = "none"
+    joint: str | None = None
+    tail: str = ""
+
+    def read(self, text: str, at: int) -> Found | None:
+        """As that of `Objects`."""
+        calls: list[Request] = []
+        while found := self._call(text, at):
+            call, at = found
+            calls.append(call)
+            more = self._joint.match(text, at)
+            if not more:
+                return calls, at
+            at = more.end()
+        return None
+
+    def _call(self, text: str, at: int) -> tuple[Request, int] | None:
+        name, arguments = self._name.match(text, at), dict[str, Any]()
+        if not name or name["empty"] is not None:
+            return ((name[1], arguments), name.end()) if name else None
+        after: re.Match[str] = name
+        while key := self._key.match(text, after.end()):
+            found = self._value(text, key.end(), is_text=key["text"] is not None)
+            if found is None:
+                return None
+            arguments[key[1]], after = found
+            if after["last"] is not None:
+                return (name[1], arguments), after.end()
+        return None
+
+    def _value(self, text: str, at: int, is_text: bool) -> tuple[Any, re.Match[str]] | None:
+        """Returns the value that begins at a position, and the mark after it."""
+        after, read = (self._after_text, self._text) if is_text else (self._after_value, self._other)
+        found = after.search(text, at)
+        while found:
+            try:
+                return read(text[at : found.start()]), found
+            except ValueError:
+                found = after.search(text, found.start() + 1)
+        return None
+
+    def _text(self, text: str) -> str:
+        if self.before_text == self.before_value:
+            return Untyped(text)
+        if self.escapes == "none":
+            return text
+        mark = self.before_text[-1]
+        return str(json.loads(f'"{text}"', strict=False) if self.escapes == "json" else value_of(mark + text + mark))
+
+    def _other(self, text: str) -> Any:
+        return value_of(text.strip(), self.quote or '"')
+
+    @cached_property
+    def _name(self) -> re.Pattern[str]:
+        empty = rf"{_ending(self.empty)}(?:{_loose(self.tail)})?"
+        return re.compile(rf"({_NAME}?)(?:(?P<empty>{empty})|{_loose(self.middle)})")
+
+    @cached_property
+    def _joint(self) -> re.Pattern[str]:
+        return re.compile(r"(?!)" if self.joint is None else rf"{_loose(self.joint)}(?={_NAME})")
+
+    @cached_property
+    def _key(self) -> re.Pattern[str]:
+        text, value = (_loose(mark, after_key=True) for mark in (self.before_text, self.before_value))
+        return re.compile(rf"({_KEY}?)(?:(?P<text>{text})|{value})")
+
+    @cached_property
+    def _after_text(self) -> re.Pattern[str]:
+        return self._after(self.quote)
+
+    @cached_property
+    def _after_value(self) -> re.Pattern[str]:
+        return self._after("")
+
+    def _after(self, quote: str) -> re.Pattern[str]:
+        more = rf"{_loose(quote + self.comma, after_value=True)}(?={self._key.pattern.replace('?P<text>', '?:')})"
+        last = _ending(quote + self.closing + self.tail, after_value=True)
+        if self.joint is not None:
+            last += rf"|{_loose(quote + self.closing, after_value=True)}(?={_loose(self.joint)}{_NAME}|\s*\Z)"
+        return re.compile(f"{more}|(?P<last>{last})")
+
+
+CallFormat = Objects | NamedJSON | Pairs
+
+
+def _loose(mark: str, after_key: bool = False, after_value: bool = False) -> str:
+    """Returns a pattern of a mark, with any white space where the mark has some.
+
+    Next to a value, white space may be the value's: there is as much as the mark has, or none.
+
+    Args:
+        after_key: a value follows the mark.
+        after_value: a value precedes it.
+    """
+    parts = mark.split()
+    if not parts:
+        return r"\s*"
+    before, after = mark[: mark.index(parts[0])], mark[mark.rindex(parts[-1]) + len(parts[-1]) :]
+    start = f"(?:{re.escape(before)})?" if after_value else r"\s*" * bool(before)
+    end = f"(?:{re.escape(after)})?" if after_key else r"\s*" * bool(after)
+    return start + r"\s*".join(map(re.escape, parts)) + end
+
+
+def _ending(mark: str, after_value: bool = False) -> str:
+    """Returns a pattern of a mark that ends a call, or of its beginning if nothing follows, as where it was cut off."""
+    first, *rest = re.findall(r"\s*(?:<[^<>]*>|[^\s<]+|<)", mark) or [mark]
+    whole, some = "".join(rf"\s*{_loose(part)}" for part in rest), ""
+    for part in reversed(rest):
+        some = rf"(?:\s*{_loose(part)}{some})?"
+    return rf"{_loose(first, after_value=after_value)}(?:{whole}|{some}\s*\Z)"
+
+
+def _of_object(call: Any) -> Request | None:
+    """Returns the call that a JSON object holds, also in OpenAI's form, where arguments are a text of JSON, or None."""
+    given = call.get("function", call) if isinstance(call, dict) else None
+    given = given if isinstance(given, dict) else {}
+    name = given.get("name", given.get("tool_name"))
+    if not isinstance(name, str):
+        return None
+    arguments = given.get("arguments", given.get("parameters", {}))
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return name, json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
-        return value
+        return name, arguments
+
+
+def _skipped(text: str, at: int, characters: str) -> int:
+    return len(text) - len(text[at:].lstrip(characters))
+
+
+@dataclass(frozen=True)
+class CallReader:
+    """Reads the calls in what a model wrote.
+
+    Attributes:
+        schemas: JSON schemas of the parameters of tools, by name; they tell the types of what is written without them.
+        example: a call as it should be written, for the model.
+    """
+
+    format: CallFormat
+    schemas: Mapping[str, Schema] = field(default_factory=dict)
+    thoughts: ThoughtMarks = field(default_factory=ThoughtMarks)
+    example: str = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
+
+    def calls(self, text: str) -> list[Request]:
+        """Returns name and arguments of the calls in an assistant's turn; one that can't be read has "" and its text.
+
+        text: the turn from its start, with what the chat template has already written of it.
+        """
+        return [(name, self._typed(name, arguments)) for name, arguments in self._found(text)]
+
+    def _found(self, text: str) -> Iterator[Request]:
+        at, opening = 0, self.format.opening.strip()
+        if not re.search(r"\w", opening):  # not to be told from other text, unless nothing else is in the answer
+            yield from self._bare(text, opening)
+            return
+        mark = _TAG.findall(opening)[-1:] or ([opening] if isinstance(self.format, Objects) else [])
+        pattern = re.compile("|".join([rf"(?P<opening>{_loose(opening)}\s*)", *map(re.escape, mark)]))
+        while found := self._next(pattern, text, at):
+            at = found.end()
+            read = self.format.read(text, at) if found["opening"] else None
+            if read:
+                calls, at = read
+                yield from calls
+            elif mark:  # without one, it is prose
+                closing = self.format.closing.split()[-1:]
+                end = text.find(closing[0], at) if closing else -1
+                end = end if end >= 0 else len(text)
+                yield "", text[at:end].strip()
+                at = end
+
+    def _bare(self, text: str, opening: str) -> Iterator[Request]:
+        """Yields the calls of an answer that is nothing else, apart from its thought."""
+        said = text.rpartition(self.thoughts.closing)[2] if text.lstrip().startswith(self.thoughts.opening) else text
+        _, marked, after = said.partition(_LLAMA)
+        said = (after if marked else said).strip()
+        read = self.format.read(said, len(opening)) if said.startswith(opening) else None
+        if read and not said[read[1] :].strip():
+            yield from read[0]
+        elif marked:
+            yield "", said
+
+    def _next(self, pattern: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
+        """Returns the next place where a pattern is found outside of thoughts."""
+        while True:
+            found, thought = pattern.search(text, at), text.find(self.thoughts.opening, at)
+            if not found or thought < 0 or found.start() < thought:
+                return found
+            at = text.find(self.thoughts.closing, thought)
+            if at < 0:
+                return None
+
+    def _typed(self, name: str, arguments: Any) -> Any:
+        if not isinstance(arguments, dict):
+            return arguments
+        known = self.schemas.get(name, {}).get("properties", {})
+        return {
+            key: typed(str(value), known.get(key, {})) if isinstance(value, Untyped) else value
+            for key, value in arguments.items()
+        }
+
+
+FORMATS: tuple[CallFormat, ...] = (
+    Objects("<tool_call>", "</tool_call>"),  # Hermes, Qwen 2.5 and 3
+    Objects("[TOOL_CALLS]"),  # Mistral
+    NamedJSON("[TOOL_CALLS]", "[ARGS]"),
+    NamedJSON("to=functions.", "<|channel|>commentary json<|message|>"),  # gpt-oss
+    Pairs("<tool_call>\n<function=", ">\n<parameter=", ">\n</function>\n</tool_call>", ">\n", ">\n",
+          "\n</parameter>\n<parameter=", "\n</parameter>\n</function>\n</tool_call>"),  # Qwen 3.5, Nemotron 3
+    Pairs("<tool_call>", "\n<arg_key>", "\n</tool_call>", "</arg_key>\n<arg_value>", "</arg_key>\n<arg_value>",
+          "</arg_value>\n<arg_key>", "</arg_value>\n</tool_call>"),  # GLM-4.5
+    Pairs("<|tool_call_start|>[", "(", "()", "='", "=", ", ", ")", "'", "none", ", ", "]<|tool_call_end|>"),  # LFM2
+    Pairs("<|tool_call>call:", "{", "{}<tool_call|>", ':<|"|>', ":", ",", "}<tool_call|>", '<|"|>'),  # Gemma 4
+    Objects(""),  # Llama 3
+)  # fmt: skip
+
+
+def requested(answer: str) -> list[Request]:
+    """Returns name and arguments of the calls in an answer of which the chat template isn't known.
+
+    It is read in the first of `FORMATS` in which all its calls can be read. A call that can't be read has "" and its
+    text.
+    """
+    found = [calls for format in FORMATS if (calls := CallReader(format).calls(answer))]
+    return next((calls for calls in found if all(name for name, _ in calls)), found[0] if found else [])
