@@ -89,7 +89,9 @@ def test_what_a_tool_does_wrong_is_told_to_the_model() -> None:
     assert told("binary") == ("��\x00ok", False)
     (call,) = execute("<tool_call>{</tool_call>", odd_environments.Adds.tools, 1.0)
     assert call.failed
-    assert "JSON" in call.result
+    assert "must be written like <tool_call>" in call.result
+    assert told("add", '{"a": "2", "b": "2"}') == ('error: a must be integer, and "2" is string', True)
+    assert told("add", '{"a": 2.0, "b": 2}') == ("4", False)
 
 
 def test_results_follow_an_answer_in_the_order_of_its_calls() -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import forked
 import odd_environments
+from call_templates import DROPPING
 from inprocess import Ended, compare_runs, run
 from lmtrain.callbacks.metrics import without_times
 from support import REPO, Run, rows
@@ -38,7 +39,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_pretrained(tmp_path_factory.mktemp("llama"), max_position_embeddings=256)
+    return save_pretrained(tmp_path_factory.mktemp("llama"), max_position_embeddings=384)
 
 
 def play(prompts: Path, model: Path, run_dir: Path, *argv: str) -> Ended:
@@ -49,10 +50,13 @@ def kept(folder: Path) -> list[list[dict[str, Any]]]:
     return [parquet.read_table(file).to_pylist() for file in sorted((folder / "rollouts").iterdir())]
 
 
-def test_masks_log_probs_and_loss_are_a_plain_loops(prompts: Path, llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["chatml", *DROPPING])
+def test_masks_log_probs_and_loss_are_a_plain_loops(name: str, prompts: Path, llama: Path, tmp_path: Path) -> None:
     """Tokens are what transformers' template writes around the sampled ones; only those have a loss."""
+    (tmp_path / "own.jinja").write_text(DROPPING.get(name, ""))
+    template = f"data.chat_template={tmp_path / 'own.jinja' if name in DROPPING else name}"
     ended = play(prompts, llama, tmp_path / "run", ECHO, "objective.keep_rollouts=true", "trainer.max_steps=1",
-                 "export.enabled=true", "optimizer.lr=1e-30")  # fmt: skip
+                 "export.enabled=true", "optimizer.lr=1e-30", template)  # fmt: skip
     assert ended.code == 0, ended.err
     assert "Echo, up to 8 answers" in ended.out
     (table,) = kept(tmp_path / "run")
@@ -78,18 +82,18 @@ def test_masks_log_probs_and_loss_are_a_plain_loops(prompts: Path, llama: Path, 
 
 
 def check_text(tokenizer: Any, row: dict[str, Any], turns: list[dict[str, Any]]) -> None:
-    """Asserts that prompt and completion decode to the template's text, except that stop letters end answers there."""
-    text = tokenizer.decode(row["prompt_ids"] + row["completion_ids"])
-    user = tokenizer.decode(row["prompt_ids"]).split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
-    whole = tokenizer.apply_chat_template([{"role": "user", "content": user}, *turns], tokenize=False)
-    for turn in turns:
-        if turn["role"] == "assistant":
-            text = text.replace(
-                f"<|im_start|>assistant\n{turn['content']}\n",
-                f"<|im_start|>assistant\n{turn['content']}<|im_end|>\n",
-                1,
-            )
-    assert whole.startswith(text.removesuffix("\n"))
+    """Asserts that prompt and completion are the template's text, which drops thoughts that earlier prompts began."""
+    prompt, text = (tokenizer.decode(ids) for ids in (row["prompt_ids"], row["prompt_ids"] + row["completion_ids"]))
+    user = prompt.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
+    begun = prompt.partition("<|im_start|>assistant\n")[2]
+    said = turns if turns[-1]["role"] == "assistant" else turns[:-1]  # the last turn of a full episode isn't shown
+    before = [{"role": "user", "content": user}, *said[:-1]]
+    whole = tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True)
+    answers = text.split("<|im_start|>assistant\n")
+    assert all(answer.startswith(begun) for answer in answers[1:])
+    dropped = [answer.removeprefix(begun) for answer in answers[1:-1]]
+    text = "<|im_start|>assistant\n".join([answers[0], *dropped, answers[-1]])
+    assert text.removesuffix("<|im_end|>") == whole + said[-1]["content"]
 
 
 def reward_of(prompt: list[int], turns: list[dict[str, Any]], tokenizer: Any) -> float:

@@ -23,6 +23,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data import tokenizers
 from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import ChatEncoder
+from lmtrain.data.chat.thoughts import thought_marks
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.examples.prompt_rows import PromptRow, PromptRows, prompts_of
 from lmtrain.data.loaders import rows_used
@@ -78,10 +79,12 @@ class GRPO(ReferenceObjective):
         ends, vocabulary = end_ids(corpus, o.stop_tokens), len(corpus.tokenizer)
         sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, ends, vocabulary)
         decoder = AnswerDecoder(corpus.tokenizer, corpus.end_ids or ())  # stop_tokens belong to what is scored
+        chat = ChatEncoder(corpus.tokenizer, config.data)
         self.maker = Maker(
             self.make_engine(), sampling, Scorer(parts, o.reward_timeout), decoder, self.variant, o.group_size,
             round(self.variant.overlong_share * o.max_sampled) if o.overlong_buffer is None else o.overlong_buffer,
-            o.max_sampled, config.data, self.seed, self.make_player(corpus, config, decoder),
+            o.max_sampled, config.data, self.seed, self.make_player(config, chat, decoder),
+            thought_marks(chat.chat if chat.template else None),
         )  # fmt: skip
         greedy = sampling._replace(temperature=0.0, top_p=1.0)
         self.judge = replace(self.maker, sampling=greedy, group_size=1, overlong_buffer=0)
@@ -100,14 +103,14 @@ class GRPO(ReferenceObjective):
             return VLLM(self.model.model)
         return InProcess(self.model.model, self.options.rollout_batch_size)
 
-    def make_player(self, corpus: Corpus, config: Config, decoder: AnswerDecoder) -> Player | None:
+    def make_player(self, config: Config, chat: ChatEncoder, decoder: AnswerDecoder) -> Player | None:
         """Builds what plays objective.environment, if there is one."""
         o = self.options
         if not o.plays:
             return None
         make = build_environment(dict(o.environment or {}), config.run.allow_target)
         limits = Limits(o.max_turns, min(self.positions, o.max_total_tokens or self.positions), o.tool_timeout)
-        return Player(make, ChatEncoder(corpus.tokenizer, config.data), decoder, limits)
+        return Player(make, chat, decoder, limits)
 
     @property
     def positions(self) -> int:

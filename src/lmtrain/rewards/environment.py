@@ -14,8 +14,9 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from lmtrain.config.targets import build_target, check_names, class_named
+from lmtrain.data.chat.arguments import Misfit, fitted
 from lmtrain.data.chat.jinja_rendering import TookTooLong
-from lmtrain.data.chat.tool_calls import requested
+from lmtrain.data.chat.tool_calls import FORMATS, CallReader, requested
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward
 from lmtrain.rewards.user_code import Escaped, described, run_user_code
@@ -172,25 +173,38 @@ def schemas(environment: Environment) -> list[dict[str, Any]]:
     return found
 
 
+def _parameters(tool: Tool) -> dict[str, Any]:
+    """Returns the JSON schemas of a tool's parameters; {} for a tool that `schemas` would refuse."""
+    try:
+        return dict(get_json_schema(tool)["function"]["parameters"]["properties"])
+    except (DocstringParsingException, TypeHintParsingException):
+        return {}
+
+
 def results(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """Returns the turns that tell a model the results of its tool calls."""
     return [{"role": "tool", "name": call.name, "content": call.result} for call in calls]
 
 
-def execute(answer: str, tools: Sequence[Tool], seconds: float) -> list[Call]:
-    """Executes the tool calls in an answer, each within `seconds`; errors become text for the model."""
+def execute(answer: str, tools: Sequence[Tool], seconds: float, reader: CallReader | None = None) -> list[Call]:
+    """Executes the tool calls in an answer, each within `seconds`; errors become text for the model.
+
+    reader: reads the calls as the model's chat template writes them; None: in any of the common formats.
+    """
     if not tools:
         return []
     by_name = {_name(tool): tool for tool in tools}
-    return [_executed(name, arguments, by_name, seconds) for name, arguments in requested(answer)]
+    calls = reader.calls(answer) if reader else requested(answer)
+    example = (reader or CallReader(FORMATS[0])).example
+    return [_executed(name, arguments, by_name, seconds, example) for name, arguments in calls]
 
 
-def _executed(name: str, arguments: Any, tools: Mapping[str, Tool], seconds: float) -> Call:
+def _executed(name: str, arguments: Any, tools: Mapping[str, Tool], seconds: float, example: str) -> Call:
     def failed(words: str) -> Call:
         return Call(name, arguments, f"error: {words}"[:LONGEST], True)
 
     if not name:
-        return failed('a call must be JSON with "name" and "arguments"')
+        return failed(f"the call can't be read: it must be written like {example}")
     if name not in tools:
         return failed(f"there is no tool {name!r:.80}; there are {', '.join(tools)}")
     if not isinstance(arguments, dict):
@@ -198,7 +212,9 @@ def _executed(name: str, arguments: Any, tools: Mapping[str, Tool], seconds: flo
     tool = tools[name]
     try:
         inspect.signature(tool).bind(**arguments)
-    except TypeError as error:
+        known = _parameters(tool)
+        arguments = {key: fitted(value, known.get(key, {}), key) for key, value in arguments.items()}
+    except (TypeError, Misfit) as error:
         return failed(str(error))
     try:
         value = run_user_code(lambda: tool(**arguments), seconds)

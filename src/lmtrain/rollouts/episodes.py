@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from lmtrain.data.chat.call_formats import reader_of
+from lmtrain.data.chat.conversations import Conversation
 from lmtrain.data.chat.jinja_rendering import TookTooLong
 from lmtrain.data.chat.rendering import check_tools
 from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import ChatEncoder
+from lmtrain.data.chat.thoughts import thought_marks
 from lmtrain.data.chat.turns import BadRow, turns_of
 from lmtrain.data.examples.prompt_rows import PromptRow, conversation_of
 from lmtrain.data.order import mix64
@@ -40,6 +43,7 @@ class Episode:
     environment: Environment
     prompt: list[int]
     key: int
+    options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template, of the prompt's row
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # whether the model wrote each of `ids`
     log_probs: list[float] = field(default_factory=list)  # of the sampled ones
@@ -47,7 +51,8 @@ class Episode:
     entropy: float = 0.0
     ended: bool = False
     turns: list[dict[str, Any]] = field(default_factory=list)
-    answer: str = ""  # the last one
+    begun: str = ""  # what the chat template has written of the last answer
+    answer: str = ""  # the last one, as the model wrote it
     reward: float | str | None = None  # str: why the environment failed
     tool_calls: int = 0
     failed_tool_calls: int = 0
@@ -62,10 +67,28 @@ class Player:
     def __init__(
         self, make: Callable[[], Environment], chat: ChatEncoder, decoder: AnswerDecoder, limits: Limits
     ) -> None:
-        """make: makes the environment of an episode."""
+        """
+        Args:
+            make: makes the environment of an episode.
+
+        Raises:
+            UserError: the chat template doesn't show the tools or their results, or its tool calls can't be read.
+        """
         self.make, self.chat, self.decoder, self.limits = make, chat, decoder, limits
         environment = make()
         self.name, self.tools = type(played(environment)).__name__, schemas(environment)
+        self.thoughts = thought_marks(chat.chat, self.tools or None)
+        try:
+            if self.tools:
+                check_tools(chat.chat, Conversation(_EXAMPLE, self.tools, ""))
+            self.reader = reader_of(chat.chat, self.tools) if self.tools else None
+            end = chat.replies(self.tools).ends(with_calls=bool(self.tools)).end
+        except BadRow as error:
+            raise UserError(f"objective.environment: {error.reason}") from None
+        # A template may end tool calls with a token of their own, such as gpt-oss's <|call|>.
+        self.call_ends = chat.tokenizer(end, add_special_tokens=False)["input_ids"] if self.tools else []
+        if self.call_ends:
+            self.decoder = AnswerDecoder(chat.tokenizer, [*decoder.left_out, *self.call_ends])
 
     def words(self) -> str:
         """Describes the episodes for the plan."""
@@ -102,6 +125,7 @@ class Player:
                 f"objective.max_new_tokens={sampling.max_new_tokens} it exceeds the {self.limits.tokens:,} tokens that "
                 f"the model or objective.max_total_tokens allows: shorten it, or change one of these"
             )
+        sampling = sampling._replace(end_ids=tuple(dict.fromkeys([*sampling.end_ids, *self.call_ends])))
         kept: Kept = {}
         for turn in range(self.limits.turns):
             requests = [Request([*e.prompt, *e.ids], mix64(e.key, turn), e.known) for e in active]
@@ -125,13 +149,13 @@ class Player:
                 )
             own = conversation_of(prompt.columns, self.chat.cfg, where)
             asked = replace(own, messages=[*openings[0], _ANSWER], tools=self.tools or None)
-            check_tools(self.chat.chat, asked)
             ids = self.chat.prompt_ids(asked)
         except _Failed as error:  # without a prompt there is nothing to sample from
             raise UserError(f"{where}: {error}") from None
         except BadRow as error:
             raise UserError(f"objective.environment: {error}") from None
-        return [Episode(environment, ids, key) for environment, key in zip(environments, keys, strict=True)]
+        episodes = zip(environments, keys, strict=True)
+        return [Episode(environment, ids, key, asked.options) for environment, key in episodes]
 
     def _opening(self, environment: Environment, prompt: PromptRow, seed: int, where: str) -> list[dict[str, Any]]:
         """Resets an environment and returns the turns that ask for the first answer."""
@@ -143,6 +167,7 @@ class Player:
 
     def _goes_on(self, episode: Episode, answer: SampledText, sampling: Sampling, last: bool) -> bool:
         """Appends an answer and what the environment says to it; returns whether another answer is sampled."""
+        episode.begun = self.thoughts.begun(self.chat.tokenizer, [*episode.prompt, *episode.ids])
         episode.ids += answer.ids
         episode.known = len(episode.prompt) + len(episode.ids)
         episode.sampled += [True] * len(answer.ids)
@@ -155,7 +180,7 @@ class Player:
             episode.ended = answer.ended
             return False
         episode.turns += said
-        ids = self.chat.reply_ids(said, self.tools or None)
+        ids = self.chat.reply_ids(said, self.tools, answer.ids[-1], **episode.options)
         if last or len(episode.prompt) + len(episode.ids) + len(ids) + sampling.max_new_tokens > self.limits.tokens:
             return False
         episode.ids += ids
@@ -168,7 +193,8 @@ class Player:
         ended: False if the answer was cut off: its reward counts, but its tool calls are not executed.
         """
         environment = episode.environment
-        calls = execute(episode.answer, environment.tools if ended else (), self.limits.seconds)
+        turn, tools = episode.begun + episode.answer, environment.tools if ended else ()
+        calls = execute(turn, tools, self.limits.seconds, self.reader)
         episode.tool_calls += len(calls)
         episode.failed_tool_calls += sum(call.failed for call in calls)
         try:
@@ -223,6 +249,7 @@ class _Failed(Exception):
 
 
 _ANSWER = {"role": "assistant", "content": "..."}
+_EXAMPLE = [{"role": "user", "content": "..."}, _ANSWER]
 
 
 def answers(turns: Sequence[dict[str, Any]]) -> int:

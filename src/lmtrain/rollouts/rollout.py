@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.special_text import AnswerDecoder
+from lmtrain.data.chat.thoughts import ThoughtMarks
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
 from lmtrain.data.examples.prompt_rows import PromptRow, prompt_column
 from lmtrain.data.order import mix64
@@ -58,6 +59,7 @@ class Maker:
     data: DataConfig  # data.columns tells which column is the prompt
     seed: int
     player: Player | None = None  # set if completions have turns of an environment
+    thoughts: ThoughtMarks = field(default_factory=ThoughtMarks)  # of the chat template
 
     def groups(
         self, step: int, prompts: Sequence[PromptRow], attempt: int = 0, slots: Sequence[PromptRow] = ()
@@ -89,6 +91,8 @@ class Maker:
         names = dict.fromkeys(itertools.chain.from_iterable(rows))
         columns = {name: [row.get(name) for row in rows] for name in names if name not in prompt_columns}
         columns |= {"completion_ids": [c.ids for c in completions], "cut_off": [not c.ended for c in completions]}
+        begun = [self.thoughts.begun(self.decoder.tokenizer, p.ids) for p in prompts]
+        columns |= {"turn_start": [text for text in begun for _ in range(self.group_size)]}
         columns |= columns_of([episode for own in played for episode in own]) if self.player else {}
         said = [row[name] for row, name in zip(rows, prompt_columns, strict=True)]
         scores = self.scorer(said, texts, columns)

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data import framing
 from lmtrain.data.chat.conversations import Completion, Conversation
-from lmtrain.data.chat.jinja_rendering import ANSWER, QUESTION, answers_of, find_template, reads, with_options
+from lmtrain.data.chat.jinja_rendering import answers_of, find_template, reads, with_options
 from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
+from lmtrain.data.chat.replies import Replies
 from lmtrain.data.chat.special_text import (
     AnswerDecoder,
     PlainText,
@@ -117,6 +118,7 @@ class ChatEncoder:
         backend = plain_backend(tokenizer)
         backend.encode_special_tokens = tokenizer.split_special_tokens
         self._ids = TextIds(backend)
+        self._replies: Replies | None = None
         self.begin_row()
 
     @property
@@ -212,26 +214,31 @@ class ChatEncoder:
         messages = asked.messages[: answers_of(asked.messages)[-1]]
         return self._tokens(self.chat.prompt(messages, asked.tools, asked.where, ask, **asked.options))[0]
 
-    def reply_ids(self, messages: list[dict[str, Any]], tools: Any) -> list[int]:
-        """Returns the ids between the end of an answer and the next: turns that follow it, and what asks for an answer.
+    def replies(self, tools: list[dict[str, Any]] | None) -> Replies:
+        """Returns what renders the turns between the answers of a conversation with these tools."""
+        if self._replies is None or self._replies.tools != (tools or None):
+            self._replies = Replies(self.chat, tools or None)
+        return self._replies
+
+    def reply_ids(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        ended_by: int | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Returns the ids between an answer and the next: the turns that follow it, and what asks for an answer.
+
+        Args:
+            ended_by: the id that the answer ended with; None: the template's end of turn (see replies.py).
+            options: variables of the template, as of the conversation's row.
 
         Raises:
-            UserError: the template refuses such turns, or renders what was before them differently because of them.
+            UserError: the template refuses such turns.
         """
-        answer: dict[str, Any] = {"role": "assistant", "content": ANSWER}
-        called = [turn.get("name", "tool") for turn in messages if turn["role"] == "tool"]
-        if called:  # templates may refuse results without calls
-            answer["tool_calls"] = [{"type": "function", "function": {"name": n, "arguments": {}}} for n in called]
-        asked, where = [{"role": "user", "content": QUESTION}, answer], "a turn of the environment"
-        said = messages if self._plain is None else self._plain.mask(messages, where)
-        try:
-            before = self.chat.render_texts([asked], tools, where)[0].removesuffix(self.chat.after_turn)
-            after = self.chat.prompt([*asked, *said], tools, where)
-            if not after.startswith(before):
-                raise BadRow(where, f"the chat template ({self.chat.label}) renders the answer before it differently")
-        except BadRow as bad:
-            raise UserError(f"{bad}: choose another template with data.chat_template, such as chatml") from None
-        return self._tokens(after[len(before) :])[0]
+        said = messages if self._plain is None else self._plain.mask(messages, "a turn of the environment")
+        end = None if ended_by is None else self.tokenizer.decode([ended_by])
+        return self._tokens(self.replies(tools).text(said, end, **options))[0]
 
     def as_decoded(self, content: str) -> str:
         """Returns an answer of the data as `AnswerDecoder` would return one that the model wrote."""

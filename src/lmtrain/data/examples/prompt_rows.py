@@ -18,7 +18,7 @@ from lmtrain.data.examples.row_format import Encoded, TemplateRows
 from lmtrain.errors import UserError
 
 # Names under which rewards get something else than a column: rewards/base.py.
-RESERVED = frozenset(("self", "prompts", "completions", "completion_ids", "cut_off"))
+RESERVED = frozenset(("self", "prompts", "completions", "completion_ids", "cut_off", "turn_start"))
 
 
 class PromptRowEncoder(TemplateRows):
