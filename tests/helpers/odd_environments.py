@@ -207,3 +207,8 @@ class NoReset:
 class CannotBeMade(Echo):
     def __init__(self) -> None:
         sys.exit(0)
+
+
+def begun(completions: Sequence[str], turn_start: Sequence[str], **columns: Any) -> list[float]:
+    """A reward: 1 for answers that the chat template has begun with a thought."""
+    return [float(start == "<think>\n") for start in turn_start]

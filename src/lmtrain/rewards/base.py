@@ -34,7 +34,8 @@ class Reward(ABC):
             prompts: as in the rows, text or messages.
             completions: text, with the tokens that the model wrote, but for those that end an answer or pad it.
             columns: the other columns of the rows, one value per completion; None where a row lacks one. Also
-                `completion_ids`, lists of ids with their ending token, and `cut_off`, bool: there is no ending token.
+                `completion_ids`, lists of ids with their ending token, `cut_off`, bool: there is no ending token, and
+                `turn_start`, what the prompt has written of the answer, such as "<think>\\n".
         """
 
     def place(self, device: Any) -> None:  # noqa: B027  # most have nothing to place

@@ -27,6 +27,12 @@ def final_number(text: str, after: str | None = None) -> Decimal | None:
         return None
 
 
+def whole_turns(completions: Sequence[str], columns: dict[str, Sequence[Any]]) -> list[str]:
+    """Returns the assistant's turns from their start, with what the prompts have written of them."""
+    begun = columns.get("turn_start") or [""] * len(completions)
+    return [start + text for start, text in zip(begun, completions, strict=True)]
+
+
 class ExactNumber(ComparedWithReference):
     """A reward of `right` if the completion's last number equals the reference's, as decimals: 1,000.0 is 1000."""
 
@@ -62,7 +68,11 @@ class Equal(ComparedWithReference):
 
 
 class Regex(Reward):
-    """A reward of `right` if a pattern is found or, with `whole`, if it matches the whole completion."""
+    """A reward of `right` if a pattern is found or, with `whole`, if it matches the whole completion.
+
+    Where the prompt has already written the beginning of the answer, such as <think>, the pattern may match the
+    completion with it or without.
+    """
 
     def __init__(self, pattern: str, whole: bool = True, right: float = 1.0, wrong: float = 0.0) -> None:
         """
@@ -78,16 +88,26 @@ class Regex(Reward):
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
         looked = self.pattern.fullmatch if self.whole else self.pattern.search
-        return [self.right if looked(completion) else self.wrong for completion in completions]
+        whole = whole_turns(completions, columns)
+        found = [looked(turn) or looked(said) for turn, said in zip(whole, completions, strict=True)]
+        return [self.right if match else self.wrong for match in found]
 
 
-class TaggedFormat(Regex):
-    """A reward for thoughts between one pair of tags, then the answer between another, and no more (as DeepSeek-R1)."""
+class TaggedFormat(Reward):
+    """A reward for thoughts between one pair of tags, then the answer between another, and no more (as DeepSeek-R1).
+
+    It reads the assistant's turn from its start, with a <think> that the prompt may have written.
+    """
 
     def __init__(self, thought: str = "think", answer: str = "answer", right: float = 1.0, wrong: float = 0.0) -> None:
         t, a = re.escape(thought), re.escape(answer)
         inside = r"(?:(?!</?(?:" + t + "|" + a + r")>).)*"
-        super().__init__(rf"\s*<{t}>{inside}</{t}>\s*<{a}>{inside}</{a}>\s*", True, right, wrong)
+        self.pattern = re.compile(rf"\s*<{t}>{inside}</{t}>\s*<{a}>{inside}</{a}>\s*", re.DOTALL)
+        self.right, self.wrong = right, wrong
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        whole = whole_turns(completions, columns)
+        return [self.right if self.pattern.fullmatch(turn) else self.wrong for turn in whole]
 
 
 class LengthPenalty(Reward):
