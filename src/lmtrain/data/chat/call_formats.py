@@ -13,7 +13,7 @@ from lmtrain.data.chat.arguments import Schema, value_of
 from lmtrain.data.chat.jinja_rendering import ANSWER, QUESTION, Template
 from lmtrain.data.chat.special_text import pattern_of
 from lmtrain.data.chat.thoughts import thought_marks
-from lmtrain.data.chat.tool_calls import CallFormat, CallReader, NamedJSON, Objects, Pairs, Request
+from lmtrain.data.chat.tool_calls import CallFormat, CallReader, NamedJSON, NamedPairs, Objects, Request
 from lmtrain.data.chat.turns import BadRow, common
 from lmtrain.errors import UserError
 
@@ -148,7 +148,7 @@ class _Rendered:
         between = self.two[self.two.find(str(_NUMBER)) + len(str(_NUMBER)) + 1 : self.two.rfind(_TWO)]
         return NamedJSON(self._opening(head, between), middle, self._closing(rest, between))
 
-    def _pairs(self, head: str) -> Pairs:
+    def _pairs(self, head: str) -> NamedPairs:
         text, number, escaped = (self._after_name({_KEY: value}) for value in (_TEXT, _NUMBER, _ESCAPED))
         middle, _, after_key = number.partition(_KEY)
         before_value, found, rest = after_key.partition(str(_NUMBER))
@@ -163,7 +163,7 @@ class _Rendered:
         shared = self.several and opening.strip() != joint.strip()[-len(opening.strip()) :]
         tail = self.without_end(rest)[len(closing) :]
         inner = escaped[len(middle + _KEY + before_text) : len(escaped) - len(after_text)]
-        return Pairs(
+        return NamedPairs(
             opening, middle, self.without_end(self._after_name({})).removesuffix(tail), before_text, before_value,
             comma, closing, quote, _escapes(inner, before_text), joint if shared else None, tail if shared else "",
         )  # fmt: skip

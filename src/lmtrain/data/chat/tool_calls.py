@@ -72,7 +72,7 @@ class NamedJSON:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class NamedPairs:
     """A name and then keys with values: <function=name><parameter=key>value</parameter></function>, name(key='text').
 
     A value ends where an argument or the call's end follows it and where what is before that mark reads as a value.
@@ -179,7 +179,7 @@ class Pairs:
         return re.compile(f"{more}|(?P<last>{last})")
 
 
-CallFormat = Objects | NamedJSON | Pairs
+CallFormat = Objects | NamedJSON | NamedPairs
 
 
 def _loose(mark: str, after_key: bool = False, after_value: bool = False) -> str:
@@ -299,18 +299,28 @@ class CallReader:
         }
 
 
+_QWEN = NamedPairs(  # 3.5 and later; also Nemotron 3
+    opening="<tool_call>\n<function=", middle=">\n<parameter=", empty=">\n</function>\n</tool_call>",
+    before_text=">\n", before_value=">\n", comma="\n</parameter>\n<parameter=",
+    closing="\n</parameter>\n</function>\n</tool_call>",
+)  # fmt: skip
+_GLM = NamedPairs(
+    opening="<tool_call>", middle="\n<arg_key>", empty="\n</tool_call>", before_text="</arg_key>\n<arg_value>",
+    before_value="</arg_key>\n<arg_value>", comma="</arg_value>\n<arg_key>", closing="</arg_value>\n</tool_call>",
+)  # fmt: skip
+_LFM2 = NamedPairs(
+    opening="<|tool_call_start|>[", middle="(", empty="()", before_text="='", before_value="=", comma=", ", closing=")",
+    quote="'", joint=", ", tail="]<|tool_call_end|>",
+)  # fmt: skip
+_GEMMA = NamedPairs(
+    opening="<|tool_call>call:", middle="{", empty="{}<tool_call|>", before_text=':<|"|>', before_value=":", comma=",",
+    closing="}<tool_call|>", quote='<|"|>',
+)  # fmt: skip
+_HERMES, _MISTRAL, _LLAMA3 = Objects("<tool_call>", "</tool_call>"), Objects("[TOOL_CALLS]"), Objects("")
+_MISTRAL_ARGS = NamedJSON("[TOOL_CALLS]", "[ARGS]")
+_GPT_OSS = NamedJSON("to=functions.", "<|channel|>commentary json<|message|>")
 FORMATS: tuple[CallFormat, ...] = (
-    Objects("<tool_call>", "</tool_call>"),  # Hermes, Qwen 2.5 and 3
-    Objects("[TOOL_CALLS]"),  # Mistral
-    NamedJSON("[TOOL_CALLS]", "[ARGS]"),
-    NamedJSON("to=functions.", "<|channel|>commentary json<|message|>"),  # gpt-oss
-    Pairs("<tool_call>\n<function=", ">\n<parameter=", ">\n</function>\n</tool_call>", ">\n", ">\n",
-          "\n</parameter>\n<parameter=", "\n</parameter>\n</function>\n</tool_call>"),  # Qwen 3.5, Nemotron 3
-    Pairs("<tool_call>", "\n<arg_key>", "\n</tool_call>", "</arg_key>\n<arg_value>", "</arg_key>\n<arg_value>",
-          "</arg_value>\n<arg_key>", "</arg_value>\n</tool_call>"),  # GLM-4.5
-    Pairs("<|tool_call_start|>[", "(", "()", "='", "=", ", ", ")", "'", "none", ", ", "]<|tool_call_end|>"),  # LFM2
-    Pairs("<|tool_call>call:", "{", "{}<tool_call|>", ':<|"|>', ":", ",", "}<tool_call|>", '<|"|>'),  # Gemma 4
-    Objects(""),  # Llama 3
+    _HERMES, _MISTRAL, _MISTRAL_ARGS, _GPT_OSS, _QWEN, _GLM, _LFM2, _GEMMA, _LLAMA3,
 )  # fmt: skip
 
 
