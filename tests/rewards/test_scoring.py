@@ -121,20 +121,6 @@ def test_what_the_config_names() -> None:
             build_rewards(config, [])
 
 
-PROGRAMS = {
-    "def f(x): return 2 * x": 1,
-    "Here it is:\n```python\ndef f(x):\n    return x + x\n```\nGood?": 1,
-    "def f(x): return x": 0,
-    "import sys\nsys.exit(0)": 0,
-    "import os\nos._exit(0)": 0,
-    "x = ' ' * 10**10": 0,
-    "while True: pass": 0,
-    "import socket\nsocket.create_connection(('127.0.0.1', 9), 1)\ndef f(x): return 4": 0,
-    "import os\nos.setsid()\nif os.fork() == 0:\n    import time\n    time.sleep(60)\ndef f(x): return 4": 1,
-    "open('a', 'w').write('x' * 2**26)\ndef f(x): return 4": 0,
-}
-
-
 def test_a_row_without_a_reference_is_another_rewards() -> None:
     """In a mixture of rows, each reward leaves the rows of the others alone."""
     code, number = CodeTests(network=True), ExactNumber()
@@ -184,16 +170,6 @@ def test_answers_are_compared_as_formulas() -> None:
 )  # fmt: skip
 def test_the_code_of_an_answer_is_its_last_block_of_python(text: str) -> None:
     assert code_of(text).strip() == "CODE"
-
-
-def test_code_is_run_with_limits() -> None:
-    """Wrong, endless, greedy and early-exiting programs are wrong answers; processes they start end with them."""
-    started = time.monotonic()
-    found = CodeTests(seconds=1, jobs=4)(
-        [0] * len(PROGRAMS), list(PROGRAMS), tests=["assert f(2) == 4"] * len(PROGRAMS)
-    )
-    assert dict(zip(PROGRAMS, found, strict=True)) == PROGRAMS
-    assert time.monotonic() - started < 30
 
 
 class RaisesThenSleeps(Reward):

@@ -1,34 +1,40 @@
-"""Runs the code of an answer with its row's tests, in a process of its own with limited time and memory and no network.
+"""Runs the code of an answer with the tests of its row, in two processes with limited time, memory, disk and rights.
 
-It protects against: an endless loop; a program that starts others (they end with it, in a process namespace), uses up
-all memory, fills the disk or accesses the network (if the system lets an unprivileged process have a network namespace;
-else the reward is refused, unless `network=true`); and accidental writes to the run folder, as the program starts in an
-empty folder without the run's environment. It doesn't protect against malicious code, which can read every file that
-the user may read and attack the kernel. For models that are not trusted run all of the training in a container or a
-virtual machine.
+The tests run in a process of their own, which asks that of the answer for what it has defined and compares the values
+itself (code_values.py), so that an answer can't read the tests, change what they compare, or say that they have passed.
+Both processes are isolated (code_process.py) if the system lets an unprivileged process have namespaces; if not, the
+reward is refused unless `network=true`, and then it limits less. docs/rewards.md says what holds when.
+
+It doesn't protect against malicious code, which can read every file that the user may read and attack the kernel. For
+models that are not trusted run all of the training in a container or a virtual machine.
 """
 
 import contextlib
+import json
 import os
 import re
 import secrets
-import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from lmtrain import terminal
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward, needed
+from lmtrain.rewards.code_process import MEGABYTES
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n`]*\n(.*?)```", re.DOTALL | re.MULTILINE)
 _WITHIN_A_LINE = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)  # a fence that doesn't begin its line
 _PYTHON = ("", "python", "python3", "py")
-_FILE_BYTES, _PROCESSES = 16 * 2**20, 64
+_FOLDER = "lmtrain-code-"  # where there is no isolation: followed by the number of the process that removes it
 
 
 def code_of(completion: str) -> str:
@@ -39,21 +45,23 @@ def code_of(completion: str) -> str:
 
 
 @cache
-def without_network() -> tuple[str, ...] | None:
-    """Returns the command that starts another one without network, or None if this system does not allow it."""
-    unshare = shutil.which("unshare")
-    if unshare is None:
+def isolation(network: bool) -> dict[str, bool] | None:
+    """Returns which protections isolated processes have here, "files" and "processes"; None: there is no isolation."""
+    if sys.platform != "linux":
         return None
-    command = (unshare, "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--")
-    works = subprocess.run([*command, "true"], capture_output=True, timeout=10).returncode == 0
-    return command if works else None
+    probe = _start(
+        "probe", {"seconds": 10, "memory": 2**30, "isolated": True, "network": network, "wire": 0}, "", Path("/")
+    )
+    with probe:
+        said, _ = probe.communicate(timeout=60)
+    return json.loads(said) if probe.returncode == 0 else None
 
 
 class CodeTests(Reward):
-    """A reward of 1 if the answer's Python code, followed by the tests of its row, ends without an error; else 0.
+    """A reward of 1 if the tests of a row, Python code that uses what the answer's code defines, end without an error.
 
-    A program that fails, runs too long or needs too much memory is a wrong answer, not a failure of the reward. A row
-    without tests gives None, no opinion.
+    It is 0 otherwise: a program that fails, runs too long or needs too much memory is a wrong answer, not a failure of
+    the reward. A row without tests gives None, no opinion.
     """
 
     def __init__(
@@ -68,68 +76,128 @@ class CodeTests(Reward):
         Args:
             column: the column of Python code, such as assertions, that is run after the answer's.
             seconds: limit of processor time, and of wall-clock time.
-            memory_mb: limit of address space.
+            memory_mb: limit of address space of each process.
             network: whether the code may use the network.
-            jobs: number of programs that run in parallel; None: one per core.
+            jobs: number of answers that are tested in parallel; None: one per core.
         """
-        if not network and without_network() is None:
+        held = isolation(network)
+        if held is None and not network:
             raise UserError(
-                "reward=code: this system doesn't let your processes be cut off from the network (unshare "
-                "--net), so code in answers could use the network: run in a container without network and set "
-                "reward.network=true"
+                "reward=code: this system doesn't let your processes have namespaces, so code in answers could use the "
+                "network: run in a container without network and set reward.network=true"
             )
         self.column, self.seconds, self.memory, self.network = column, seconds, memory_mb * 2**20, network
-        self.jobs = jobs or os.cpu_count() or 1
+        self.isolated, self.jobs = held is not None, jobs or os.cpu_count() or 1
+        missing = [name for name in ("files", "processes") if not (held or {}).get(name)]
+        if missing and os.environ.get("RANK", "0") == "0":
+            terminal.note(
+                f"reward=code: this system doesn't let it limit {' and '.join(missing)}: docs/rewards.md says what"
+            )
+        if not self.isolated:
+            _sweep()
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | None]:
         tests = needed(columns, self.column, "CodeTests")
-        programs = [None if t is None else f"{code_of(c)}\n\n{t}\n" for c, t in zip(completions, tests, strict=True)]
         with ThreadPoolExecutor(self.jobs) as pool:
-            return list(pool.map(self._run, programs))
+            return list(pool.map(self._score, map(code_of, completions), tests))
 
-    def _run(self, program: str | None) -> float | None:
-        if program is None:
+    def _score(self, answer: str, tests: str | None) -> float | None:
+        if tests is None:
             return None
-        with tempfile.TemporaryDirectory(prefix="lmtrain-code-") as folder:
-            command = [sys.executable, "-I", "-S", "-c", _LIMITED, str(self.seconds), str(self.memory)]
-            prefix = () if self.network else (without_network() or ())
-            process = subprocess.Popen(
-                [*prefix, *command],
-                cwd=folder,
-                env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            # A program that exits early, by sys.exit(0) say, has not run its tests: a secret word marks the end.
-            word, said = secrets.token_hex(16), b""
-            try:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    said, _ = process.communicate(f"{word}\n{program}".encode(), timeout=self.seconds + 1)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with all processes it has started
-                process.wait()
-        return float(process.returncode == 0 and said == word.encode())
+        settings = {name: getattr(self, name) for name in ("seconds", "memory", "isolated", "network")}
+        # Tests that exit early, by sys.exit(0) say, have not passed: a secret word marks the end.
+        word = secrets.token_hex(16).encode()
+        with contextlib.ExitStack() as stack:
+            ends = [stack.enter_context(end) for end in socket.socketpair()]
+            processes, folders = [], []
+            for role, end, text in zip(("answer", "tests"), ends, (answer, f"{word.decode()}\n{tests}"), strict=True):
+                folders.append(Path("/") if self.isolated else stack.enter_context(_folder()))
+                processes.append(_start(role, {**settings, "wire": end.fileno()}, text, folders[-1]))
+                stack.callback(_end, processes[-1])
+                end.close()
+            return float(self._said(processes[1], [] if self.isolated else folders) == word)
+
+    def _said(self, process: subprocess.Popen[bytes], folders: list[Path]) -> bytes | None:
+        """Returns what the tests have written at their end; None: they took too long, or too much of the disk."""
+        end = time.monotonic() + self.seconds + 1
+        while (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.communicate(timeout=min(left, 0.1) if folders else left)[0]
+            if any(_bytes_in(folder) > MEGABYTES * 2**20 for folder in folders):
+                break
+        return None
 
 
-# Sets the limits in the new process itself, then runs the program read from its standard input.
-_LIMITED = rf"""
-import os, resource, sys
-seconds, memory = float(sys.argv[1]), int(sys.argv[2])
-for what, most in ((resource.RLIMIT_CPU, int(seconds) + 1), (resource.RLIMIT_AS, memory),
-                   (resource.RLIMIT_FSIZE, {_FILE_BYTES}), (resource.RLIMIT_NPROC, {_PROCESSES}),
-                   (resource.RLIMIT_CORE, 0)):
-    hard = resource.getrlimit(what)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(what, (most, most))
-word, _, program = sys.stdin.read().partition("\n")
-end = os.dup(1)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-sys.argv = ["answer.py"]
-exec(compile(program, "answer.py", "exec"), {{"__name__": "__main__"}})
-os.write(end, word.encode())
-"""
+def _start(role: str, settings: dict[str, Any], text: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Starts a process that reads `text`; its standard output can be read."""
+    given = json.dumps({**settings, "parent": os.getpid()})
+    with tempfile.TemporaryFile() as program:
+        program.write(text.encode("utf-8", "surrogatepass"))
+        program.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(__file__).with_name("code_process.py")), role, given],
+            cwd=folder,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder)},
+            stdin=program,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[settings["wire"]],
+            start_new_session=True,
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process with those that it has started, in its namespace, or else in its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with process:  # closes its pipe and waits
+        pass
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder whatever is in it; shutil.rmtree fails if it is thousands deep."""
+    if not folder.is_symlink():
+        subprocess.run(["chmod", "-R", "u+rwx", folder], check=False, stderr=subprocess.DEVNULL)
+    subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
+
+
+def _sweep() -> None:
+    """Removes the folders of processes that were killed before they could."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        number = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if number.isdigit() and folder.lstat().st_uid == os.getuid() and not _lives(int(number)):
+                _remove(folder)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _bytes_in(folder: Path) -> int:
+    """Returns the size of the files in a folder, of those that are found."""
+    size, folders = 0, [str(folder)]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    folders += [entry.path] if entry.is_dir(follow_symlinks=False) else []
+                    size += entry.stat(follow_symlinks=False).st_size
+    return size
