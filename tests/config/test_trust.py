@@ -53,13 +53,11 @@ ASKING = {
     "tokenizer.trust_remote_code=true": {"tokenizer": {"trust_remote_code": True}},
     'evaluate.task_folder="tasks"': {"evaluate": {"task_folder": "tasks"}},
     "run.allow_target=[os]": {"run": {"allow_target": "${x_list}"}, "x_list": ["os"]},
-    "run.allow_target=[shutil]": {"run": {"allow_target": ["${oc.env:OPENED}"]}},
 }
 
 
 @pytest.mark.parametrize("word", ASKING)
-def test_an_experiment_opens_nothing(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENED", "shutil")
+def test_an_experiment_opens_nothing(word: str, tmp_path: Path) -> None:
     chosen = experiment(tmp_path, ASKING[word])
     with pytest.raises(UserError) as refusal:
         opened(*chosen, config_dir=tmp_path)
@@ -99,7 +97,9 @@ def test_a_runs_own_config_opens_nothing(tmp_path: Path) -> None:
     for grants in ({}, {"run.allow_target": ["mine"]}, {"model.trust_remote_code": True}):
         with pytest.raises(UserError, match=r"config.yaml sets run.allow_target=\[subprocess\]"):
             rules.load(file, grants)
-    with pytest.raises(UserError, match=r"sets run.allow_target=\[subprocess\]"):  # as with inspect --config-dir=run
+    with pytest.raises(
+        UserError, match=r"config.yaml sets .*run.allow_target=\[subprocess\]"
+    ):  # as with inspect --config-dir=run
         rules.compose([], str(tmp_path))
     assert rules.load(file, {"run.allow_target": ["subprocess"]}).run.allow_target == ["subprocess"]
     file = saved(tmp_path, model={"trust_remote_code": True}, tokenizer={"trust_remote_code": True})
@@ -127,8 +127,8 @@ def test_a_file_named_with_trust_opens(tmp_path: Path) -> None:
     mine = tmp_path / "trust.yaml"
     mine.write_text("run: {allow_target: [mine, other]}\nmodel: {trust_remote_code: true}\ndata: {path: y}\n")
     args = cli.parse("train", ["--trust", str(mine), "trainer.max_steps=3"])
-    typed = ["run.allow_target=[mine,other]", "model.trust_remote_code=true", "trainer.max_steps=3"]
-    assert args.overrides == typed
+    typed = {"run.allow_target=[mine,other]", "model.trust_remote_code=true", "trainer.max_steps=3"}
+    assert {*args.overrides} == typed
     chosen = experiment(tmp_path, {"run": {"allow_target": ["mine"]}})
     assert opened(*args.overrides, *chosen, config_dir=tmp_path).run.allow_target == ["mine", "other"]
     assert saved(tmp_path, run={"allow_target": ["mine"]})
@@ -168,7 +168,7 @@ def planned(tree: dict[str, Any], folder: Path, *typed: str) -> plan.PipelinePla
 def test_a_pipeline_opens_nothing(part: tuple[str, str], tmp_path: Path) -> None:
     tree = json.loads(json.dumps(STAGES))
     tree[part[0]][part[1]]["overrides"].append("run.allow_target=[subprocess]")
-    with pytest.raises(UserError, match=rf"{part[1]} of .*mine.yaml sets run.allow_target=\[subprocess\]"):
+    with pytest.raises(UserError, match=rf"{part[1]}: .*mine.yaml sets run.allow_target=\[subprocess\]"):
         planned(tree, tmp_path)
     made = planned(tree, tmp_path, "run.allow_target=[mine]")  # typed for all: it wins
     words = [*made.stages[0].words, *made.evaluations[0].words]
@@ -187,7 +187,7 @@ def test_a_pipeline_gives_no_flags(tmp_path: Path) -> None:
 def test_a_sweeps_files_open_nothing(tmp_path: Path) -> None:
     space = {"sweep": {"method": "grid", "name": "s", "root": str(tmp_path), "space": {"run.allow_target": "[a],[b]"}}}
     chosen = experiment(tmp_path, space)
-    with pytest.raises(UserError, match=r"sweep.space sets run.allow_target"):
+    with pytest.raises(UserError, match=r"theirs.yaml sets run.allow_target=\[a\]"):
         sweep_plan.make("train", [*SMALL, *chosen], str(tmp_path), "config")
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain import secrets
-from lmtrain.config import effect, environment, explain, interpolations, places, safe_yaml, sections, trust
+from lmtrain.config import effect, environment, explain, interpolations, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values
 from lmtrain.config.config_files import composed_files, folders_of, hydra_over, origins
@@ -26,17 +27,29 @@ from lmtrain.errors import UserError, naming
 
 
 def compose(
-    overrides: list[str], config_dir: str | None = None, config_name: str = "config", *, for_sweep: bool = False
+    overrides: list[str],
+    config_dir: str | None = None,
+    config_name: str = "config",
+    *,
+    for_sweep: bool = False,
+    foreign: trust.Foreign | None = None,
 ) -> DictConfig:
     """Composes the config for these overrides; a wrong one raises UserError naming the nearest valid key or option.
 
-    With `for_sweep` the config includes Hydra's own node, and keys that only a sweep reads are accepted.
+    Args:
+        for_sweep: whether the config includes Hydra's own node, and keys that only a sweep reads are accepted.
+        foreign: the file that gives those overrides that the user has not typed; None: all are typed.
     """
-    return settled(overrides, config_dir, config_name, for_sweep=for_sweep)[0]
+    return settled(overrides, config_dir, config_name, for_sweep=for_sweep, foreign=foreign)[0]
 
 
 def settled(
-    overrides: list[str], config_dir: str | None = None, config_name: str = "config", *, for_sweep: bool = False
+    overrides: list[str],
+    config_dir: str | None = None,
+    config_name: str = "config",
+    *,
+    for_sweep: bool = False,
+    foreign: trust.Foreign | None = None,
 ) -> tuple[DictConfig, list[str]]:
     """Returns the result of `compose` and the overrides used, including the option of `data` chosen by data.path."""
     folders, search = folders_of(config_dir, config_name)
@@ -45,7 +58,7 @@ def settled(
     is_named = overrides != typed_words
     others = [o for o in overrides if not o.lstrip("+").startswith("model.name=")]
     if others != overrides:
-        model = compose(others, config_dir, config_name, for_sweep=for_sweep).model
+        model = compose(others, config_dir, config_name, for_sweep=for_sweep, foreign=foreign).model
         _check_model_name(typed_keys(overrides)["model.name"].strip("'\""), model, folders)
     if not for_sweep:
         explain.refuse_sweep_keys(overrides)
@@ -56,17 +69,20 @@ def settled(
     _refuse_removals(composed, overrides, config_dir, config_name)
     _keep_texts(composed, overrides, config_dir, config_name)
     ours = OmegaConf.masked_copy(composed, [str(k) for k in composed if k != "hydra"]) if for_sweep else composed
-    interpolations.resolved(ours)
-    typed = {k: OmegaConf.select(composed, k) for k in trust.CLOSED if k in typed_keys(overrides)}
-    trust.refuse_unasked(composed, typed, config_dir or str(conf_dir()))
+    plain = interpolations.resolved(ours)
+    if foreign is not None and environment.is_trusted(foreign.file):
+        foreign = None
+    if foreign is not None or config_dir is not None:
+        typed = overrides if foreign is None else effect.with_model_named(foreign.typed, folders)
+        where = Path(str(config_dir)) if foreign is None else foreign.file
+        files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
+        trust.refuse(ours, plain, typed, where, files)
     source = effect.inferred_source(overrides, composed, folders)
     if source is not None:
         found = [f"data={source}", *effect.epochs_at_most(typed_words, source)]
-        return settled([*found, *typed_words], config_dir, config_name, for_sweep=for_sweep)
+        return settled([*found, *typed_words], config_dir, config_name, for_sweep=for_sweep, foreign=foreign)
     if refused is not None:
         raise refused
-    if config_dir is not None:
-        places.refuse(composed, overrides, config_dir, config_name)
     _leave_to_replaced(composed, typed_words)
     for key in set(sections.GONE) & typed_keys(overrides).keys():
         if "_target_" not in composed[key.partition(".")[0]]:
@@ -356,6 +372,6 @@ def load(path: Path, grants: trust.Grants, *, own: bool = False) -> Config:
     tree = undumped(safe_yaml.text_of(path), str(path))
     if not own:
         tree = environment.without_reading(tree, path)
-    trust.refuse_unasked(tree, grants, str(path))
+    trust.refuse_code(tree, grants, path)
     with naming(str(path)):
         return check(tree)

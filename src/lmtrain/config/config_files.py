@@ -96,10 +96,12 @@ def _value_in(file: ConfigFile, key: str) -> Any:
     if not way:
         return None
     try:
-        tree = yaml.safe_load(file.path.read_text(encoding="utf-8"))
+        return at(_tree(file.path.read_text(encoding="utf-8")), way)
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    return at(tree, way)
+
+
+_tree = functools.lru_cache(64)(yaml.safe_load)  # by text: each key of the config is looked up in the same files
 
 
 @dataclass(frozen=True)

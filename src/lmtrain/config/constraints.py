@@ -1,18 +1,25 @@
-"""Annotations of schema fields: what a key affects, which commands read it, constraints. Imports no torch.
+"""Annotations of schema fields: what a key affects, who may set it, which commands read it, constraints. No torch.
 
     seq_len: Annotated[int, TRAJECTORY, at_least(1)]
+    path: Annotated[str | None, PREPARED, SOURCE]
     generate: Annotated[GenerateConfig, ReadBy(("generate",))]
 
 A constraint is called with a key and its value and raises UserError if the value is invalid. Null is valid wherever the
 type allows it.
+
+Somebody else's file may set a key as its mark of type Open says. Without one it may set keys of numbers, booleans or
+one of a `choice` of words, and no others: text and containers count only where the user types them. So a key whose
+declaration was forgotten is closed.
 """
 
 import enum
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from lmtrain.errors import UserError, did_you_mean
 
@@ -39,9 +46,83 @@ class Mark(enum.Enum):
 
     CONTENT = "content"  # the key names something (a file, a model) whose content is compared instead of the name
     TRAINING = "training"  # only training reads this key, or the keys of this section
+    CODE = "code"  # the key lets code from outside lmtrain run: only the user may set it, for each command anew
 
 
-CONTENT, TRAINING = Mark
+CONTENT, TRAINING, CODE = Mark
+
+
+class Theirs(NamedTuple):
+    """What is known of somebody else's files: their folder, and the packages whose classes the user has allowed."""
+
+    folder: Path
+    packages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Open:
+    """A mark on a key: the values to which somebody else's file may set it."""
+
+    to: str  # these values, in words
+    # Called with each value within the key that is no container, and the innermost name that it has there ('' if none).
+    fits: Callable[[str, Any, Theirs], bool]
+
+
+def _no_address(name: str, value: Any, theirs: Theirs) -> bool:
+    return "://" not in str(value)
+
+
+def _below(name: str, value: Any, theirs: Theirs) -> bool:
+    try:
+        place = Path(str(value)).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError):  # no such user, a NUL character
+        return False
+    return any(place.is_relative_to(folder.resolve()) for folder in (Path.cwd(), theirs.folder))
+
+
+def just(*values: Any) -> Open:
+    """Returns a mark that opens a key to these values, of which the first should be its default."""
+    said = " or ".join(f"`{str(value).lower()}`" for value in values)
+    return Open(said or "nothing", lambda name, value, theirs: value in values)
+
+
+OPEN = Open("anything", lambda name, value, theirs: True)
+CLOSED = just()
+CACHE = Open("the default", lambda name, value, theirs: value in ("~/.cache/lmtrain", os.environ.get("LMTRAIN_CACHE")))
+SOURCE = Open("local paths and names on the hub, no address (`://`)", _no_address)
+NEW_FOLDER = Open("a folder below the working folder or that of the file", _below)
+NUMBERS = Open("numbers, true and false", lambda name, value, theirs: isinstance(value, int | float))
+
+
+def classes(*modules: str) -> Open:
+    """Returns a mark that opens a key to classes of these modules, or packages, and to names without a dot."""
+    return Open(
+        f"names{f', and classes of {_in_code(modules)}' if modules else ''}",
+        lambda name, value, theirs: "." not in str(value) or _is_of(value, (*modules, *theirs.packages)),
+    )
+
+
+def only(*names: str, of: tuple[str, ...] = ()) -> Open:
+    """Returns a mark that opens these names within a mapping, and `_target_` to classes of the modules `of`.
+
+    The name '' stands for a value that is directly in a list. Packages that the user has allowed are modules `of` too.
+    """
+
+    def fits(name: str, value: Any, theirs: Theirs) -> bool:
+        if name == "_target_":
+            return _is_of(value, (*of, *theirs.packages))
+        return name in names and _no_address(name, value, theirs)
+
+    inside = _in_code(tuple(filter(None, names))) or "names"
+    return Open(f"{inside}{f'; classes of {_in_code(of)}' if of else ''}", fits)
+
+
+def _in_code(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _is_of(target: Any, places: tuple[str, ...]) -> bool:
+    return any(f"{target}.".startswith(f"{place}.") for place in places)
 
 
 @dataclass(frozen=True)
@@ -59,15 +140,20 @@ class ReadBy:
     verbs: tuple[str, ...]
 
 
-def choice(*options: str) -> Constraint:
-    """Returns a constraint that accepts only these texts; values that are not text (true, a number) pass."""
+@dataclass(frozen=True)
+class Choice:
+    """A constraint that accepts only these texts; values that are not text (true, a number) pass."""
 
-    def check(key: str, value: Any) -> None:
-        if isinstance(value, str) and value not in options:
-            hint = did_you_mean(value, options)
-            raise UserError(f"{key}={value} is not known{hint} (options: {', '.join(options)})")
+    options: tuple[str, ...]
 
-    return check
+    def __call__(self, key: str, value: Any) -> None:
+        if isinstance(value, str) and value not in self.options:
+            hint = did_you_mean(value, self.options)
+            raise UserError(f"{key}={value} is not known{hint} (options: {', '.join(self.options)})")
+
+
+def choice(*options: str) -> Choice:
+    return Choice(options)
 
 
 _PART = r"[A-Za-z0-9_+][A-Za-z0-9._+-]*"

@@ -18,7 +18,7 @@ from lmtrain.config.defaults import options_of
 from lmtrain.config.keys import annotations_of, unread
 from lmtrain.config.override_text import as_typed, shell_word, typed_keys
 from lmtrain.config.schema import Config
-from lmtrain.config.trust import CLOSED
+from lmtrain.config.trust import CODE
 from lmtrain.errors import UserError
 
 # Environment variable set in the trials of a sweep ("1") and the stages of a pipeline ("stage"). They accept keys
@@ -72,7 +72,7 @@ def _of_another_verb(verb: str, key: str, config: Config) -> str | None:
         instead = "name the data too (data=text data.val_path=test.txt), or set evaluate.data=named"
         return f"in `lmtrain evaluate` on what the run held out, with the run's own settings: {instead}"
     if verb in _OF_EXPORTS:
-        own = ("run_dir", verb, "seed", *CLOSED)
+        own = ("run_dir", verb, "seed", *CODE)
         if any(key == name or key.startswith(f"{name}.") for name in own):
             return None
         reads = ", ".join(f"{name}.*" if name == verb else name for name in own)
@@ -209,7 +209,7 @@ def inferred_source(overrides: Sequence[str], tree: DictConfig, folders: Sequenc
     """Returns the option of `data` that reads a typed data.path, or None if an option was chosen or no path typed.
 
     Args:
-        tree: the composed config, which has passed `trust.refuse_unasked`.
+        tree: the composed config, which has passed `trust.refuse`.
         folders: the folders with config groups and their options.
 
     Raises:

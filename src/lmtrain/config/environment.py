@@ -4,7 +4,7 @@ A run uses the values resolved at its start. Everything that is written, logged 
 instead, so that a config.yaml contains no secret and reads the environment again whenever a run begins.
 
 An untrusted file could send what it reads to any server. Only the command line (or Python), the files of conf/ and
-files that the user trusts (`trust`) may read the environment; places.py refuses others. Imports no torch.
+files that the user trusts (`trust`) may read the environment; trust.py refuses others. Imports no torch.
 """
 
 import contextlib
@@ -54,10 +54,14 @@ def flags() -> list[str]:
     return [word for file in sorted(_trusted) for word in ("--trust", str(file))]
 
 
+def trusts(file: Path | None) -> bool:
+    """Returns whether the user has named the file with --trust."""
+    return file is not None and file.resolve() in _trusted
+
+
 def is_trusted(file: Path) -> bool:
     """Returns whether the user trusts a file; lmtrain's own are always trusted."""
-    resolved = file.resolve()
-    return resolved in _trusted or resolved.is_relative_to(conf_dir().resolve())
+    return trusts(file) or file.resolve().is_relative_to(conf_dir().resolve())
 
 
 def readings(tree: DictConfig) -> dict[str, Reading]:

@@ -11,7 +11,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
-from lmtrain.config.constraints import CONTENT, Constraint, ReadWhere, Shapes, name_or_names, representable
+from lmtrain.config.constraints import (
+    CLOSED,
+    CODE,
+    CONTENT,
+    OPEN,
+    Choice,
+    Constraint,
+    Open,
+    ReadWhere,
+    Shapes,
+    name_or_names,
+    representable,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,8 @@ class Key:
     by_content: bool
     may_be_absent: bool  # may be left out of YAML for which it has no meaning; it is None then
     constraints: tuple[Constraint, ...]
+    open: Open  # to what somebody else's file may set it
+    is_code: bool  # whether it lets code from outside lmtrain run
 
     @property
     def is_text(self) -> bool:
@@ -62,8 +76,19 @@ def keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
             names = ", ".join(s.name for s in Shapes)
             raise TypeError(f"{key}: say in the schema what it shapes, {name}: Annotated[..., one of {names}]")
         constraints = tuple(mark for mark in marks if callable(mark))
-        found.append(Key(key, type_, shapes[0], CONTENT in marks, name in absent, constraints))
+        found.append(
+            Key(
+                key, type_, shapes[0], CONTENT in marks, name in absent, constraints, _open(type_, marks), CODE in marks
+            )
+        )
     return tuple(found)
+
+
+def _open(type_: Any, marks: list[Any]) -> Open:
+    """Returns to what somebody else's file may set a key, as constraints.py says."""
+    types = set(re.findall(r"\w+", getattr(type_, "__name__", "") + str(type_)))
+    is_free = types & {"Any", "dict", "list"} or ("str" in types and not any(isinstance(m, Choice) for m in marks))
+    return next((mark for mark in marks if isinstance(mark, Open)), CLOSED if is_free or CODE in marks else OPEN)
 
 
 def keys_in(config: Any, prefix: str = "") -> list[Key]:

@@ -71,7 +71,7 @@ OBJECTIVES: dict[str, tuple[str, type[ObjectiveConfig]]] = {
 class ScratchModelConfig(ModelConfig):
     """A transformers architecture trained from scratch; keys that the model family doesn't have are null."""
 
-    family: Annotated[str | None, MODEL] = None  # a transformers model_type: gpt2, llama, qwen3, qwen3_moe
+    family: Annotated[str | None, MODEL, OPEN] = None  # a transformers model_type: gpt2, llama, qwen3, qwen3_moe
     # The fields below are named as in transformers' configs.
     hidden_size: Annotated[int | None, MODEL] = None
     num_hidden_layers: Annotated[int | None, MODEL] = None
@@ -80,7 +80,7 @@ class ScratchModelConfig(ModelConfig):
     num_key_value_heads: Annotated[int | None, MODEL] = None
     head_dim: Annotated[int | None, MODEL] = None
     intermediate_size: Annotated[int | None, MODEL] = None
-    hidden_act: Annotated[str | None, MODEL] = None
+    hidden_act: Annotated[str | None, MODEL, OPEN] = None
     tie_word_embeddings: Annotated[bool | None, MODEL] = None
     rope_theta: Annotated[float | None, MODEL, above_zero] = None
     norm_eps: Annotated[float | None, MODEL, not_negative] = None
@@ -99,8 +99,8 @@ class LoadedModelConfig(ModelConfig):
     """A pretrained model from the hub or a folder, which determines the architecture."""
 
     vocab_size: Annotated[int | None, MODEL, _OWN_VOCABULARY]
-    name_or_path: Annotated[str | None, MODEL, CONTENT] = None
-    revision: Annotated[str | None, MODEL, CONTENT] = None
+    name_or_path: Annotated[str | None, MODEL, SOURCE, CONTENT] = None
+    revision: Annotated[str | None, MODEL, OPEN, CONTENT] = None
     router_aux_loss_coef: Annotated[float | None, TRAJECTORY] = None
 
 
@@ -111,7 +111,7 @@ class CustomModelConfig(ModelConfig):
     # Fields that lmtrain reads from its config, under transformers' names: for FLOPs, memory and the tiny copy.
     NEEDED: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
-    _target_: Annotated[str, MODEL]
+    _target_: Annotated[str, MODEL, classes()]
 
 
 # model.init -> the keys of a model without a `_target_`.
@@ -127,18 +127,18 @@ def over_layers(config: Config) -> str:
 
 @dataclass(kw_only=True)
 class LionConfig(OptimizerConfig):
-    betas: Annotated[Any, TRAJECTORY, two_betas]
+    betas: Annotated[Any, TRAJECTORY, OPEN, two_betas]
 
 
 @dataclass(kw_only=True)
 class AdamWConfig(OptimizerConfig):
-    betas: Annotated[Any, TRAJECTORY, two_betas]
+    betas: Annotated[Any, TRAJECTORY, OPEN, two_betas]
     eps: Annotated[float, TRAJECTORY, not_negative]
 
 
 @dataclass(kw_only=True)
 class AdamW8bitConfig(AdamWConfig):
-    full_state_pattern: Annotated[str, TRAJECTORY, regular_expression]
+    full_state_pattern: Annotated[str, TRAJECTORY, OPEN, regular_expression]
 
 
 @dataclass(kw_only=True)
@@ -156,7 +156,7 @@ class MuonConfig(AdamWConfig):
     momentum: Annotated[float, TRAJECTORY, share]
     nesterov: Annotated[bool, TRAJECTORY]
     ns_steps: Annotated[int, TRAJECTORY, at_least(1)]
-    adamw_pattern: Annotated[str, TRAJECTORY, regular_expression]
+    adamw_pattern: Annotated[str, TRAJECTORY, OPEN, regular_expression]
 
 
 # optimizer.name -> its keys; `optim.optimizers` builds the optimizer.

@@ -18,21 +18,41 @@ from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 FP8 = "fp8"
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", FP8)
 STRATEGIES = ("auto", "ddp", "fsdp", "fsdp_tp", "deepspeed", "ddp_find_unused_parameters_true")
+# Names that somebody else's file may set in sections with free keys; any other counts only where the user types it.
+_REWARDS = only(
+    "weight", "column", "after", "reference_after", "right", "wrong", "pattern", "whole", "thought", "answer", "most",
+    "least", "scale", "name_or_path", "batch_size",
+    of=("lmtrain.rewards.text", "lmtrain.rewards.stories", "lmtrain.rewards.model"),
+)  # fmt: skip
+_LOGGERS = only("flush_secs", "project", "name", "mode", "tags", "group", "notes", "experiment_name", "run_name")
+_METRICS = only("", of=("lmtrain.generation.text_metrics",))
+_GENERATION = only(
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "min_new_tokens", "max_length",
+    "repetition_penalty", "no_repeat_ngram_size", "num_beams", "eos_token_id", "pad_token_id", "bos_token_id",
+)  # fmt: skip
+_MODEL_FIELDS = only(
+    "layer_types", "conv_L_cache", "block_auto_adjust_ff_dim", "norm_topk_prob", "scale_attn_by_inverse_layer_idx",
+    "sliding_window", "attention_bias", "mlp_bias", "rope_scaling", "rope_type", "factor",
+)  # fmt: skip
 _FROM_SCRATCH = ReadWhere(lambda c: c.model.init == "scratch", "a pretrained model keeps the size of its embedding")
 
 
 @dataclass(kw_only=True)
 class RunConfig:
-    name: Annotated[str | None, SHOWN, name_of_folder]
-    dir: Annotated[str | None, SHOWN]  # resolved to an absolute path before anything is written
-    root: Annotated[str, SHOWN]
-    resume: Annotated[str | None, SHOWN]  # none, auto or a checkpoint; None: auto for a named run, else none
-    cooldown_from: Annotated[str | None, SHOWN]  # a checkpoint at the full learning rate, from which the decay starts
+    name: Annotated[str | None, SHOWN, OPEN, name_of_folder]
+    dir: Annotated[str | None, SHOWN, NEW_FOLDER]  # resolved to an absolute path before anything is written
+    root: Annotated[str, SHOWN, NEW_FOLDER]
+    resume: Annotated[str | None, SHOWN, SOURCE]  # none, auto or a checkpoint; None: auto for a named run, else none
+    cooldown_from: Annotated[
+        str | None, SHOWN, SOURCE
+    ]  # a checkpoint at the full learning rate, from which the decay starts
     allow_change: Annotated[list[str], SHOWN]  # fingerprint entries that may differ on resume
     schedule_on_resume: Annotated[str, RATE, choice("keep", "rescale")]
     quiet: Annotated[bool, SHOWN]
-    time_limit: Annotated[str | None, SHOWN]  # HH:MM:SS, measured from the start of the process
-    allow_target: Annotated[list[str], SHOWN]  # packages, besides the known ones, whose classes `_target_` may name
+    time_limit: Annotated[str | None, SHOWN, OPEN]  # HH:MM:SS, measured from the start of the process
+    allow_target: Annotated[
+        list[str], SHOWN, CODE
+    ]  # packages, besides the known ones, whose classes `_target_` may name
 
 
 @dataclass(kw_only=True)
@@ -42,9 +62,9 @@ class ObjectiveConfig:
     rows: ClassVar[str] = "text"  # the data it needs: text, conversations, pairs, or the path of a row format's class
     headline: ClassVar[tuple[str, ...]] = ("loss",)  # the means shown first, the most important one at the beginning
     scalar_head: ClassVar[bool] = False  # whether the model outputs one scalar per row instead of next-token logits
-    name: Annotated[str, TRAJECTORY]
-    _target_: Annotated[str, TRAJECTORY]
-    loss_chunk_tokens: Annotated[int | str, MACHINE, auto_or_count]
+    name: Annotated[str, TRAJECTORY, OPEN]
+    _target_: Annotated[str, TRAJECTORY, classes("lmtrain.objectives")]
+    loss_chunk_tokens: Annotated[int | str, MACHINE, OPEN, auto_or_count]
 
     def check(self, config: "Config") -> None:
         """Raises UserError for incompatible keys; called after each key has passed its own constraints."""
@@ -62,16 +82,16 @@ class ObjectiveConfig:
 class ModelConfig:
     """The keys of every model. options.py adds those of models from scratch, pretrained models and custom classes."""
 
-    name: Annotated[str, SHOWN]
+    name: Annotated[str, SHOWN, OPEN]
     init: Annotated[str, MODEL, choice("scratch", "pretrained")]
-    trust_remote_code: Annotated[bool, MODEL]
-    attention: Annotated[str, MACHINE]
+    trust_remote_code: Annotated[bool, MODEL, CODE]
+    attention: Annotated[str, MACHINE, OPEN]
     learning_rate: Annotated[float, RATE]
     vocab_size: Annotated[int | None, MODEL]
     vocab_multiple_of: Annotated[int, MODEL, at_least(1), _FROM_SCRATCH]
     dropout: Annotated[float, TRAJECTORY, share]
     max_position_embeddings: Annotated[int | None, MODEL] = None
-    extra: Annotated[dict[str, Any], MODEL] = field(default_factory=dict)
+    extra: Annotated[dict[str, Any], MODEL, _MODEL_FIELDS] = field(default_factory=dict)
 
 
 _IN_4_BITS = ReadWhere(lambda c: c.peft.quantization in ("nf4", "fp4"), "set peft.quantization=nf4 too")
@@ -80,16 +100,16 @@ _IN_4_BITS = ReadWhere(lambda c: c.peft.quantization in ("nf4", "fp4"), "set pef
 @dataclass(kw_only=True)
 class PeftConfig:
     method: Annotated[str, MODEL, choice("none", "lora", "memory")]
-    adapter: Annotated[str | None, MODEL, CONTENT] = None  # folder or hub name of an adapter to train further
+    adapter: Annotated[str | None, MODEL, SOURCE, CONTENT] = None  # folder or hub name of an adapter to train further
     r: Annotated[int | None, MODEL, at_least(1)] = None
     alpha: Annotated[float | None, MODEL, at_least(1)] = None
     dropout: Annotated[float | None, TRAJECTORY, share] = None
-    target_modules: Annotated[Any, MODEL] = None  # all-linear, a regular expression, or a list of names
-    modules_to_save: Annotated[list[str] | None, MODEL] = None
+    target_modules: Annotated[Any, MODEL, OPEN] = None  # all-linear, a regular expression, or a list of names
+    modules_to_save: Annotated[list[str] | None, MODEL, OPEN] = None
     bias: Annotated[str | None, MODEL, choice("none", "all", "lora_only")] = None
     use_rslora: Annotated[bool | None, MODEL] = None
     use_dora: Annotated[bool | None, MODEL] = None
-    init_weights: Annotated[str | None, MODEL] = None  # default, pissa, pissa_niter_<n>, ...
+    init_weights: Annotated[str | None, MODEL, OPEN] = None  # default, pissa, pissa_niter_<n>, ...
     quantization: Annotated[str | None, MODEL, choice("nf4", "fp4", "int8")] = None  # how the frozen base is stored
     double_quant: Annotated[bool | None, MODEL, _IN_4_BITS] = None
     learning_rate: Annotated[float | None, RATE] = None
@@ -102,7 +122,7 @@ class MemoryConfig:
     memory_dim: Annotated[int | None, MODEL, at_least(1)] = None
     num_heads: Annotated[int | None, MODEL, at_least(1)] = None
     top_k: Annotated[int | None, MODEL, at_least(1)] = None
-    layers: Annotated[Any, MODEL] = None  # every_<n>, or a list of numbers counted from 0
+    layers: Annotated[Any, MODEL, OPEN] = None  # every_<n>, or a list of numbers counted from 0
     router: Annotated[str | None, MODEL, choice("top_k", "straight_through", "soft")] = None
     router_noise: Annotated[float | None, TRAJECTORY, not_negative] = None
     share_bank: Annotated[bool | None, MODEL] = None
@@ -124,19 +144,23 @@ class RouterConfig:
 class OptimizerConfig:
     """The keys of every optimizer. options.py adds those of each optimizer, and a user's class adds its arguments."""
 
-    name: Annotated[str, TRAJECTORY]
+    name: Annotated[str, TRAJECTORY, OPEN]
     lr: Annotated[float, RATE, not_negative]
     weight_decay: Annotated[float, RATE, not_negative]
-    groups: Annotated[list[dict[str, Any]], TRAJECTORY]  # [{pattern, lr, weight_decay, name}], first match wins
-    _target_: Annotated[str | None, TRAJECTORY] = None  # a custom class, instead of one chosen by `name`
+    groups: Annotated[
+        list[dict[str, Any]], TRAJECTORY, only("pattern", "lr", "weight_decay", "name")
+    ]  # [{pattern, lr, weight_decay, name}], first match wins
+    _target_: Annotated[str | None, TRAJECTORY, classes("torch.optim")] = (
+        None  # a custom class, instead of one chosen by `name`
+    )
 
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
     """The keys of every schedule. options.py adds those of each schedule, and a user's class adds its `Options`."""
 
-    name: Annotated[str, RATE]
-    _target_: Annotated[str | None, RATE] = None
+    name: Annotated[str, RATE, OPEN]
+    _target_: Annotated[str | None, RATE, classes()] = None
     warmup_steps: Annotated[int | None, RATE, not_negative]
     warmup_ratio: Annotated[float | None, RATE, up_to_one]
 
@@ -164,9 +188,9 @@ class FsdpConfig:
 @dataclass(kw_only=True)
 class DeepSpeedConfig:
     stage: Annotated[int, MACHINE, between(1, 3)]
-    offload_optimizer: Annotated[str | None, MACHINE]  # cpu or nvme
-    offload_parameters: Annotated[str | None, MACHINE]
-    nvme_path: Annotated[str, MACHINE]
+    offload_optimizer: Annotated[str | None, MACHINE, choice("cpu", "nvme")]  # cpu or nvme
+    offload_parameters: Annotated[str | None, MACHINE, choice("cpu", "nvme")]
+    nvme_path: Annotated[str, MACHINE, just("/local_nvme")]
     config: Annotated[str | None, MACHINE]
 
 
@@ -182,7 +206,7 @@ class TrainerConfig:
     max_steps: Annotated[int | None, RATE, at_least(1), TRAINING]
     max_epochs: Annotated[int | None, RATE, at_least(1), TRAINING]
     accelerator: Annotated[str, MACHINE, choice("auto", "cpu", "gpu", "cuda")]
-    devices: Annotated[int | str, MACHINE]
+    devices: Annotated[int | str, MACHINE, OPEN]
     num_nodes: Annotated[int, MACHINE, at_least(1)]
     max_restarts: Annotated[int, SHOWN, not_negative]
     rank_timeout: Annotated[int, SHOWN, at_least(1)]
@@ -210,7 +234,7 @@ class TrainerConfig:
 @dataclass(kw_only=True)
 class EarlyStoppingConfig:
     enabled: Annotated[bool, RATE]
-    monitor: Annotated[str, RATE]
+    monitor: Annotated[str, RATE, OPEN]
     mode: Annotated[str, RATE, choice("min", "max")]
     patience: Annotated[int, RATE, at_least(1)]
     threshold: Annotated[float, RATE]
@@ -230,14 +254,16 @@ class EmaConfig:
 @dataclass(kw_only=True)
 class SamplesConfig:
     every_n_validations: Annotated[int, SHOWN, not_negative]
-    prompts: Annotated[list[str], SHOWN]
+    prompts: Annotated[list[str], SHOWN, OPEN]
     max_new_tokens: Annotated[int, SHOWN, at_least(1)]
     temperature: Annotated[float, SHOWN, not_negative]
     top_k: Annotated[int | None, SHOWN, at_least(1)]
     no_repeat: Annotated[int | None, SHOWN, at_least(2)]
     reading: Annotated[str | None, SHOWN, choice("python", "stories")]
     rows: Annotated[int, SHOWN, not_negative]  # validation rows with generated answers shown beside their references
-    metrics: Annotated[list[Any], SHOWN]  # metrics of those answers: bleu, rouge, exact_match, or {_target_: ...}
+    metrics: Annotated[
+        list[Any], SHOWN, _METRICS
+    ]  # metrics of those answers: bleu, rouge, exact_match, or {_target_: ...}
 
 
 @dataclass(kw_only=True)
@@ -262,19 +288,19 @@ class CheckpointConfig:
     keep_every: Annotated[int | None, SHOWN, at_least(1)]
     min_val_rows: Annotated[int, SHOWN, not_negative]
     async_save: Annotated[bool, SHOWN]
-    monitor: Annotated[str, SHOWN]
+    monitor: Annotated[str, SHOWN, OPEN]
     mode: Annotated[str, SHOWN, choice("min", "max")]
 
 
 @dataclass(kw_only=True)
 class ExportConfig:
-    checkpoint: Annotated[str, SHOWN, ReadBy(("export",))]
+    checkpoint: Annotated[str, SHOWN, OPEN, ReadBy(("export",))]
     enabled: Annotated[bool, SHOWN]
     dtype: Annotated[str, SHOWN, choice("float32", "bfloat16", "float16")]
     merge: Annotated[bool, SHOWN]
-    generation: Annotated[dict[str, Any] | None, SHOWN]  # fields of transformers' GenerationConfig
+    generation: Annotated[dict[str, Any] | None, SHOWN, _GENERATION]  # fields of transformers' GenerationConfig
     push_to: Annotated[str | None, SHOWN]
-    push_private: Annotated[bool, SHOWN]
+    push_private: Annotated[bool, SHOWN, just(True)]
 
 
 _MANY_PROMPTS = ReadWhere(lambda c: c.generate.prompts_file is not None, "set generate.prompts_file too")
@@ -284,24 +310,24 @@ _IN_CHAT = ReadWhere(lambda c: c.generate.chat is not False, "leave generate.cha
 
 @dataclass(kw_only=True)
 class GenerateConfig:
-    prompt: Annotated[str, SHOWN, _ONE_PROMPT]
-    prompts_file: Annotated[str | None, SHOWN]
+    prompt: Annotated[str, SHOWN, OPEN, _ONE_PROMPT]
+    prompts_file: Annotated[str | None, SHOWN, SOURCE]
     out: Annotated[str | None, SHOWN, _MANY_PROMPTS]
     batch_size: Annotated[int, SHOWN, at_least(1), _MANY_PROMPTS]
     chat: Annotated[bool | str, SHOWN, choice("auto")]
-    system_prompt: Annotated[str | None, SHOWN, _IN_CHAT]
+    system_prompt: Annotated[str | None, SHOWN, OPEN, _IN_CHAT]
     num_samples: Annotated[int, SHOWN, at_least(1)]
     max_new_tokens: Annotated[int, SHOWN, at_least(1)]
     temperature: Annotated[float, SHOWN, not_negative]
     top_k: Annotated[int | None, SHOWN, at_least(1)]
-    checkpoint: Annotated[str, SHOWN]
+    checkpoint: Annotated[str, SHOWN, OPEN]
 
 
 @dataclass(kw_only=True)
 class ChatConfig:
-    web: Annotated[bool, SHOWN] = False
-    port: Annotated[int | None, SHOWN, between(1, 65535)] = None
-    against: Annotated[str | None, SHOWN] = None
+    web: Annotated[bool, SHOWN, just(False)] = False
+    port: Annotated[int | None, SHOWN, CLOSED, between(1, 65535)] = None
+    against: Annotated[str | None, SHOWN, SOURCE] = None
 
 
 @dataclass(kw_only=True)
@@ -309,17 +335,17 @@ class InspectConfig:
     split: Annotated[str, SHOWN, choice("train", "val")]
     samples: Annotated[int, SHOWN, not_negative]
     tokens: Annotated[int, SHOWN, at_least(1)]
-    text: Annotated[str | None, SHOWN] = None  # if set, shows which memory chapters each token of this text reads
+    text: Annotated[str | None, SHOWN, OPEN] = None  # if set, shows which memory chapters each token of this text reads
     html: Annotated[str | None, SHOWN]
 
 
 @dataclass(kw_only=True)
 class EvaluateConfig:
     data: Annotated[str, SHOWN, choice("auto", "run", "named")]
-    checkpoint: Annotated[str, SHOWN]
-    against: Annotated[str | None, SHOWN]
-    reference: Annotated[str | None, SHOWN]
-    name: Annotated[str | None, SHOWN, name_of_file]
+    checkpoint: Annotated[str, SHOWN, OPEN]
+    against: Annotated[str | None, SHOWN, SOURCE]
+    reference: Annotated[str | None, SHOWN, SOURCE]
+    name: Annotated[str | None, SHOWN, OPEN, name_of_file]
     dir: Annotated[str | None, SHOWN]
     limit: Annotated[int | None, SHOWN, at_least(1)]
     context: Annotated[int | None, SHOWN, at_least(2)]
@@ -329,17 +355,17 @@ class EvaluateConfig:
     precision: Annotated[str, SHOWN, choice("float32", "bfloat16")]
     answers: Annotated[int, SHOWN, between(0, 256)]  # as many rows as are kept as text
     max_new_tokens: Annotated[int, SHOWN, at_least(1)]
-    metrics: Annotated[list[Any], SHOWN]
+    metrics: Annotated[list[Any], SHOWN, _METRICS]
     resamples: Annotated[int, SHOWN, at_least(1)]
     tasks: Annotated[list[str], SHOWN]
-    task_folder: Annotated[str | None, SHOWN]
+    task_folder: Annotated[str | None, SHOWN, CODE]
     fewshot: Annotated[int | None, SHOWN, not_negative]
     chat: Annotated[bool, SHOWN]
 
 
 @dataclass(kw_only=True)
 class EstimateConfig:
-    device: Annotated[str | None, SHOWN]
+    device: Annotated[str | None, SHOWN, OPEN]
     headroom: Annotated[float, SHOWN, share]
     tokens_per_s: Annotated[float | None, SHOWN, above_zero]
     mfu: Annotated[float, SHOWN, above_zero]
@@ -384,11 +410,11 @@ BUDGETS = ("minutes", "tokens", "flops")
 @dataclass(kw_only=True)
 class SweepConfig:
     method: Annotated[str, SHOWN, choice("grid", "optuna")]
-    name: Annotated[str | None, SHOWN, name_of_folder]
-    root: Annotated[str, SHOWN]
+    name: Annotated[str | None, SHOWN, OPEN, name_of_folder]
+    root: Annotated[str, SHOWN, NEW_FOLDER]
     jobs: Annotated[int, SHOWN, at_least(1)]
     allow_failures: Annotated[bool, SHOWN]
-    space: Annotated[dict[str, Any], SHOWN]  # {key: values in Hydra's sweep syntax}
+    space: Annotated[dict[str, Any], SHOWN, OPEN]  # {key: values in Hydra's sweep syntax}
     n_trials: Annotated[int | None, SHOWN] = None  # this and the following keys: optuna only
     sampler: Annotated[str | None, SHOWN, choice("tpe", "random")] = None
     startup_trials: Annotated[int | None, SHOWN] = None
@@ -399,7 +425,7 @@ class SweepConfig:
 class Config:
     kept: ClassVar[Mapping[str, Any]] = {}  # set per config: values read from the environment (environment.Reading)
 
-    run_dir: Annotated[str | None, SHOWN, ReadBy(("export", "generate", "inspect"))]
+    run_dir: Annotated[str | None, SHOWN, SOURCE, ReadBy(("export", "generate", "inspect"))]
     seed: Annotated[int, TRAJECTORY, between(0, 2**32 - 1)]
     run: RunConfig
     objective: ObjectiveConfig
@@ -407,7 +433,7 @@ class Config:
     data: DataConfig
     tokenizer: TokenizerConfig
     # {_target_, ...} or {parts: {name: {_target_, weight, ...}}}: rewards/scoring.py
-    reward: Annotated[dict[str, Any], TRAJECTORY] = field(default_factory=dict)
+    reward: Annotated[dict[str, Any], TRAJECTORY, _REWARDS] = field(default_factory=dict)
     peft: PeftConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     router: RouterConfig
@@ -416,7 +442,7 @@ class Config:
     trainer: TrainerConfig
     callbacks: Annotated[CallbacksConfig, TRAINING]
     checkpoint: CheckpointConfig
-    logger: Annotated[dict[str, Any], SHOWN]
+    logger: Annotated[dict[str, Any], SHOWN, _LOGGERS]
     export: ExportConfig
     generate: Annotated[GenerateConfig, ReadBy(("generate",))]
     chat: Annotated[ChatConfig, ReadBy(("chat",))] = field(default_factory=ChatConfig)

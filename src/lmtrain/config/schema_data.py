@@ -34,9 +34,9 @@ class FillInTheMiddleConfig:
 
     rate: Annotated[float, TRAJECTORY, up_to_one] = 0.0  # share of documents that are rearranged
     spm_rate: Annotated[float, TRAJECTORY, up_to_one] = 0.5  # share of those in the order suffix, prefix, middle
-    prefix_token: Annotated[str, TRAJECTORY] = "<|fim_prefix|>"
-    suffix_token: Annotated[str, TRAJECTORY] = "<|fim_suffix|>"
-    middle_token: Annotated[str, TRAJECTORY] = "<|fim_middle|>"
+    prefix_token: Annotated[str, TRAJECTORY, OPEN] = "<|fim_prefix|>"
+    suffix_token: Annotated[str, TRAJECTORY, OPEN] = "<|fim_suffix|>"
+    middle_token: Annotated[str, TRAJECTORY, OPEN] = "<|fim_middle|>"
 
 
 def _from_hub(c: Any) -> bool:
@@ -81,29 +81,35 @@ _REARRANGED = ReadWhere(lambda c: c.data.fim.rate > 0, "set data.fim.rate=0.5 to
 
 @dataclass(kw_only=True)
 class DataConfig:
-    _target_: Annotated[str | None, SHOWN] = None  # a LightningDataModule; None (older configs): follows from `rows`
+    # A LightningDataModule; None (older configs): follows from `rows`.
+    _target_: Annotated[str | None, SHOWN, classes("lmtrain.data")] = None
     # How rows are interpreted: text, conversations, pairs, or the path of a row format's class.
-    rows: Annotated[str, PREPARED, CONTENT]
-    source: Annotated[str, PREPARED, choice_or_class("hub", "files", "python_stdlib", "bins", "mixture")]
-    name: Annotated[str | None, PREPARED, _OF_HUB]
-    config_name: Annotated[str | None, PREPARED, _OF_HUB]
-    revision: Annotated[str | None, PREPARED, _OF_HUB]
-    path: Annotated[Any, PREPARED, CONTENT, name_or_names, _OF_FILES]  # a file, folder, glob or URL, or a list of them
-    val_path: Annotated[Any, PREPARED, CONTENT, name_or_names]  # as path, for the validation data
+    rows: Annotated[str, PREPARED, classes("lmtrain.data"), CONTENT]
+    source: Annotated[
+        str, PREPARED, classes("lmtrain.data"), choice_or_class("hub", "files", "python_stdlib", "bins", "mixture")
+    ]
+    name: Annotated[str | None, PREPARED, SOURCE, _OF_HUB]
+    config_name: Annotated[str | None, PREPARED, OPEN, _OF_HUB]
+    revision: Annotated[str | None, PREPARED, OPEN, _OF_HUB]
+    # A file, folder, glob or URL, or a list of them.
+    path: Annotated[Any, PREPARED, SOURCE, CONTENT, name_or_names, _OF_FILES]
+    val_path: Annotated[Any, PREPARED, SOURCE, CONTENT, name_or_names]  # as path, for the validation data
     format: Annotated[str, PREPARED, CONTENT, choice("auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow")]
     # Whether the first line of a CSV or TSV file names the columns; None: unless it looks like the rows below it.
     header: Annotated[bool | None, PREPARED] = None
-    train_split: Annotated[str, PREPARED]
-    val_split: Annotated[str | None, PREPARED]
+    train_split: Annotated[str, PREPARED, OPEN]
+    val_split: Annotated[str | None, PREPARED, OPEN]
     val_fraction: Annotated[float, PREPARED, share, _CUT_OFF]
     # 0 for the config.yaml of earlier versions, which held out only val_fraction even of small data.
     min_val_rows: Annotated[int, PREPARED, CONTENT, not_negative, _CUT_OFF] = 0
     num_samples: Annotated[int | None, PREPARED, at_least(1)]
     # Arguments of the class that source names.
-    source_options: Annotated[dict[str, Any] | None, PREPARED, _OF_CLASS] = None
+    source_options: Annotated[
+        dict[str, Any] | None, PREPARED, only("rows", "number", "held_out", "seed", "asked"), _OF_CLASS
+    ] = None
     streaming: Annotated[bool, SHOWN, _IS_STREAM]
     num_proc: Annotated[int | None, SHOWN, at_least(1)]
-    cache_dir: Annotated[str, SHOWN, not_empty]
+    cache_dir: Annotated[str, SHOWN, CACHE, not_empty]
     seq_len: Annotated[int, TRAJECTORY, at_least(1)]
     global_batch_size: Annotated[int, TRAJECTORY, between(1, 2**31 - 1)]
     micro_batch_size: Annotated[int, MACHINE, at_least(1)]
@@ -111,17 +117,17 @@ class DataConfig:
     num_workers: Annotated[int, SHOWN, between(0, 512)]
     isolate_documents: Annotated[bool, TRAJECTORY]
     # Additional validation sets: {name: {path or name, ...}}, see data/val_sets.py.
-    val_sets: Annotated[dict[str, Any], VALIDATION] = field(default_factory=dict)
+    val_sets: Annotated[dict[str, Any], VALIDATION, SOURCE] = field(default_factory=dict)
     val_train_rows: Annotated[int, VALIDATION, not_negative] = 0
     curriculum: Annotated[CurriculumConfig, _GROWING] = field(default_factory=CurriculumConfig)
     # Pretraining text only.
     fim: Annotated[FillInTheMiddleConfig, _REARRANGED] = field(default_factory=FillInTheMiddleConfig)
     # A column or a list of columns, joined by column_separator.
-    text_column: Annotated[Any, PREPARED, name_or_names] = None
-    column_separator: Annotated[str | None, PREPARED] = None
+    text_column: Annotated[Any, PREPARED, OPEN, name_or_names] = None
+    column_separator: Annotated[str | None, PREPARED, OPEN] = None
     sample_by: Annotated[str | None, PREPARED, choice("document", "paragraph", "line")] = None
     # Rows are joined into one document until a row matches this pattern.
-    document_start: Annotated[str | None, PREPARED] = None
+    document_start: Annotated[str | None, PREPARED, OPEN] = None
     min_length: Annotated[int | None, PREPARED, not_negative] = None
     dedup: Annotated[str | None, PREPARED, choice("exact", "near"), _OF_WHOLE_TEXT] = None  # see data/text/repeats.py
     append_eos: Annotated[bool | None, PREPARED] = None
@@ -137,20 +143,20 @@ class DataConfig:
     # None: the weights of a text mixture are its sampling shares, independent of the sizes of the sources.
     mixture_temperature: Annotated[float | None, TRAJECTORY, above_zero] = None
     # [{path or name, config_name, train_split, weight}]
-    mixture: Annotated[list[dict[str, Any]] | None, PREPARED, CONTENT] = None
+    mixture: Annotated[list[dict[str, Any]] | None, PREPARED, SOURCE, CONTENT] = None
     # Conversations (sft) and preference pairs (dpo, reward) only.
-    conversation_format: Annotated[str | None, PREPARED, _OF_FORMATS] = None  # auto or a key of FORMATS
+    conversation_format: Annotated[str | None, PREPARED, OPEN, _OF_FORMATS] = None  # auto or a key of FORMATS
     # The format's column name -> the name in this data: {prompt: question}.
-    columns: Annotated[dict[str, str] | None, PREPARED] = None
+    columns: Annotated[dict[str, str] | None, PREPARED, OPEN] = None
     # Columns that are read as if the rows didn't have them.
-    ignore_columns: Annotated[list[str] | None, PREPARED] = None
-    prompt_template: Annotated[str | None, PREPARED, _OF_FORMATS] = None  # text with placeholders {column}
-    response_template: Annotated[str | None, PREPARED, _OF_CONVERSATIONS] = None
-    system_prompt: Annotated[str | None, PREPARED] = None  # added to conversations without one
+    ignore_columns: Annotated[list[str] | None, PREPARED, OPEN] = None
+    prompt_template: Annotated[str | None, PREPARED, OPEN, _OF_FORMATS] = None  # text with placeholders {column}
+    response_template: Annotated[str | None, PREPARED, OPEN, _OF_CONVERSATIONS] = None
+    system_prompt: Annotated[str | None, PREPARED, OPEN] = None  # added to conversations without one
     # None: the tokenizer's own; the name of one of lmtrain's; or a Jinja file.
-    chat_template: Annotated[str | None, PREPARED, CONTENT] = None
+    chat_template: Annotated[str | None, PREPARED, SOURCE, CONTENT] = None
     # Variables of the chat template.
-    template_options: Annotated[dict[str, Any] | None, PREPARED] = None
+    template_options: Annotated[dict[str, Any] | None, PREPARED, OPEN] = None
     # Special tokens spelled out in a row's text are encoded as special tokens.
     allow_special_text: Annotated[bool | None, PREPARED] = None
     train_on: Annotated[str | None, PREPARED, choice(*ANSWERS, "all"), _TRAINED_ON] = None
@@ -173,10 +179,10 @@ class DataConfig:
 @dataclass(kw_only=True)
 class TokenizerConfig:
     kind: Annotated[str, PREPARED, choice("hub", "bpe", "bytes", "char")]
-    name_or_path: Annotated[str | None, PREPARED, CONTENT] = None
-    revision: Annotated[str | None, PREPARED] = None
-    trust_remote_code: Annotated[bool, PREPARED] = False
+    name_or_path: Annotated[str | None, PREPARED, SOURCE, CONTENT] = None
+    revision: Annotated[str | None, PREPARED, OPEN] = None
+    trust_remote_code: Annotated[bool, PREPARED, CODE] = False
     vocab_size: Annotated[int | None, PREPARED] = None
     min_frequency: Annotated[int | None, PREPARED] = None
     train_characters: Annotated[int | None, PREPARED] = None
-    add_tokens: Annotated[list[str] | None, PREPARED] = None  # special tokens to add, such as <|im_start|>
+    add_tokens: Annotated[list[str] | None, PREPARED, OPEN] = None  # special tokens to add, such as <|im_start|>

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig
 
-from lmtrain.config.constraints import MODEL, TRAJECTORY, choice
+from lmtrain.config.constraints import MODEL, NUMBERS, TRAJECTORY, choice
 from lmtrain.config.keys import Key, declared, keys_of
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES, CustomModelConfig
 from lmtrain.config.schema import Config, ModelConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig
@@ -151,7 +151,7 @@ def _optimizer(section: Tree, allow_target: list[str]) -> type[OptimizerConfig]:
     wrong = [name for name in arguments if not name.isidentifier()]
     if wrong:
         raise UserError(f"optimizer.{wrong[0]}: no argument of a class can have this name")
-    declared = [(name, Annotated[Any, TRAJECTORY]) for name in arguments]
+    declared = [(name, Annotated[Any, TRAJECTORY, NUMBERS]) for name in arguments]
     return dataclasses.make_dataclass("CustomOptimizer", declared, bases=(OptimizerConfig,), kw_only=True)
 
 

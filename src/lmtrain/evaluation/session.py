@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lmtrain import errors, terminal
 from lmtrain.config import compose as rules
-from lmtrain.config import places, trust
+from lmtrain.config import trust
 from lmtrain.config.effect import names_data
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices, ranks
@@ -60,7 +60,7 @@ def _refuse_addresses(config: Config) -> None:
     for name in ("config.yaml", "lmtrain_config.yaml"):
         file = Path(str(config.run_dir)).expanduser() / name
         if file.is_file():
-            places.refuse_addresses(vars(rules.load(file, trust.granted(config)).data), file)
+            trust.refuse_addresses(rules.load(file, trust.granted(config)).data, file)
 
 
 def evaluate(config: Config) -> int:

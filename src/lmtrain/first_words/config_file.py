@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config import compose, environment, safe_yaml, trust
+from lmtrain.config import compose, safe_yaml
 from lmtrain.config.aliases import SECTIONS, absent, translated, used_here
 from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.override_text import bare_or_quoted, leaves_of, quoted, written
@@ -36,15 +36,14 @@ def is_whole(tree: Mapping[str, Any]) -> bool:
     return all(isinstance(tree.get(section), dict) and "_self_" not in tree for section in _WHOLE) and "seed" in tree
 
 
-def as_words(tree: Mapping[str, Any], path: Path, groups: Sequence[str], typed: Sequence[str]) -> list[str]:
+def as_words(tree: Mapping[str, Any], path: Path, groups: Sequence[str]) -> list[str]:
     """Converts the file's keys to overrides, groups first.
 
     Args:
         groups: names of the config groups.
-        typed: the typed overrides, which may permit what the file asks for (config/trust.py).
 
     Raises:
-        UserError: the file has keys of Hydra's own or of another program, or permits what only the user may permit.
+        UserError: the file has keys of Hydra's own or of another program.
     """
     if "hydra" in tree:
         raise UserError(
@@ -55,8 +54,6 @@ def as_words(tree: Mapping[str, Any], path: Path, groups: Sequence[str], typed: 
     known = {key.name for key in all_keys()}
     _refuse_foreign(keys, known, groups, path)
     words = [*_of_defaults(tree.get("defaults"), groups, path), *_of_keys(keys, known, groups, path)]
-    if not environment.is_trusted(path):
-        trust.refuse_words(words, typed, str(path))
     return sorted(words, key=lambda word: word.partition("=")[0] not in groups)
 
 

@@ -11,7 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmtrain.config.constraints import CONTENT, MACHINE, MODEL, TRAJECTORY, ReadWhere, above_zero, at_least, up_to_one
+from lmtrain.config.constraints import (
+    CONTENT,
+    MACHINE,
+    MODEL,
+    SOURCE,
+    TRAJECTORY,
+    ReadWhere,
+    above_zero,
+    at_least,
+    up_to_one,
+)
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.config.schema_data import TokenizerConfig
@@ -45,7 +55,7 @@ _SAMPLES = ReadWhere(lambda c: c.objective.on_policy > 0, "set objective.on_poli
 class DistillOptions(ObjectiveConfig):
     rows: ClassVar[str] = "conversations"
 
-    teacher: Annotated[str | None, MODEL, CONTENT]
+    teacher: Annotated[str | None, MODEL, SOURCE, CONTENT]
     beta: Annotated[float, TRAJECTORY, up_to_one]
     temperature: Annotated[float, TRAJECTORY, above_zero]
     on_policy: Annotated[float, TRAJECTORY, up_to_one]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from lmtrain.config.constraints import TRAJECTORY, above_zero, share
+from lmtrain.config.constraints import OPEN, TRAJECTORY, above_zero, share
 from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.loaders import validation_places
@@ -38,7 +38,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
 @dataclass(kw_only=True)
 class MDLMOptions(ObjectiveConfig):
     headline: ClassVar[tuple[str, ...]] = ("bits_per_byte", "loss")
-    mask_token: Annotated[str | None, TRAJECTORY] = None
+    mask_token: Annotated[str | None, TRAJECTORY, OPEN] = None
     min_time: Annotated[float, TRAJECTORY, above_zero, share]
 
 

@@ -4,8 +4,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -23,7 +24,6 @@ from lmtrain.callbacks.stopping import BadSteps, Preemption
 from lmtrain.callbacks.stream import FeedStream
 from lmtrain.callbacks.time_budget import Forecast, Length, TimeBudget
 from lmtrain.callbacks.validation import EarlyStopping, Validation
-from lmtrain.config import places
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.schema import CheckpointConfig, Config, EarlyStoppingConfig
@@ -96,6 +96,10 @@ def _reported(objective: Objective, bytes_per_token: float | None) -> list[str]:
     if not objective.loss_is_nll:
         return names
     return [*names, "perplexity", *(["bits_per_byte"] if bytes_per_token else [])]
+
+
+_NAMES_A_PLACE = re.compile(r"(dir|path|root|folder)s?$")  # argument names: dirpath, save_dir, ...
+_LEADS_OUT = re.compile(r"^([/~]|file:)|(^|/)\.\.(/|$)")
 
 
 def build_callbacks(
@@ -179,8 +183,21 @@ def outside(config: Config, run_dir: RunDir, callbacks: list[pl.Callback]) -> li
         f"{who}: {argument} is {place}, outside the run's folder: what is written there is not part of the run, and "
         f"nothing in it is removed with it"
         for who, arguments in named
-        for argument, place in places.outside(arguments, roots)
+        for argument, place in _outside(arguments, roots)
     ]
+
+
+def _outside(arguments: Any, roots: Sequence[Path], key: str = "") -> Iterator[tuple[str, Path]]:
+    """Yields the name and path of each argument that is a path below none of `roots`."""
+    if isinstance(arguments, dict | list):
+        for name, inner in arguments.items() if isinstance(arguments, dict) else enumerate(arguments):
+            yield from _outside(inner, roots, str(name))
+    elif isinstance(arguments, str | Path) and key != "_target_" and str(arguments):
+        text = str(arguments).removeprefix("file:")
+        if _LEADS_OUT.search(text) or _NAMES_A_PLACE.search(key):
+            place = Path(text).expanduser().resolve()
+            if "://" not in text and not any(place.is_relative_to(root.resolve()) for root in roots):
+                yield key, place
 
 
 def early_stopping(cfg: EarlyStoppingConfig, scored_on: Callable[[str], str | None]) -> EarlyStopping:

@@ -31,7 +31,7 @@ _TIMEOUT_SECONDS = 1800
 def verify(config: Config) -> int:
     """Runs the check in a temporary folder; returns 0 if the resumed run equals the uninterrupted one, else 1."""
     left_out = ("run.", "trainer.max_steps", "trainer.max_epochs", "trainer.fast_dev_run", "logger=", "logger.")
-    overrides = [w for w in ranks.typed() if trust.key_in(w) or not w.lstrip("+").startswith(left_out)]
+    overrides = [w for w in ranks.typed() if trust.of_typed([w]) or not w.lstrip("+").startswith(left_out)]
     with folder_beside_runs(config, "verify") as folder:
         print(f"1/3  {STEPS} steps without interruption", flush=True)
         whole = folder / "whole"

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lmtrain.config import compose as rules
-from lmtrain.config import effect, environment, places, trust
+from lmtrain.config import effect, environment, trust
 from lmtrain.config.constraints import MACHINE, SHOWN
 from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.keys import keys_in, value_of
@@ -20,7 +20,7 @@ from lmtrain.stages import definition as command
 from lmtrain.stages.definition import REFERENCE, Evaluation, Pipeline, Stage, Typed, needs_of
 from lmtrain.sweeps.plan import refuse_without_effect
 
-_OF_BOTH = ("data.cache_dir", "trainer.accelerator", "trainer.num_threads", *trust.CLOSED)  # apply to evaluations too
+_OF_BOTH = ("data.cache_dir", "trainer.accelerator", "trainer.num_threads", *trust.CODE)  # apply to evaluations too
 _OF_STAGES_FOLDER = ("run.name", "run.root", "run.dir", "run.resume")
 # Keys marked SHOWN have no effect on the next stage, except these, which shape the export.
 _SHAPES_EXPORT = ("export.enabled", "export.dtype", "export.merge", "export.generation", "checkpoint.monitor")
@@ -98,7 +98,7 @@ class PipelinePlan:
         """Returns the flags of an evaluation's process; it may read the remote data that its stage was allowed to."""
         stage = next(stage for stage in self.stages if stage.name == one.of)
         config = self.folder / one.of / "export" / "lmtrain_config.yaml"
-        return [*self.flags, *(["--trust", str(config)] if any(places.addresses(vars(stage.config.data))) else [])]
+        return [*self.flags, *(["--trust", str(config)] if trust.addresses(stage.config.data) else [])]
 
 
 def make(pipeline: Pipeline, typed: Typed, config_dir: str | None) -> PipelinePlan:
@@ -167,18 +167,14 @@ class _Composer:
         """
         typed = self.typed.of.get(one.name, [])
         written = one.words[: len(one.words) - len(typed)]
-        trust.refuse_words(written, [*self.typed.common, *typed], f"{kind} {one.name} of {self.typed.pipeline}")
         in_file, own = command.resolved(written, self.folder), command.resolved(typed, self.folder)
         if any(command.key_of(word).startswith("budget.") for word in (*before, *own)):
             in_file = [word for word in in_file if command.key_of(word) not in effect.LENGTHS]
         words, told = [*in_file, *before, *own, *after], [*self.typed.common, *own, *after[-1:]]
-        untyped = [word for word in in_file if word not in told]
         # lmtrain.evaluate composes its overrides in the same way.
         composed = [*(["model.max_position_embeddings=1000000"] if verb == "evaluate" else []), *words]
         with naming(f"{kind} {one.name}"):
-            tree = rules.compose(composed, self.config_dir)
-            places.refuse_words(tree, untyped, told, self.file)
-            config = rules.check(tree)
+            config = rules.check(rules.compose(composed, self.config_dir, foreign=trust.Foreign(self.file, told)))
             refuse_without_effect(verb, [*in_file, *own], [config], self.default(composed))
         return words, config
 

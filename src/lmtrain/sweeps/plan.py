@@ -9,7 +9,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config import compose as config
-from lmtrain.config import effect, environment, places, trust
+from lmtrain.config import effect, environment, trust
 from lmtrain.config.config_files import composed_files, file_of, folders_of
 from lmtrain.config.defaults import options_of
 from lmtrain.config.keys import flat
@@ -54,8 +54,10 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
 
     own = config.compose(of_hydra, for_sweep=True)
 
+    foreign: trust.Foreign | None = None
+
     def compose(words: list[str]) -> DictConfig:
-        tree = config.compose([*words, *of_hydra], config_dir, config_name, for_sweep=True)
+        tree = config.compose([*words, *of_hydra], config_dir, config_name, for_sweep=True, foreign=foreign)
         _refuse_hydras(tree, own)
         return tree
 
@@ -71,14 +73,13 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
         tree = compose(fixed)
     if not swept:  # the search space in the config, without the keys that the command line sets
         taken = {o.key_or_group for o in parsed}
-        trust.refuse_words(tree.sweep.space, taken, "sweep.space")
         # Left unresolved, because each trial resolves its own interpolations.
         written: Any = OmegaConf.to_container(tree.sweep.space, resolve=False)
         space = [f"{key}={text}" for key, text in written.items() if key not in taken]
         swept = search.parse(space)
         if config_dir is not None:
             file = file_of("sweep.space", written, composed_files([*fixed, *of_hydra], config_dir, config_name))
-            places.refuse_space([word for o in swept for word in search.choices(o)], file or Path(config_dir))
+            foreign = trust.Foreign(file or Path(config_dir), [*fixed, *of_hydra])
     checked = _check(fixed, swept, compose)
     first = checked[0]
     default, varied = effect.default_in(compose(trust.of_typed(fixed))), [o.key_or_group for o in swept]
