@@ -176,7 +176,7 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
     def default(key: str) -> Any:
         """Returns the value that a key has if only the other overrides are given."""
         others = [o for o in args.overrides if key not in typed_keys([o])]
-        return effect.default_in(config.compose(others, args.config_dir, args.config_name))(key)
+        return effect.default_in(config.compose(others, args.config_dir, args.config_name, foreign=trust.JUDGED))(key)
 
     foreign = None if read.config is None else trust.Foreign(read.config, read.typed)
     composed = config.compose(args.overrides, args.config_dir, args.config_name, foreign=foreign)

@@ -66,11 +66,11 @@ YAML = """
 run: {name: 1.10, time_limit: 11:50:00}
 tokenizer: {add_tokens: [1e3, 007]}
 data: {columns: {prompt: 2026}, revision: 1e3}
-export: {push_to: no}
+estimate: {device: no}
 optimizer: {lr: 1.0e-3}
 """
 WANTED = {"run.name": "1.10", "run.time_limit": "11:50:00", "tokenizer.add_tokens": ["1e3", "007"],
-          "data.columns": {"prompt": "2026"}, "data.revision": "1e3", "export.push_to": "no",
+          "data.columns": {"prompt": "2026"}, "data.revision": "1e3", "estimate.device": "no",
           "optimizer.lr": 1e-3}  # fmt: skip
 
 

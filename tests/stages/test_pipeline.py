@@ -11,6 +11,7 @@ from tiny import tiny, write
 
 from inprocess import Ended, run
 from lmtrain.config import compose
+from lmtrain.config.trust import JUDGED, Foreign
 from lmtrain.errors import UserError
 from lmtrain.stages import definition, plan, report, state
 from lmtrain.stages import run as stages
@@ -25,8 +26,13 @@ def _composed_once() -> Iterator[None]:
     """Caches composed configs by their overrides, so that those that tests share are composed only once."""
     with pytest.MonkeyPatch.context() as patch:
         composes = compose.compose
-        remembered = functools.cache(lambda words, folder: composes(list(words), folder))
-        patch.setattr(compose, "compose", lambda words, folder=None, *_: remembered(tuple(words), folder))
+        remembered = functools.cache(lambda words, folder, foreign: composes(list(words), folder, foreign=foreign))
+
+        def kept(words: list[str], folder: str | None = None, *_: str, foreign: Foreign | None = None) -> object:
+            as_key = foreign if foreign in (None, JUDGED) else Foreign(foreign.file, tuple(foreign.typed))
+            return remembered(tuple(words), folder, as_key)
+
+        patch.setattr(compose, "compose", kept)
         yield
 
 

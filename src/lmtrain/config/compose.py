@@ -38,7 +38,7 @@ def compose(
 
     Args:
         for_sweep: whether the config includes Hydra's own node, and keys that only a sweep reads are accepted.
-        foreign: the file that gives those overrides that the user has not typed; None: all are typed.
+        foreign: the file that gives those overrides that the user has not typed; None: all are typed (or see JUDGED).
     """
     return settled(overrides, config_dir, config_name, for_sweep=for_sweep, foreign=foreign)[0]
 
@@ -70,11 +70,10 @@ def settled(
     _keep_texts(composed, overrides, config_dir, config_name)
     ours = OmegaConf.masked_copy(composed, [str(k) for k in composed if k != "hydra"]) if for_sweep else composed
     plain = interpolations.resolved(ours)
-    if foreign is not None and environment.is_trusted(foreign.file):
-        foreign = None
-    if foreign is not None or config_dir is not None:
-        typed = overrides if foreign is None else effect.with_model_named(foreign.typed, folders)
-        where = Path(str(config_dir)) if foreign is None else foreign.file
+    theirs = None if foreign is None or environment.is_trusted(foreign.file) else foreign
+    if foreign is not trust.JUDGED and (theirs is not None or config_dir is not None):
+        typed = overrides if theirs is None else effect.with_model_named(theirs.typed, folders)
+        where = Path(str(config_dir)) if theirs is None else theirs.file
         files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
         trust.refuse(ours, plain, typed, where, files)
     source = effect.inferred_source(overrides, composed, folders)

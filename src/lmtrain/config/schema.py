@@ -26,14 +26,10 @@ _REWARDS = only(
 )  # fmt: skip
 _LOGGERS = only("flush_secs", "project", "name", "mode", "tags", "group", "notes", "experiment_name", "run_name")
 _METRICS = only("", of=("lmtrain.generation.text_metrics",))
-_GENERATION = only(
-    "do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "min_new_tokens", "max_length",
-    "repetition_penalty", "no_repeat_ngram_size", "num_beams", "eos_token_id", "pad_token_id", "bos_token_id",
-)  # fmt: skip
-_MODEL_FIELDS = only(
-    "layer_types", "conv_L_cache", "block_auto_adjust_ff_dim", "norm_topk_prob", "scale_attn_by_inverse_layer_idx",
-    "sliding_window", "attention_bias", "mlp_bias", "rope_scaling", "rope_type", "factor",
-)  # fmt: skip
+_MODEL_FIELDS = Open(
+    "numbers, true and false; `layer_types`, `rope_type`",
+    lambda name, value, theirs: isinstance(value, int | float) or name in ("layer_types", "rope_type"),
+)
 _FROM_SCRATCH = ReadWhere(lambda c: c.model.init == "scratch", "a pretrained model keeps the size of its embedding")
 
 
@@ -298,7 +294,7 @@ class ExportConfig:
     enabled: Annotated[bool, SHOWN]
     dtype: Annotated[str, SHOWN, choice("float32", "bfloat16", "float16")]
     merge: Annotated[bool, SHOWN]
-    generation: Annotated[dict[str, Any] | None, SHOWN, _GENERATION]  # fields of transformers' GenerationConfig
+    generation: Annotated[dict[str, Any] | None, SHOWN, NUMBERS]  # fields of transformers' GenerationConfig
     push_to: Annotated[str | None, SHOWN]
     push_private: Annotated[bool, SHOWN, just(True)]
 

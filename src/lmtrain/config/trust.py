@@ -46,6 +46,9 @@ class Foreign:
     typed: Sequence[str]
 
 
+JUDGED = Foreign(conf_dir(), ())  # says that a config with more overrides has passed `refuse`, so that these need not
+
+
 def refuse(
     tree: DictConfig, plain: Mapping[str, Any], typed: Sequence[str], where: Path, files: Callable[[], list[ConfigFile]]
 ) -> None:

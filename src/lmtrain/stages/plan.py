@@ -183,7 +183,7 @@ class _Composer:
 
         @functools.cache
         def tree() -> DictConfig:
-            return rules.compose(trust.of_typed(words), self.config_dir)
+            return rules.compose(trust.of_typed(words), self.config_dir, foreign=trust.JUDGED)
 
         return lambda key: effect.default_in(tree())(key)
 

@@ -82,6 +82,7 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
             foreign = trust.Foreign(file or Path(config_dir), [*fixed, *of_hydra])
     checked = _check(fixed, swept, compose)
     first = checked[0]
+    foreign = trust.JUDGED
     default, varied = effect.default_in(compose(trust.of_typed(fixed))), [o.key_or_group for o in swept]
     words = [*fixed, *(f"{key}=" for key in varied)]
     # A swept key has no effect if no trial reads it, even if one of its values is the default.
