@@ -39,16 +39,14 @@ class RunConfig:
     dir: Annotated[str | None, SHOWN, NEW_FOLDER]  # resolved to an absolute path before anything is written
     root: Annotated[str, SHOWN, NEW_FOLDER]
     resume: Annotated[str | None, SHOWN, SOURCE]  # none, auto or a checkpoint; None: auto for a named run, else none
-    cooldown_from: Annotated[
-        str | None, SHOWN, SOURCE
-    ]  # a checkpoint at the full learning rate, from which the decay starts
+    # A checkpoint at the full learning rate, from which the decay starts
+    cooldown_from: Annotated[str | None, SHOWN, SOURCE]
     allow_change: Annotated[list[str], SHOWN]  # fingerprint entries that may differ on resume
     schedule_on_resume: Annotated[str, RATE, choice("keep", "rescale")]
     quiet: Annotated[bool, SHOWN]
     time_limit: Annotated[str | None, SHOWN, OPEN]  # HH:MM:SS, measured from the start of the process
-    allow_target: Annotated[
-        list[str], SHOWN, CODE
-    ]  # packages, besides the known ones, whose classes `_target_` may name
+    # Packages, besides the known ones, whose classes `_target_` may name
+    allow_target: Annotated[list[str], SHOWN, CODE]
 
 
 @dataclass(kw_only=True)
@@ -143,12 +141,10 @@ class OptimizerConfig:
     name: Annotated[str, TRAJECTORY, OPEN]
     lr: Annotated[float, RATE, not_negative]
     weight_decay: Annotated[float, RATE, not_negative]
-    groups: Annotated[
-        list[dict[str, Any]], TRAJECTORY, only("pattern", "lr", "weight_decay", "name")
-    ]  # [{pattern, lr, weight_decay, name}], first match wins
-    _target_: Annotated[str | None, TRAJECTORY, classes("torch.optim")] = (
-        None  # a custom class, instead of one chosen by `name`
-    )
+    # [{pattern, lr, weight_decay, name}], first match wins
+    groups: Annotated[list[dict[str, Any]], TRAJECTORY, only("pattern", "lr", "weight_decay", "name")]
+    # A custom class, instead of one chosen by `name`.
+    _target_: Annotated[str | None, TRAJECTORY, classes("torch.optim")] = None
 
 
 @dataclass(kw_only=True)
@@ -257,9 +253,8 @@ class SamplesConfig:
     no_repeat: Annotated[int | None, SHOWN, at_least(2)]
     reading: Annotated[str | None, SHOWN, choice("python", "stories")]
     rows: Annotated[int, SHOWN, not_negative]  # validation rows with generated answers shown beside their references
-    metrics: Annotated[
-        list[Any], SHOWN, _METRICS
-    ]  # metrics of those answers: bleu, rouge, exact_match, or {_target_: ...}
+    # Metrics of those answers: bleu, rouge, exact_match, or {_target_: ...}
+    metrics: Annotated[list[Any], SHOWN, _METRICS]
 
 
 @dataclass(kw_only=True)
@@ -389,7 +384,7 @@ class TuneConfig:
 class BudgetConfig:
     """What chooses the length of a run: `updates`, and at most one of the others, which then takes precedence."""
 
-    updates: Annotated[int | str | None, SHOWN, auto_or_count]
+    updates: Annotated[int | str | None, SHOWN, OPEN, auto_or_count]
     minutes: Annotated[float | None, SHOWN, above_zero]
     tokens: Annotated[float | None, SHOWN, above_zero]
     flops: Annotated[float | None, SHOWN, above_zero]
