@@ -233,3 +233,9 @@ def test_questions_are_those_of_the_examples_that_weights_leave(tmp_path: Path) 
     for place, question in found.questions.items():
         ids, learned = found.examples.read(place)
         assert bytes(ids[learned][:-1].astype(np.uint8)).decode() == question["reference"]
+
+
+def test_a_runs_config_does_not_say_where_an_evaluation_writes(tmp_path: Path) -> None:
+    own = rules.check(rules.compose(["data=text", "data.path=x", f"data.cache_dir={tmp_path}/theirs"]))
+    found, _ = data.chosen(rules.check(rules.compose([f"data.cache_dir={tmp_path}/mine"])), own)
+    assert found.data.cache_dir == f"{tmp_path}/mine"

@@ -141,7 +141,7 @@ class ReadBy:
 
 
 @dataclass(frozen=True)
-class Choice:
+class OneOf:
     """A constraint that accepts only these texts; values that are not text (true, a number) pass."""
 
     options: tuple[str, ...]
@@ -152,8 +152,8 @@ class Choice:
             raise UserError(f"{key}={value} is not known{hint} (options: {', '.join(self.options)})")
 
 
-def choice(*options: str) -> Choice:
-    return Choice(options)
+def choice(*options: str) -> OneOf:
+    return OneOf(options)
 
 
 _PART = r"[A-Za-z0-9_+][A-Za-z0-9._+-]*"

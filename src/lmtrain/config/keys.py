@@ -16,8 +16,8 @@ from lmtrain.config.constraints import (
     CODE,
     CONTENT,
     OPEN,
-    Choice,
     Constraint,
+    OneOf,
     Open,
     ReadWhere,
     Shapes,
@@ -87,7 +87,7 @@ def keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
 def _open(type_: Any, marks: list[Any]) -> Open:
     """Returns to what somebody else's file may set a key, as constraints.py says."""
     types = set(re.findall(r"\w+", getattr(type_, "__name__", "") + str(type_)))
-    is_free = types & {"Any", "dict", "list"} or ("str" in types and not any(isinstance(m, Choice) for m in marks))
+    is_free = types & {"Any", "dict", "list"} or ("str" in types and not any(isinstance(m, OneOf) for m in marks))
     return next((mark for mark in marks if isinstance(mark, Open)), CLOSED if is_free or CODE in marks else OPEN)
 
 

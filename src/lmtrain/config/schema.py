@@ -13,23 +13,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from lmtrain.config.constraints import *  # the vocabulary of declarations
+from lmtrain.config.free_sections import LOGGERS, METRICS, MODEL_FIELDS, REWARDS
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 
 FP8 = "fp8"
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", FP8)
 STRATEGIES = ("auto", "ddp", "fsdp", "fsdp_tp", "deepspeed", "ddp_find_unused_parameters_true")
-# Names that somebody else's file may set in sections with free keys; any other counts only where the user types it.
-_REWARDS = only(
-    "weight", "column", "after", "reference_after", "right", "wrong", "pattern", "whole", "thought", "answer", "most",
-    "least", "scale", "name_or_path", "batch_size",
-    of=("lmtrain.rewards.text", "lmtrain.rewards.stories", "lmtrain.rewards.model"),
-)  # fmt: skip
-_LOGGERS = only("flush_secs", "project", "name", "mode", "tags", "group", "notes", "experiment_name", "run_name")
-_METRICS = only("", of=("lmtrain.generation.text_metrics",))
-_MODEL_FIELDS = Open(
-    "numbers, true and false; `layer_types`, `rope_type`",
-    lambda name, value, theirs: isinstance(value, int | float) or name in ("layer_types", "rope_type"),
-)
 _FROM_SCRATCH = ReadWhere(lambda c: c.model.init == "scratch", "a pretrained model keeps the size of its embedding")
 
 
@@ -85,7 +74,7 @@ class ModelConfig:
     vocab_multiple_of: Annotated[int, MODEL, at_least(1), _FROM_SCRATCH]
     dropout: Annotated[float, TRAJECTORY, share]
     max_position_embeddings: Annotated[int | None, MODEL] = None
-    extra: Annotated[dict[str, Any], MODEL, _MODEL_FIELDS] = field(default_factory=dict)
+    extra: Annotated[dict[str, Any], MODEL, MODEL_FIELDS] = field(default_factory=dict)
 
 
 _IN_4_BITS = ReadWhere(lambda c: c.peft.quantization in ("nf4", "fp4"), "set peft.quantization=nf4 too")
@@ -254,7 +243,7 @@ class SamplesConfig:
     reading: Annotated[str | None, SHOWN, choice("python", "stories")]
     rows: Annotated[int, SHOWN, not_negative]  # validation rows with generated answers shown beside their references
     # Metrics of those answers: bleu, rouge, exact_match, or {_target_: ...}
-    metrics: Annotated[list[Any], SHOWN, _METRICS]
+    metrics: Annotated[list[Any], SHOWN, METRICS]
 
 
 @dataclass(kw_only=True)
@@ -346,7 +335,7 @@ class EvaluateConfig:
     precision: Annotated[str, SHOWN, choice("float32", "bfloat16")]
     answers: Annotated[int, SHOWN, between(0, 256)]  # as many rows as are kept as text
     max_new_tokens: Annotated[int, SHOWN, at_least(1)]
-    metrics: Annotated[list[Any], SHOWN, _METRICS]
+    metrics: Annotated[list[Any], SHOWN, METRICS]
     resamples: Annotated[int, SHOWN, at_least(1)]
     tasks: Annotated[list[str], SHOWN]
     task_folder: Annotated[str | None, SHOWN, CODE]
@@ -424,7 +413,7 @@ class Config:
     data: DataConfig
     tokenizer: TokenizerConfig
     # {_target_, ...} or {parts: {name: {_target_, weight, ...}}}: rewards/scoring.py
-    reward: Annotated[dict[str, Any], TRAJECTORY, _REWARDS] = field(default_factory=dict)
+    reward: Annotated[dict[str, Any], TRAJECTORY, REWARDS] = field(default_factory=dict)
     peft: PeftConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     router: RouterConfig
@@ -433,7 +422,7 @@ class Config:
     trainer: TrainerConfig
     callbacks: Annotated[CallbacksConfig, TRAINING]
     checkpoint: CheckpointConfig
-    logger: Annotated[dict[str, Any], SHOWN, _LOGGERS]
+    logger: Annotated[dict[str, Any], SHOWN, LOGGERS]
     export: ExportConfig
     generate: Annotated[GenerateConfig, ReadBy(("generate",))]
     chat: Annotated[ChatConfig, ReadBy(("chat",))] = field(default_factory=ChatConfig)
