@@ -12,6 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from inprocess import message, run, train_tiny
+from lmtrain.callbacks.records import Records
+from lmtrain.run import loggers
+from lmtrain.run_folder.folder import RunDir
 from support import SAMPLES, TINY, Run, rows
 
 
@@ -90,6 +93,35 @@ def sent(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return config, history
 
 
+class FakeRun:
+    """Stands for an open W&B run; `resumed`: whether a server knew it."""
+
+    def __init__(self, resumed: bool) -> None:
+        self.resumed, self.rows = resumed, list[tuple[dict[str, Any], int | None]]()
+
+    def log(self, row: dict[str, Any], step: int | None = None) -> None:
+        self.rows.append((row, step))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_wandb_gets_again_what_no_server_has(resumed: bool, tmp_path: Path) -> None:
+    """A folder that is written offline is complete, with each record at its step; a server gets only what is new."""
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "train/loss": 5.0, "time": 1}\n{"step": 2, "train/loss": 4.0, "time": 2}\n'
+        '{"step": 2, "val/loss": 4.5, "time": 3}\n'
+    )
+    folder, records = RunDir(tmp_path), Records(tmp_path / "metrics.jsonl")
+    logger = loggers.build_loggers({"wandb": {"mode": "offline"}}, folder, records)[0]
+    logger._experiment = fake = FakeRun(resumed)  # type: ignore[attr-defined]
+    loggers.note_sent([logger], folder, 2)  # type: ignore[list-item]
+    loggers.write_again([logger], folder, 2)  # type: ignore[list-item]
+    earlier = [({"train/loss": 5.0}, 1), ({"train/loss": 4.0}, 2), ({"val/loss": 4.5}, 2)]
+    expected = [] if resumed else [({**row, "trainer/global_step": step}, step) for row, step in earlier]
+    assert fake.rows == expected
+    logger.write_record({"step": 3, "train/loss": 3.0}, False)  # type: ignore[attr-defined]
+    assert fake.rows[-1] == ({"train/loss": 3.0, "trainer/global_step": 3}, None if resumed else 3)
+
+
 DIES = """
 import os, signal
 import lightning
@@ -102,13 +134,13 @@ class Dies(lightning.Callback):
 
 @pytest.mark.slow
 def test_wandb_gets_config_and_no_step_twice_over_a_kill(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
-    loggers = ["logger=wandb", "logger.wandb.mode=offline", "logger.wandb.group=tests", "logger.wandb.notes=a note"]
+    wandb = ["logger=wandb", "logger.wandb.mode=offline", "logger.wandb.group=tests", "logger.wandb.notes=a note"]
     extra = ["callbacks.extra=[{_target_: dies.Dies}]", "run.allow_target=[dies]"]
     keep = ["trainer.save_every_n_steps=4"]
     (tmp_path / "dies.py").write_text(DIES)
-    killed = lmtrain("train", *settings(corpus, 6), *loggers, *keep, *extra, timeout=600)
+    killed = lmtrain("train", *settings(corpus, 6), *wandb, *keep, *extra, timeout=600)
     assert killed.returncode == -9
-    done = lmtrain("train", *settings(corpus, 6), *loggers, *keep, timeout=600)
+    done = lmtrain("train", *settings(corpus, 6), *wandb, *keep, timeout=600)
     assert done.returncode == 0, done.stderr
     folders = sorted(p for p in (tmp_path / "run" / "wandb").iterdir() if p.name.startswith("offline-run"))
     (config, first), (again, second) = map(sent, folders)
@@ -118,7 +150,8 @@ def test_wandb_gets_config_and_no_step_twice_over_a_kill(corpus: Path, tmp_path:
         before, after = ([(h["trainer/global_step"], h[name]) for h in part if name in h] for part in (first, second))
         logged = [(r["step"], r[name]) for r in rows(tmp_path / "run" / "metrics.jsonl") if name in r]
         assert before == logged[: len(before)]  # what its own process had written when the run was killed
-        assert after == [(step, value) for step, value in logged if step > 5]
+        assert after == logged  # of folders with one id, `wandb sync` keeps the last
+    assert all(row["_step"] == row["trainer/global_step"] for row in [*first, *second])
 
 
 NO_LOGIN = {"WANDB_API_KEY": ""}
@@ -140,11 +173,11 @@ def test_wandb_without_login_or_network_is_kept_here(
 
 @pytest.mark.slow
 def test_wandb_keeps_its_id(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
-    loggers = ["logger=wandb", "logger.wandb.mode=offline"]
+    wandb = ["logger=wandb", "logger.wandb.mode=offline"]
     ids = []
     gone = {"WANDB_SERVICE": "3-1-unix-/nowhere"}  # the service of the parent process, which has ended
     for steps in (2, 4):
-        done = lmtrain("train", *settings(corpus, steps), *loggers, env=gone, timeout=600)
+        done = lmtrain("train", *settings(corpus, steps), *wandb, env=gone, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         ids.append((tmp_path / "run" / "wandb" / "run_id").read_text())
     assert ids[0] == ids[1]

@@ -42,7 +42,11 @@ class Joined:
         numbers = {k: v for k, v in numbers.items() if step not in self.sent.get(k, ())}
         self._last = (step, known | numbers.keys())
         if numbers:
-            super().log_metrics(numbers, step=step)  # type: ignore[misc]
+            self.send(numbers, step)
+
+    def send(self, row: Mapping[str, Any], step: int) -> None:
+        """Hands a row of numbers to the tracker."""
+        super().log_metrics(row, step=step)  # type: ignore[misc]
 
     def log_texts(self, columns: list[str], rows: list[list[str]]) -> None:
         """Adds rows to the table of samples, if the logger supports tables."""

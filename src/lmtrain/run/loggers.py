@@ -68,8 +68,12 @@ class CSV(Joined, CSVLogger):
 class WandB(Joined, WandbLogger):
     """The W&B logger, with an id stored in the run's folder, so that a resumed run continues the same W&B run.
 
-    Sent rows can't be withdrawn, so a resumed run, with the same records, doesn't resend them.
+    Rows that a server has can't be withdrawn, so a resumed run, with the same records, doesn't resend them. Offline,
+    each process writes a folder of its own, and of those with one id `wandb sync` keeps the last that it sends: a
+    resumed run writes all earlier records into its folder again, at their steps.
     """
+
+    _latest = 0  # the last step given to W&B, which drops rows of earlier ones
 
     def __init__(self, folder: Path, name: str | None = None, **options: Any) -> None:
         (folder / "wandb").mkdir(exist_ok=True)
@@ -82,13 +86,24 @@ class WandB(Joined, WandbLogger):
         super().log_metrics(plain, step)
         media = {k: v for k, v in metrics.items() if k not in plain}
         if media:
-            WandbLogger.log_metrics(self, media, self.records.step)
+            self.send(media, self.records.step or 0)
+
+    def send(self, row: Mapping[str, Any], step: int) -> None:
+        """Sends a row of a step; a run that a server has continues to count rows, as it may have later ones."""
+        self._latest = max(step, self._latest)
+        at = {} if self.is_known else {"step": self._latest}
+        self.experiment.log({**row, "trainer/global_step": step}, **at)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a server has rows of this run."""
+        return bool(getattr(self.experiment, "resumed", False))
 
     def note_sent(self, rows: Iterable[Row]) -> None:
         """Marks all of `rows` as sent, even those that W&B's own process had not written yet when a run was killed."""
         sent: dict[str, set[int]] = {}
         for row in rows:
-            for name in row:
+            for name in row if self.is_known else ():
                 sent.setdefault(name, set()).add(row["step"])
         self.sent = sent
 
@@ -250,10 +265,11 @@ def note_sent(loggers: Iterable[Joined], run_dir: RunDir, step: int) -> None:
 def write_again(loggers: Iterable[Joined], run_dir: RunDir, step: int) -> None:
     """Writes again the records that a logger lost when the run was resumed after `step`, or had not yet sent.
 
-    Lightning starts its CSV file anew, and MLflow may have lost any, so they get all records; TensorBoard, which drops
-    what it had from `step` on, gets those of that step. Trackers skip what they have been sent before.
+    Lightning starts its CSV file anew, as W&B does offline, and MLflow may have lost any, so they get all records;
+    TensorBoard, which drops what it had from `step` on, gets those of that step. Trackers skip what they have been sent
+    before.
     """
     for logger in loggers:
-        first = 0 if isinstance(logger, CSV | MLflow) else step
+        first = 0 if isinstance(logger, CSV | MLflow) or (isinstance(logger, WandB) and not logger.is_known) else step
         for row in rows_from(run_dir.metrics, first):
             logger.write_record({k: v for k, v in row.items() if k != "time"}, of_validation(row))
