@@ -5,18 +5,32 @@ import errno
 import glob
 import itertools
 import json
+import math
 import os
 import platform
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from lmtrain.errors import RunError, UserError, disk_full, reason
 
 CHECKPOINT = re.compile(r"step_(\d{8,})")  # the name of a checkpoint's folder
+
+
+def strict_json(value: Any, **options: Any) -> str:
+    """Returns plain containers as JSON that any reader takes: NaN and infinite numbers, which JSON lacks, are null."""
+    return json.dumps(_without_nan(value), allow_nan=False, **options)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -34,7 +34,7 @@ from lmtrain.adapters.trainable import ATTRIBUTE, NAME, Adapter, adapter_of
 from lmtrain.config.constraints import regular_expression
 from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError, first_line
-from lmtrain.models.folder import check_shards
+from lmtrain.models.folder import check_finite, check_shards
 from lmtrain.models.scalar_head import auto_class, has_scalar_head
 from lmtrain.models.wrapper import ATTRIBUTE as WRAPPER
 from lmtrain.models.wrapper import Wrapper, text_of, wrapper_of
@@ -127,6 +127,7 @@ def _continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int
         config.lora_dropout = cfg.dropout
         names = _inner(name, config, model)
         peft = PeftModel.from_pretrained(model, name, is_trainable=True, config=config, key_mapping=names)
+        check_finite(((n, p) for n, p in peft.named_parameters() if p.requires_grad), name)
         held = set(load_peft_weights(name, device="cpu", key_mapping=names))
     except UserError:
         raise

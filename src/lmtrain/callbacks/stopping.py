@@ -17,6 +17,7 @@ import torch
 
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import RunError
+from lmtrain.files import strict_json
 from lmtrain.objectives.base import Objective
 from lmtrain.optim.schedules import Smoothed
 
@@ -132,7 +133,7 @@ class BadSteps(pl.Callback):
         if trainer.is_global_zero:
             torch.save(batch["micro_batches"][worst], self.folder / f"{name}.pt")
             report = {"step": start, "micro_batch": worst, "micro_batch_losses": losses, "epoch_and_row_ids": rows}
-            (self.folder / f"{name}.json").write_text(json.dumps(report, indent=2))
+            (self.folder / f"{name}.json").write_text(strict_json(report, indent=2))
         files = f"{self.folder / name}.pt and .json"
         return f"The worst micro-batch of that step (number {worst}) and its row ids are in {files}."
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, writing
 from lmtrain.evaluation.subject import Subject
-from lmtrain.files import absolute, write_atomic
+from lmtrain.files import absolute, strict_json, write_atomic
 from lmtrain.run.summary import versions
 from lmtrain.run_folder.folder import refuse_link_at
 from lmtrain.secrets import shown, shown_in
@@ -189,9 +189,9 @@ class Results:
         with writing(str(folder), "; set evaluate.dir to another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             name = e.name or _free(folder, f"{who.label}-{_label(self.words)}", tree, who.folder is not None)
-            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows())
+            lines = (strict_json(row, ensure_ascii=False) + "\n" for row in self._rows())
             write_atomic(folder / f"{name}.rows.jsonl", "".join(lines))
-            write_atomic(folder / f"{name}.json", json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
+            write_atomic(folder / f"{name}.json", strict_json(tree, indent=2, ensure_ascii=False) + "\n")
         return folder / f"{name}.json"
 
     def _rows(self) -> list[dict[str, Any]]:

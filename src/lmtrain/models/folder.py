@@ -2,9 +2,12 @@
 
 import copy
 import json
+from collections.abc import Iterable
 from pathlib import Path, PurePath
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
@@ -155,7 +158,22 @@ def from_pretrained(name: str, *, scalar_head: bool | None = None, **options: An
         raise UserError(f"{found}: {wanting}; export or download it again")
     assert isinstance(model, PreTrainedModel)
     _check_quantised(model, name, options)
+    check_finite(model.named_parameters(), name)
     return text_of(model, rewards)
+
+
+def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """Raises UserError if weights are NaN or infinite; a pass over the memory, a quarter of the time that loads it."""
+    odd, known = [], 0
+    for name, weight in weights:
+        if weight.is_floating_point() and weight.element_size() > 1 and weight.numel() and not weight.is_meta:
+            known += 1
+            odd += [] if all(map(torch.isfinite, torch.aminmax(weight.detach()))) else [name]
+    if odd:
+        raise UserError(
+            f"{where} holds weights that are not finite numbers ({odd[0]}; {len(odd)} of {known} tensors), so whatever "
+            f"is computed with them means nothing: take another checkpoint, or export or download it again"
+        )
 
 
 def _check_quantised(model: PreTrainedModel, name: str, options: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Tuning of settings before a run: the learning rate, by a range test, and the largest micro-batch that fits."""
 
 import copy
-import json
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +14,7 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import build_corpus
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import RunError, UserError, writing
-from lmtrain.files import absolute, write_atomic
+from lmtrain.files import absolute, strict_json, write_atomic
 from lmtrain.optim.schedules import Suggestion, suggest
 from lmtrain.planning import estimation, trial
 from lmtrain.run.start import start
@@ -160,7 +159,7 @@ def write(found: Found, folder: Path) -> list[Path]:
         tree = {**asdict(found), "overrides": found.overrides()}
         if found.suggestion is not None:
             tree["suggestion"] = found.suggestion._asdict()
-        write_atomic(folder / "tune.json", json.dumps(tree, indent=2) + "\n")
+        write_atomic(folder / "tune.json", strict_json(tree, indent=2) + "\n")
         files = [folder / "tune.json"]
         if found.suggestion is not None:
             files += _draw(found, folder / "lr.png")

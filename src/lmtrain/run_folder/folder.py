@@ -22,7 +22,16 @@ from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import BUDGETS, Config
 from lmtrain.data.store.contents import version_of
 from lmtrain.errors import UserError, writing
-from lmtrain.files import CHECKPOINT, absolute, first_unused, read_regular, replacing, temporary_beside, write_atomic
+from lmtrain.files import (
+    CHECKPOINT,
+    absolute,
+    first_unused,
+    read_regular,
+    replacing,
+    strict_json,
+    temporary_beside,
+    write_atomic,
+)
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.run_folder.cut_back import last_rows
 from lmtrain.secrets import shown_in
@@ -94,7 +103,7 @@ class RunDir:
         return summary
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        write_atomic(self.summary, json.dumps(shown_in(summary), indent=2) + "\n")
+        write_atomic(self.summary, strict_json(shown_in(summary), indent=2) + "\n")
 
 
 def note_start(run: RunDir, step: int, headline: list[str], files: str) -> None:

@@ -63,6 +63,7 @@ def from_run(
     model.load_state_dict(weights, strict=trainable_names(model) is None)
     restore_start(model, state.get("adapter_start", {}))
     set_average(model, state)
+    folder.check_finite(model.named_parameters(), str(checkpoint))
     cls = find_class(config.objective._target_, "objective", Objective, config.run.allow_target)  # type: ignore[type-abstract]
     cls.settle_model(config, model, tokenizer)
     return model, tokenizer, checkpoint
@@ -173,6 +174,8 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
             options["config"] = model.config  # else loading the tokenizer needs trust_remote_code
         else:
             model = folder.from_pretrained(name, **options)
+        if is_adapter or (path.exists() and is_exported(path)):
+            folder.check_finite(model.named_parameters(), name)
         if not path.exists() or any(any(path.glob(names)) for names in _TOKENIZER_FILES):
             tokenizer = tokenizers.usable(AutoTokenizer.from_pretrained(name, **options))
             tokenizers.completed(tokenizer, name, local_files_only=offline)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from lmtrain import terminal
 from lmtrain.data.chat.turns import is_exact
 from lmtrain.errors import UserError
-from lmtrain.files import read_jsonl, read_regular, write_atomic
+from lmtrain.files import read_jsonl, read_regular, strict_json, write_atomic
 from lmtrain.reports import report_page
 from lmtrain.reports.curves import charts
 from lmtrain.reports.listing import headline
@@ -87,7 +87,7 @@ def write(plan: PipelinePlan, state: State) -> None:
     tree = {key: {name: value for name, (value, _) in found.items()} for key, found in named.items()}
     errors = {key: {name: e for name, (_, e) in found.items() if e is not None} for key, found in named.items()}
     written = {"stages": names, "scores": tree, "standard_errors": errors, "seconds": _seconds(state)}
-    write_atomic(plan.folder / "report.json", json.dumps(written, indent=2) + "\n")
+    write_atomic(plan.folder / "report.json", strict_json(written, indent=2) + "\n")
     console.print(f"written: {write_page(plan, state)}", markup=False, highlight=False, soft_wrap=True)
 
 
