@@ -118,6 +118,7 @@ def test_any_split_is_one_run(prompts: Path, llama: Path, tmp_path: Path) -> Non
     [
         (["objective.environment._target_=odd_environments.Raises"], 1,
          "no completion could be scored: reward raised RuntimeError: Raises.step raised ZeroDivisionError: oh dear"),
+        (["objective.environment._target_=odd_environments.Exits"], 1, "Exits.step raised SystemExit: 0"),
         (["objective.environment._target_=odd_environments.NeverStarts"], 2,
          "NeverStarts.reset raised ZeroDivisionError: oh dear"),
         (["objective.environment._target_=odd_environments.Sleeps", "objective.tool_timeout=0.05"], 1,
