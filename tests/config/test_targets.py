@@ -35,7 +35,7 @@ RAN: list[str] = []  # names of what the classes below executed
 class Mine(pl.Callback):
     def __init__(self, number: int, part: Any = None) -> None:
         if number < 0:
-            raise ValueError("number is\nnegative")
+            raise ValueError("number is\nnegative") if number == -1 else SystemExit("bye")
         self.number, self.part = number, part
 
 
@@ -154,6 +154,7 @@ WRONG = {
     "something missing": ({"_target_": "test_targets.Mine"}, r"lacks the argument number; it takes number, part"),
     "an error": ({"_target_": "test_targets.Mine", "number": -1},
                  r"^callbacks\.extra: test_targets\.Mine raised ValueError: number is negative$"),
+    "an exit": ({"_target_": "test_targets.Mine", "number": -2}, "Mine raised SystemExit: bye"),
     "no such module": ({"_target_": "lightning.nothing.Here"}, "can't be imported"),
     "a module": ({"_target_": "lightning.pytorch.callbacks"}, "is not a class"),
     "no path": ({"_target_": "Timer"}, "outside the known packages"),
@@ -169,6 +170,14 @@ def test_one_message_with_key_class_and_what_would_be_right(case: str) -> None:
         build(entry, "test_targets")
     assert str(refusal.value).startswith("callbacks.extra: ")
     assert "\n" not in str(refusal.value)
+
+
+def test_a_module_that_exits_when_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that reads its command line would else end the run, with the exit code 0."""
+    (tmp_path / "my_script.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"_target_=my_script\.Mine can't be imported: SystemExit: 0"):
+        build({"_target_": "my_script.Mine"}, "my_script")
 
 
 def test_an_attack_on_the_command_line(corpus: Path, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def _named(target: str, key: str, allow_target: Sequence[str]) -> tuple[Any, str
             found = inspect.getattr_static(found, attribute) if isinstance(found, type) else getattr(found, attribute)
             if not isinstance(found, type):
                 break
-    except Exception as error:  # a user's module may fail in any way
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way, or parse the command line
         said = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{key}: _target_={target} can't be imported: {' '.join(said.split())}") from error
     return found, name
@@ -183,7 +183,7 @@ def building(key: str, target: str) -> Iterator[None]:
         yield
     except (UserError, RunError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if _is_in(target, ("lmtrain",)):
             raise
         said = " ".join(str(error).split())
