@@ -34,6 +34,21 @@ def test_share_seen_is_that_of_looking_each_piece_up(
     assert by_hand > 0.1
 
 
+def test_few_pieces_and_pieces_at_the_edges_are_looked_up(tmp_path: Path) -> None:
+    def share(train: list[int], val: list[int]) -> float:
+        for name, ids in (("train", train), ("val", val)):
+            np.array(ids, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+        return share_seen(*(open_bins(tmp_path, split).shards for split in ("train", "val")), 3)
+
+    text = [5, 6, 7, 8, 9]
+    assert share(text, [7, 8, 9]) == 1.0, "the last piece of the training text, and one piece alone"
+    assert share(text, [5, 6, 7]) == 1.0
+    assert share(text, [5, 6, 8]) == 0.0
+    assert share(text, [5, 6, 7, 9, 8, 7, 0]) == 0.5
+    assert share(text, [5, 6]) == 0.0, "shorter than a piece"
+    assert share([5, 6], text) == 0.0
+
+
 def test_the_plan_says_it(tmp_path: Path) -> None:
     lines = [f"line {n} of a text: {n * 7919 % 1000} and {n * 104729 % 10000} are its numbers\n" for n in range(400)]
     (tmp_path / "train.txt").write_text("".join(lines))

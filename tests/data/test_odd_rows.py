@@ -89,6 +89,7 @@ ODD: dict[str, tuple[Any, str | tuple[str]]] = {
     "5,000 deep and open": ('{"text": ' + "[" * 5000 + "}", ("nested too deep",)),
     "500 deep": ('{"text": ' + "[" * 500 + "]" * 500 + "}", ("text must be text",)),
     "a key twice": ('{"text": "a", "text": "b"}', ("the key 'text' appears twice",)),
+    "the second key twice": ('{"id": 1, "text": "a", "text": "b"}', ("the key 'text' appears twice",)),
     "a key twice in a turn": (
         '{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}', ("the key 'role' appears twice",)),
     "infinity": ('{"text": Infinity}', ("text must be text and is inf (float)",)),

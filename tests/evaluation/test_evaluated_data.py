@@ -239,3 +239,18 @@ def test_a_runs_config_does_not_say_where_an_evaluation_writes(tmp_path: Path) -
     own = rules.check(rules.compose(["data=text", "data.path=x", f"data.cache_dir={tmp_path}/theirs"]))
     found, _ = data.chosen(rules.check(rules.compose([f"data.cache_dir={tmp_path}/mine"])), own)
     assert found.data.cache_dir == f"{tmp_path}/mine"
+
+
+def test_texts_are_compared_by_the_digest_of_their_tokens(tmp_path: Path) -> None:
+    own = tokenizers.load_or_train(TokenizerConfig(kind="bytes"), lambda _: iter(()))
+
+    def digest(texts: list[str], limit: int | None = None) -> str:
+        file = written(tmp_path / "a.jsonl", texts)
+        words = config("data=jsonl", f"data.path={file}", f"data.val_path={file}")
+        found = ScoredDocuments(words, limit)
+        assert len(list(found.read(own))) == min(len(texts), limit or len(texts))
+        return found.digest.hexdigest()
+
+    assert digest(["abc", "de"]) == digest(["abc", "de"])
+    assert len({digest(texts) for texts in (["abc", "de"], ["abd", "de"], ["abc"], ["de", "abc"])}) == 4
+    assert digest(["abc", "de"], limit=1) == digest(["abc"])

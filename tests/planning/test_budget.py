@@ -530,3 +530,21 @@ def test_a_step_is_measured_by_the_later_half(corpus: Path, monkeypatch: pytest.
     monkeypatch.setattr(budget, "_validation", lambda _config, _corpus, step: 3 * step)
     found = budget.measure(config("trainer.compile=false", "trainer.devices=1"), mock.Mock())
     assert (found.starting, found.step, found.validation) == (4.0, 0.5, 1.5)
+
+
+def test_ranks_of_this_node_are_measured_on_their_share_of_the_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What starting takes includes starting the ranks; a node of several has its part of the batch."""
+    asked, tried = config("budget.minutes=5", "trainer.num_nodes=3", "data.global_batch_size=12"), []
+    asked.run.root = str(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: 100.0)
+    rows = [{"time": 107.5}, {"time": 108.0}, {"time": 109.5}]
+    monkeypatch.setattr(budget.trial, "run", lambda trial, folder: tried.append((trial, folder)) or rows)
+    assert budget._on_ranks(asked) == (7.5, [107.5, 108.0, 109.5])
+    ((trial, folder),) = tried
+    assert (trial.data.global_batch_size, trial.trainer.num_nodes, trial.budget.minutes) == (4, 1, None)
+    assert (asked.data.global_batch_size, asked.trainer.num_nodes) == (12, 3), "the run's own config stays"
+    assert not folder.exists()
+    rows[0]["time"] = 99.0  # another machine's clock
+    assert budget._on_ranks(asked)[0] == 0.0

@@ -15,8 +15,8 @@ import yaml
 
 from inprocess import TWO_STEPS, message, run, train_tiny
 from lmtrain.callbacks.metrics import without_times
-from lmtrain.config import compose
-from lmtrain.errors import RunError
+from lmtrain.config import compose, trust
+from lmtrain.errors import RunError, UserError
 from lmtrain.optim.schedules import Smoothed, suggest
 from lmtrain.planning import trial, tuning
 from support import TINY, rows
@@ -198,3 +198,46 @@ def test_two_ranks_in_processes_of_their_own(corpus: Path, tmp_path: Path) -> No
     assert len(written["curve"]) >= 10
     assert train_tiny(corpus, "optimizer.lr=1e-6", f"run.dir={tmp_path / 'one'}").code == 0
     assert written["curve"][0]["loss"] == pytest.approx(rows(tmp_path / "one/metrics.jsonl")[0]["train/loss"], rel=1e-5)
+
+
+def test_a_trial_is_the_run_or_the_run_on_its_longest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, called = tmp_path / "config.yaml", []
+    file.write_text(compose.dump(compose.check(compose.compose(TINY))))
+    monkeypatch.setattr(trial, "_with_longest_rows", lambda config: called.append("longest") or 0)
+    monkeypatch.setattr(trial, "start", lambda config: called.append("start") or 0)
+    granted = trust.as_word(trust.granted(compose.check(compose.compose(TINY))))
+    assert (trial.main([str(file), granted]), trial.main([str(file), granted, "longest"])) == (0, 0)
+    assert called == ["start", "longest"]
+
+    def fails(config: Any) -> int:
+        raise RunError("a mistake")
+
+    monkeypatch.setattr(trial, "start", fails)
+    assert trial.main([str(file), granted]) == RunError.exit_code
+
+
+@pytest.mark.parametrize(("code", "text", "raised", "words"), [
+    (0, "", None, ""),
+    (-9, "", trial.OutOfMemory, ""),
+    (1, "torch.OutOfMemoryError: CUDA out of memory", trial.OutOfMemory, ""),
+    (1, "error: first\nerror: the loss\nmore", RunError, "a trial of 5 steps: the loss"),
+    (2, "error: a key", UserError, "a trial of 5 steps: a key"),
+    (7, "a traceback", RunError, "exit code 7:\na traceback"),
+])  # fmt: skip
+def test_how_a_trial_ends(
+    code: int, text: str, raised: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(argv: list[str], log: IO[str]) -> int:
+        log.write(text)
+        assert (argv[0], argv[2:]) == (str(tmp_path / "trial" / "config.yaml"), ["longest"])
+        (tmp_path / "trial" / "curve.jsonl").write_text('{"step": 1, "lr": 0.5}\n')
+        return code
+
+    monkeypatch.setattr(trial, "_in_process", ends)
+    asked = trial.config_of(compose.check(compose.compose(TINY)), tmp_path / "trial", 4)
+    if raised is None:
+        assert trial.run(asked, tmp_path / "trial", longest_rows=True) == [{"step": 1, "lr": 0.5}]
+        return
+    with pytest.raises(raised) as error:
+        trial.run(asked, tmp_path / "trial", longest_rows=True)
+    assert words in str(error.value)
