@@ -14,8 +14,8 @@ class ExampleWriter:
         self.folder = folder
         self.writer = BinWriter(folder, "train", "uint32", shard_tokens, masked=True)
 
-    def append(self, ids: list[int], trained: list[bool], label: int | None = None) -> None:
-        self.writer.append(np.array(ids), np.array(trained), ends_document=True, label=label)
+    def append(self, ids: list[int], trained: list[bool], label: int | None = None, kept: str | None = None) -> None:
+        self.writer.append(np.array(ids), np.array(trained), ends_document=True, label=label, text=kept)
 
     def close(self) -> Examples:
         return Examples(open_shards(self.folder, "uint32", self.writer.close()))

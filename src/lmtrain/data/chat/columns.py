@@ -140,7 +140,9 @@ def is_empty(value: Any) -> bool:
     """Returns whether a value says nothing: null, an empty text, list or mapping, or a list of nulls."""
     if isinstance(value, list | tuple):
         return all(item is None for item in value)
-    return value is None or value == {} or (isinstance(value, str) and not value.strip())
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, dict) and not value)
 
 
 def detect(kind: str, columns: Iterable[str], cfg: DataConfig) -> RowColumns:
