@@ -6,9 +6,11 @@ import pytest
 from template_sweep import TOOLS, says, tokenizer_for, trl_template, user
 
 from call_templates import DROPPING, FAMILIES
+from lmtrain.data.chat.call_formats import reader_of
 from lmtrain.data.chat.jinja_rendering import Template
 from lmtrain.data.chat.replies import Replies
 from lmtrain.errors import UserError
+from lmtrain.rewards.environment import Call, results
 
 TRL = ["qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "phi3", "phi3_5", "gptoss", "diffusion_gemma", "gemma4",
        "glm4moe", "llama3_1", "lfm2_2_5", "nemotron_3_nano", "muse_glimmer", "cohere2", "gemma3"]  # fmt: skip
@@ -83,6 +85,19 @@ def test_a_last_answer_may_end_with_a_token_of_its_own(tokenizer_config: Any) ->
     following = "<|start|>user<|message|>b<|end|><|start|>assistant"
     assert replies.text([user("b")], "<|return|>") == replies.text([user("b")], "<|end|>") == following
     assert replies.text([user("b")], "x") == "<|end|>" + following
+
+
+def test_results_refer_to_the_ids_that_the_model_wrote(tokenizer_config: Any) -> None:
+    text = FAMILIES["mistral_ids"][0]
+    template = Template(tokenizer_for(text, tokenizer_config), text, "tried")
+    call = '{"name": "weather", "arguments": {"city": "Rome"}, "id": "Ab3dE6gH9"}'
+    (found,) = reader_of(template, TOOLS).calls(f"[TOOL_CALLS][{call}]")
+    (result,) = results([Call(found.name, found.arguments, "4 C", False, found.id)])
+    assert (found.id, result["tool_call_id"]) == ("Ab3dE6gH9", "Ab3dE6gH9")
+    replies = Replies(template, TOOLS)
+    assert replies.text([result]) == "<|im_start|>tool\n4 CAb3dE6gH9<|im_end|>\n<|im_start|>assistant\n"
+    # The template refuses other ids: the model's mistake doesn't end the run.
+    assert "4 Clmtrain00" in replies.text([{**result, "tool_call_id": "short"}])
 
 
 def test_several_results_after_a_template_that_allows_one_call(tokenizer_config: Any) -> None:

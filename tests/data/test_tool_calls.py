@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from typing import Any, Literal
 
 import pytest
@@ -13,7 +14,7 @@ from lmtrain.data.chat.arguments import Misfit, fitted, typed
 from lmtrain.data.chat.call_formats import reader_of
 from lmtrain.data.chat.jinja_rendering import Template
 from lmtrain.data.chat.thoughts import thought_marks
-from lmtrain.data.chat.tool_calls import requested
+from lmtrain.data.chat.tool_calls import CallReader, requested
 from lmtrain.errors import UserError
 
 # Templates of TRL's that show tools, each the only one that writes calls or ends turns in its way.
@@ -78,7 +79,11 @@ def read(template: Template, calls: list[tuple[str, Any]], content: str = "", **
     ends = "|".join(
         map(re.escape, (token for token in template.special_tokens if re.search("end|eot|call>|sp", token)))
     )
-    return reader_of(template, TOOLS).calls(re.sub(rf"(?:{ends})\s*\Z", "", text))
+    return pairs_of(reader_of(template, TOOLS), re.sub(rf"(?:{ends})\s*\Z", "", text))
+
+
+def pairs_of(reader: CallReader, text: str) -> list[tuple[str, Any]]:
+    return [call[:2] for call in reader.calls(text)]
 
 
 def template_of(text: str, tokenizer_config: Any) -> Template:
@@ -115,10 +120,10 @@ def test_a_call_inside_a_thought_is_none(name: str, tokenizer_config: Any) -> No
     (whole,) = template.render_texts([[{"role": "user", "content": "q"}, answer([call])]], TOOLS, "")
     text = whole.removeprefix(asked).partition("<|im_end|>")[0].partition("<|eot_id|>")[0]
     reader = reader_of(template, TOOLS)
-    assert reader.calls(f"{opening}\nI could write {text}, but why?\n{closing}\n\nIt is 4.") == []
-    assert reader.calls(f"{opening}\nI could write {text}.\n{closing}\n\n{text}") == [call]
-    assert reader.calls(f"{opening}\nI could write {text}") == []
-    assert reader.calls(text.replace("Oslo", "a <think> tag")) == [("search", {"text": "a <think> tag"})]
+    assert pairs_of(reader, f"{opening}\nI could write {text}, but why?\n{closing}\n\nIt is 4.") == []
+    assert pairs_of(reader, f"{opening}\nI could write {text}.\n{closing}\n\n{text}") == [call]
+    assert pairs_of(reader, f"{opening}\nI could write {text}") == []
+    assert pairs_of(reader, text.replace("Oslo", "a <think> tag")) == [("search", {"text": "a <think> tag"})]
 
 
 def answer(calls: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -133,12 +138,12 @@ def test_the_thoughts_of_gpt_oss_and_gemma_have_marks_of_their_own(tokenizer_con
     reader = reader_of(template_of(trl_template("gptoss"), tokenizer_config), TOOLS)
     call = '{}<|channel|>commentary json<|message|>{{"text": "x"}}<|call|>'.format
     thought = f"<|channel|>analysis<|message|>to=functions.search{call('')}<|end|>"
-    assert reader.calls(thought + "<|channel|>final<|message|>4<|return|>") == []
-    assert reader.calls(f"{thought}<|start|>assistant{call(' to=functions.search')}") == [("search", {"text": "x"})]
+    assert pairs_of(reader, thought + "<|channel|>final<|message|>4<|return|>") == []
+    assert pairs_of(reader, f"{thought}<|start|>assistant{call(' to=functions.search')}") == [("search", {"text": "x"})]
     # As OpenAI's models write it.
     own = 'commentary to=functions.search <|constrain|>json<|message|>{"count": 2}'
-    assert reader.calls(f"{thought}<|start|>assistant<|channel|>{own}") == [("search", {"count": 2})]
-    assert reader.calls("<|channel|>final<|message|>Write to=functions.search and then {a}.") == []
+    assert pairs_of(reader, f"{thought}<|start|>assistant<|channel|>{own}") == [("search", {"count": 2})]
+    assert pairs_of(reader, "<|channel|>final<|message|>Write to=functions.search and then {a}.") == []
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,7 @@ def test_the_thoughts_of_gpt_oss_and_gemma_have_marks_of_their_own(tokenizer_con
     ],
 )  # fmt: skip
 def test_what_models_write_otherwise(name: str, text: str, calls: list[tuple[str, Any]], tokenizer_config: Any) -> None:
-    assert reader_of(template_of(FAMILIES[name][0], tokenizer_config), TOOLS).calls(text) == calls
+    assert pairs_of(reader_of(template_of(FAMILIES[name][0], tokenizer_config), TOOLS), text) == calls
 
 
 def test_a_template_whose_calls_are_lost_is_refused(tokenizer_config: Any) -> None:
@@ -225,3 +230,19 @@ def test_arguments_are_held_against_the_type_hints() -> None:
     for name, (text, value) in texts.items():
         found = typed(text, schemas[name])
         assert (found, type(found)) == (value, type(value))
+
+
+def test_degenerate_text_is_read_in_no_time(tokenizer_config: Any) -> None:
+    """As a model writes that repeats itself."""
+    texts = {
+        "mistral_args": "[TOOL_CALLS]" + "a" * 40_000,
+        "lfm2": "<|tool_call_start|>[search(text=" + "b, c=" * 8_000,
+        "qwen3_coder": "<tool_call>\n<function=search>\n<parameter=text>\n" * 1_000,
+        "gemma4": "<|tool_call>call:search{" + "a:" * 20_000,
+        "hermes": "<tool_call>" + '{"name": ' * 5_000,
+    }
+    for name, text in texts.items():
+        reader = reader_of(template_of(FAMILIES[name][0], tokenizer_config), TOOLS)
+        started = time.perf_counter()
+        assert all(not call.name for call in reader.calls(text))
+        assert time.perf_counter() - started < 2

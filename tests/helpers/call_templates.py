@@ -51,6 +51,12 @@ FAMILIES: dict[str, tuple[str, bool]] = {
         True,
     ),
     "mistral_list": (skeleton(each("{{ c | tojson }}", "[TOOL_CALLS] [", ", ", "]"), "</s>"), True),
+    "mistral_ids": (  # whose results refer to the ids of calls
+        skeleton(each('{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}, "id": "{{ one.id }}"}',
+                      "[TOOL_CALLS][", ", ", "]"), "</s>").replace(
+            "{{ m.content }}", "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}"
+            "{{ raise_exception('ids have 9 characters') }}{% endif %}{{ m.content }}{{ m.tool_call_id }}"), True
+    ),
     "mistral_args": (skeleton(each("[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}"), "</s>"), True),
     "granite": (skeleton(each("{{ c | tojson }}", "<|tool_call|>[", ", ", "]")), True),
     "command_r": (
@@ -73,6 +79,10 @@ FAMILIES: dict[str, tuple[str, bool]] = {
     ),
     "deepseek_v31": (
         skeleton(each("<｜tool▁call▁begin｜>{{ c.name }}<｜tool▁sep｜>{{ c.arguments | tojson }}<｜tool▁call▁end｜>",
+                      "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"), "<｜end▁of▁sentence｜>"), True
+    ),
+    "deepseek_r1_0528": (  # takes arguments as text only
+        skeleton(each("{{ '<｜tool▁call▁begin｜>' + c.name + '<｜tool▁sep｜>' + c.arguments + '<｜tool▁call▁end｜>' }}",
                       "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"), "<｜end▁of▁sentence｜>"), True
     ),
     "deepseek_v32": (  # says whether a value is a text

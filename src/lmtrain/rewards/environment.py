@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 from lmtrain.config.targets import build_target, check_names, class_named
 from lmtrain.data.chat.arguments import Misfit, fitted
 from lmtrain.data.chat.jinja_rendering import TookTooLong
-from lmtrain.data.chat.tool_calls import FORMATS, CallReader, requested
+from lmtrain.data.chat.tool_calls import FORMATS, CallReader, Request, requested
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward
 from lmtrain.rewards.user_code import Escaped, described, run_user_code
@@ -34,6 +34,7 @@ class Call(NamedTuple):
     arguments: Any  # a dict if the call could be read
     result: str  # what the model is told: the result, or the error
     failed: bool  # whether the tool is unknown, was called with wrong arguments, raised, or took too long
+    id: str = ""  # the call's, if the model gives calls one (Mistral's do)
 
 
 class Environment:
@@ -183,7 +184,10 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 def results(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """Returns the turns that tell a model the results of its tool calls."""
-    return [{"role": "tool", "name": call.name, "content": call.result} for call in calls]
+    return [
+        {"role": "tool", "name": call.name, "content": call.result, **({"tool_call_id": call.id} if call.id else {})}
+        for call in calls
+    ]
 
 
 def execute(answer: str, tools: Sequence[Tool], seconds: float, reader: CallReader | None = None) -> list[Call]:
@@ -194,9 +198,10 @@ def execute(answer: str, tools: Sequence[Tool], seconds: float, reader: CallRead
     if not tools:
         return []
     by_name = {_name(tool): tool for tool in tools}
-    calls = reader.calls(answer) if reader else requested(answer)
+    calls = reader.calls(answer) if reader else [Request(*call) for call in requested(answer)]
     example = (reader or CallReader(FORMATS[0])).example
-    return [_executed(name, arguments, by_name, seconds, example) for name, arguments in calls]
+    executed = [_executed(call.name, call.arguments, by_name, seconds, example) for call in calls]
+    return [done._replace(id=call.id) for done, call in zip(executed, calls, strict=True)]
 
 
 def _executed(name: str, arguments: Any, tools: Mapping[str, Tool], seconds: float, example: str) -> Call:

@@ -18,6 +18,7 @@ from lmtrain.data.chat.turns import BadRow, common
 from lmtrain.errors import UserError
 
 Tools = list[dict[str, Any]]
+Pair = tuple[str, Any]  # name and arguments of a call
 
 _ONE, _TWO, _KEY, _MORE, _TEXT = "lmtrain_one", "lmtrain_two", "lmtrain_key", "lmtrain_more", "lmtrain-value"
 _NUMBER, _OTHER = 12345678, 87654321
@@ -29,7 +30,7 @@ class Unreadable(Exception):
     """Raised with the text of a rendered call that can't be read."""
 
 
-def calls_turn(calls: Sequence[Request]) -> dict[str, Any]:
+def calls_turn(calls: Sequence[Pair]) -> dict[str, Any]:
     """Returns an assistant's turn that makes tool calls, with ids as Mistral's templates want them."""
     made = [
         {"type": "function", "id": f"lmtrain{i:02d}", "function": {"name": name, "arguments": arguments}}
@@ -95,8 +96,8 @@ def sample(schema: Schema, hard: bool) -> Any:
     return {**plain, "string": _HARD, "integer": -12, "boolean": False}[kind] if hard else plain[kind]
 
 
-def _plain(calls: Sequence[Request]) -> str:
-    return json.dumps(calls, sort_keys=True)
+def _plain(calls: Sequence[Pair | Request]) -> str:
+    return json.dumps([call[:2] for call in calls], sort_keys=True)
 
 
 class _Rendered:
@@ -116,7 +117,7 @@ class _Rendered:
         """Whether an answer may have several calls."""
         return _TWO in self.two
 
-    def whole(self, calls: Sequence[Request]) -> str:
+    def whole(self, calls: Sequence[Pair]) -> str:
         """Returns the text of calls from where it differs from an answer without calls, with what ends the turn."""
         text = self._text(calls_turn(calls))
         return text[common(text, self.answer) :]
@@ -126,7 +127,7 @@ class _Rendered:
         text = self.whole([(_ONE, {_KEY: _TEXT})])
         for at in (found.start() for found in re.finditer(r"[{\[]", text)):
             read = Objects("").read(text, at)
-            if read and read[0] == [(_ONE, {_KEY: _TEXT})]:
+            if read and [call[:2] for call in read[0]] == [(_ONE, {_KEY: _TEXT})]:
                 return self._objects(text[:at], text[read[1] :])
         key = text.find(_KEY)
         name = text.rfind(_ONE, 0, key)

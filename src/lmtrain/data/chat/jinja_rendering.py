@@ -10,6 +10,7 @@ import contextlib
 import copy
 import ctypes
 import itertools
+import json
 import re
 import signal
 import threading
@@ -229,7 +230,7 @@ class Template:
         self.special_tokens = special_tokens(tokenizer)
         # What it has counted over the messages may matter behind them, where a Trace doesn't see it.
         self._keeps_state = bool(re.search(r"\b(namespace|cycler|joiner)\b", every))
-        self._in_parts = False
+        self._in_parts = self._arguments_in_text = False
         self._known: dict[str, str] = {}  # texts by what they were rendered from
         try:
             self.end_of_turn, self.after_turn = self._end_of_turn()
@@ -329,18 +330,40 @@ class Template:
             advice = "it loops too often: choose another with data.chat_template"
             raise Endless(f"{found} after {PATIENCE:g} seconds; {advice}") from None
         except _REFUSALS as error:
+            if isinstance(error, TypeError) and not self._arguments_in_text and any(map(_has_calls, chats)):
+                self._arguments_in_text = True  # DeepSeek's templates join them to other text
+                with contextlib.suppress(BadRow):
+                    return self._rendered(chats, tools, where, **options)
+                self._arguments_in_text = False
             reason = "it takes more memory than there is" if isinstance(error, MemoryError) else str(error)
             raise BadRow(where, f"the chat template ({self.label}) refuses it: {reason}") from None
 
     def _spelt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns messages in the template's form: reasoning under its key, and contents as parts if it needs them."""
+        """Returns messages in the template's form: reasoning under its key, contents as parts, arguments as text."""
         if self._thought:
             messages = [
                 {**t, self._thought: t["reasoning_content"]} if "reasoning_content" in t else t for t in messages
             ]
         if self._in_parts:
             messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
+        if self._arguments_in_text:
+            messages = [
+                {**turn, "tool_calls": [_in_text(call) for call in turn["tool_calls"]]}
+                if "tool_calls" in turn
+                else turn
+                for turn in messages
+            ]
         return messages
+
+
+def _has_calls(messages: list[dict[str, Any]]) -> bool:
+    return any("tool_calls" in turn for turn in messages)
+
+
+def _in_text(call: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool call with its arguments as a text of JSON, as OpenAI's API has them."""
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def answers_of(messages: list[dict[str, Any]]) -> list[int]:

@@ -48,7 +48,7 @@ class Replies:
             raise UserError(f"{bad}: choose another template with data.chat_template, such as chatml") from None
         if ended_by and _with_calls(said) and self._closing.endswith(ended_by):  # as objective.stop_tokens may have it
             return following
-        ended_by = ended_by or self.template.end_of_turn or ends.end
+        ended_by = ended_by or (not _with_calls(said) and self.template.end_of_turn) or ends.end
         at = following.find(ends.end)
         return following[at + (len(ends.end) if ended_by == ends.end or ended_by == ends.last else 0) :]
 
@@ -77,13 +77,28 @@ class Replies:
 
     def _around(self, said: Turns, **options: Any) -> tuple[str, str]:
         """Returns the text after a placeholder of an answer that `said` follows, and after one that nothing follows."""
+        try:
+            return self._placed(said, **options)
+        except BadRow:  # templates may refuse ids that a model has written
+            plain = [{key: value for key, value in turn.items() if key != "tool_call_id"} for turn in said]
+            if plain == said:
+                raise
+            return self._placed(plain, **options)
+
+    def _placed(self, said: Turns, **options: Any) -> tuple[str, str]:
         found = BadRow(
             _WHERE, f"the chat template ({self.template.label}) doesn't write out an answer that turns follow"
         )
-        called = [str(turn.get("name") or "tool") for turn in said if turn["role"] == "tool"]
-        for answer, closing in self._answers(called):
-            ids = iter([call["id"] for call in answer.get("tool_calls", [])] * len(called))
-            turns = [{"tool_call_id": next(ids), **turn} if turn["role"] == "tool" else turn for turn in said]
+        results = [turn for turn in said if turn["role"] == "tool"]
+        for answer, closing in self._answers([str(turn.get("name") or "tool") for turn in results]):
+            calls = answer.get("tool_calls", [])
+            ids = [
+                turn.get("tool_call_id", call["id"]) for turn, call in zip(results[-len(calls) :], calls, strict=False)
+            ]
+            for call, own in zip(calls, ids, strict=True):
+                call["id"] = own
+            given = iter(ids * len(results))
+            turns = [{"tool_call_id": next(given), **turn} if turn["role"] == "tool" else turn for turn in said]
             try:
                 texts = [
                     self.template.prompt([_ASKED, answer, *turns], self.tools, _WHERE, **options),

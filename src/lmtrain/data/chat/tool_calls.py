@@ -4,19 +4,29 @@ A call stands between the marks of its format, in which white space may differ f
 call inside a thought is none.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmtrain.data.chat.arguments import Schema, typed, value_of
 from lmtrain.data.chat.thoughts import ThoughtMarks
 
-Request = tuple[str, Any]  # name and arguments of a call; "" and its text for one that can't be read
+
+class Request(NamedTuple):
+    """A tool call that a model asks for; one that can't be read has the name "" and its text as arguments."""
+
+    name: str
+    arguments: Any
+    id: str = ""  # as the model wrote it, for a template whose results refer to it (Mistral's)
+
+
 Found = tuple[list[Request], int]  # calls, and the position after them
 
+_TRIES = 100  # places at which a value is tried to end
 _NAME, _KEY = r"[\w.:/-]+", r"[\w.-]+"
 _TAG = re.compile(r"<[^<>]+>|\[[A-Z_/]+\]")
 _LLAMA = "<|python_tag|>"  # may precede Llama 3's objects, though its template writes none
@@ -59,7 +69,7 @@ class NamedJSON:
 
     def read(self, text: str, at: int) -> Found | None:
         """As that of `Objects`."""
-        found = re.compile(rf"({_NAME})([^{{}}]*)").match(text, at)
+        found = re.compile(rf"({_NAME}+)([^{{}}]*)").match(text, at)
         # What begins a call in gpt-oss, "to=functions.", may also be prose, unless <|message|> follows.
         tags = [] if _TAG.search(self.opening) else _TAG.findall(self.middle)[-1:]
         if not found or any(tag not in found[2] for tag in tags):
@@ -68,7 +78,7 @@ class NamedJSON:
             arguments, end = json.JSONDecoder().raw_decode(text, found.end())
         except (ValueError, RecursionError):
             return None
-        return [(found[1], arguments)], end
+        return [Request(found[1], arguments)], end
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,7 @@ class NamedPairs:
     def _call(self, text: str, at: int) -> tuple[Request, int] | None:
         name, arguments = self._name.match(text, at), dict[str, Any]()
         if not name or name["empty"] is not None:
-            return ((name[1], arguments), name.end()) if name else None
+            return (Request(name[1], arguments), name.end()) if name else None
         after: re.Match[str] = name
         while key := self._key.match(text, after.end()):
             found = self._value(text, key.end(), is_text=key["text"] is not None)
@@ -124,18 +134,20 @@ class NamedPairs:
                 return None
             arguments[key[1]], after = found
             if after["last"] is not None:
-                return (name[1], arguments), after.end()
+                return Request(name[1], arguments), after.end()
         return None
 
     def _value(self, text: str, at: int, is_text: bool) -> tuple[Any, re.Match[str]] | None:
         """Returns the value that begins at a position, and the mark after it."""
         after, read = (self._after_text, self._text) if is_text else (self._after_value, self._other)
-        found = after.search(text, at)
-        while found:
-            try:
+        start = at
+        for _ in range(_TRIES):
+            found = after.search(text, start)
+            if not found:
+                break
+            with contextlib.suppress(ValueError):
                 return read(text[at : found.start()]), found
-            except ValueError:
-                found = after.search(text, found.start() + 1)
+            start = found.start() + 1
         return None
 
     def _text(self, text: str) -> str:
@@ -217,10 +229,10 @@ def _of_object(call: Any) -> Request | None:
     if not isinstance(name, str):
         return None
     arguments = given.get("arguments", given.get("parameters", {}))
-    try:
-        return name, json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return name, arguments
+    own_id = call.get("id", call.get("tool_call_id", ""))
+    with contextlib.suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return Request(name, arguments, own_id if isinstance(own_id, str) else "")
 
 
 def _skipped(text: str, at: int, characters: str) -> int:
@@ -242,11 +254,11 @@ class CallReader:
     example: str = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 
     def calls(self, text: str) -> list[Request]:
-        """Returns name and arguments of the calls in an assistant's turn; one that can't be read has "" and its text.
+        """Returns the calls in an assistant's turn.
 
         text: the turn from its start, with what the chat template has already written of it.
         """
-        return [(name, self._typed(name, arguments)) for name, arguments in self._found(text)]
+        return [call._replace(arguments=self._typed(call.name, call.arguments)) for call in self._found(text)]
 
     def _found(self, text: str) -> Iterator[Request]:
         at, opening = 0, self.format.opening.strip()
@@ -265,7 +277,7 @@ class CallReader:
                 closing = self.format.closing.split()[-1:]
                 end = text.find(closing[0], at) if closing else -1
                 end = end if end >= 0 else len(text)
-                yield "", text[at:end].strip()
+                yield Request("", text[at:end].strip())
                 at = end
 
     def _bare(self, text: str, opening: str) -> Iterator[Request]:
@@ -277,7 +289,7 @@ class CallReader:
         if read and not said[read[1] :].strip():
             yield from read[0]
         elif marked:
-            yield "", said
+            yield Request("", said)
 
     def _next(self, pattern: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
         """Returns the next place where a pattern is found outside of thoughts."""
@@ -324,11 +336,11 @@ FORMATS: tuple[CallFormat, ...] = (
 )  # fmt: skip
 
 
-def requested(answer: str) -> list[Request]:
+def requested(answer: str) -> list[tuple[str, Any]]:
     """Returns name and arguments of the calls in an answer of which the chat template isn't known.
 
     It is read in the first of `FORMATS` in which all its calls can be read. A call that can't be read has "" and its
     text.
     """
-    found = [calls for format in FORMATS if (calls := CallReader(format).calls(answer))]
+    found = [[call[:2] for call in calls] for format in FORMATS if (calls := CallReader(format).calls(answer))]
     return next((calls for calls in found if all(name for name, _ in calls)), found[0] if found else [])
