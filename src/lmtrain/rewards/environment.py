@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 from lmtrain.config.targets import build_target, check_names, class_named
 from lmtrain.data.chat.arguments import Misfit, fitted
 from lmtrain.data.chat.jinja_rendering import TookTooLong
-from lmtrain.data.chat.tool_calls import FORMATS, CallReader, Request, requested
+from lmtrain.data.chat.tool_calls import FORMATS, CallReader, ToolCall, requested
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward
 from lmtrain.rewards.user_code import Escaped, described, run_user_code
@@ -198,7 +198,7 @@ def execute(answer: str, tools: Sequence[Tool], seconds: float, reader: CallRead
     if not tools:
         return []
     by_name = {_name(tool): tool for tool in tools}
-    calls = reader.calls(answer) if reader else [Request(*call) for call in requested(answer)]
+    calls = reader.calls(answer) if reader else [ToolCall(*call) for call in requested(answer)]
     example = (reader or CallReader(FORMATS[0])).example
     executed = [_executed(call.name, call.arguments, by_name, seconds, example) for call in calls]
     return [done._replace(id=call.id) for done, call in zip(executed, calls, strict=True)]

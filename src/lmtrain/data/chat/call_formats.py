@@ -13,7 +13,7 @@ from lmtrain.data.chat.arguments import Schema, value_of
 from lmtrain.data.chat.jinja_rendering import ANSWER, QUESTION, Template
 from lmtrain.data.chat.special_text import pattern_of
 from lmtrain.data.chat.thoughts import thought_marks
-from lmtrain.data.chat.tool_calls import CallFormat, CallReader, NamedJSON, NamedPairs, Objects, Request
+from lmtrain.data.chat.tool_calls import CallFormat, CallReader, NamedJSON, NamedPairs, Objects, ToolCall
 from lmtrain.data.chat.turns import BadRow, common
 from lmtrain.errors import UserError
 
@@ -96,7 +96,7 @@ def sample(schema: Schema, hard: bool) -> Any:
     return {**plain, "string": _HARD, "integer": -12, "boolean": False}[kind] if hard else plain[kind]
 
 
-def _plain(calls: Sequence[Pair | Request]) -> str:
+def _plain(calls: Sequence[Pair | ToolCall]) -> str:
     return json.dumps([call[:2] for call in calls], sort_keys=True)
 
 

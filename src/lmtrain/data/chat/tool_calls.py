@@ -16,7 +16,7 @@ from lmtrain.data.chat.arguments import Schema, typed, value_of
 from lmtrain.data.chat.thoughts import ThoughtMarks
 
 
-class Request(NamedTuple):
+class ToolCall(NamedTuple):
     """A tool call that a model asks for; one that can't be read has the name "" and its text as arguments."""
 
     name: str
@@ -24,7 +24,7 @@ class Request(NamedTuple):
     id: str = ""  # as the model wrote it, for a template whose results refer to it (Mistral's)
 
 
-Found = tuple[list[Request], int]  # calls, and the position after them
+Found = tuple[list[ToolCall], int]  # calls, and the position after them
 
 _TRIES = 100  # places at which a value is tried to end
 _NAME, _KEY = r"[\w.:/-]+", r"[\w.-]+"
@@ -45,7 +45,7 @@ class Objects:
 
     def read(self, text: str, at: int) -> Found | None:
         """Returns the calls after an opening that ends at position `at`, or None if they can't be read."""
-        calls: list[Request] = []
+        calls: list[ToolCall] = []
         while text[at : at + 1] in ("{", "["):
             try:
                 value, at = json.JSONDecoder().raw_decode(text, at)
@@ -78,7 +78,7 @@ class NamedJSON:
             arguments, end = json.JSONDecoder().raw_decode(text, found.end())
         except (ValueError, RecursionError):
             return None
-        return [Request(found[1], arguments)], end
+        return [ToolCall(found[1], arguments)], end
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class NamedPairs:
 
     def read(self, text: str, at: int) -> Found | None:
         """As that of `Objects`."""
-        calls: list[Request] = []
+        calls: list[ToolCall] = []
         while found := self._call(text, at):
             call, at = found
             calls.append(call)
@@ -123,10 +123,10 @@ class NamedPairs:
             at = more.end()
         return None
 
-    def _call(self, text: str, at: int) -> tuple[Request, int] | None:
+    def _call(self, text: str, at: int) -> tuple[ToolCall, int] | None:
         name, arguments = self._name.match(text, at), dict[str, Any]()
         if not name or name["empty"] is not None:
-            return (Request(name[1], arguments), name.end()) if name else None
+            return (ToolCall(name[1], arguments), name.end()) if name else None
         after: re.Match[str] = name
         while key := self._key.match(text, after.end()):
             found = self._value(text, key.end(), is_text=key["text"] is not None)
@@ -134,7 +134,7 @@ class NamedPairs:
                 return None
             arguments[key[1]], after = found
             if after["last"] is not None:
-                return Request(name[1], arguments), after.end()
+                return ToolCall(name[1], arguments), after.end()
         return None
 
     def _value(self, text: str, at: int, is_text: bool) -> tuple[Any, re.Match[str]] | None:
@@ -221,7 +221,7 @@ def _ending(mark: str, after_value: bool = False) -> str:
     return rf"{_loose(first, after_value=after_value)}(?:{whole}|{some}\s*\Z)"
 
 
-def _of_object(call: Any) -> Request | None:
+def _of_object(call: Any) -> ToolCall | None:
     """Returns the call that a JSON object holds, also in OpenAI's form, where arguments are a text of JSON, or None."""
     given = call.get("function", call) if isinstance(call, dict) else None
     given = given if isinstance(given, dict) else {}
@@ -232,7 +232,7 @@ def _of_object(call: Any) -> Request | None:
     own_id = call.get("id", call.get("tool_call_id", ""))
     with contextlib.suppress(ValueError, RecursionError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return Request(name, arguments, own_id if isinstance(own_id, str) else "")
+    return ToolCall(name, arguments, own_id if isinstance(own_id, str) else "")
 
 
 def _skipped(text: str, at: int, characters: str) -> int:
@@ -253,14 +253,14 @@ class CallReader:
     thoughts: ThoughtMarks = field(default_factory=ThoughtMarks)
     example: str = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 
-    def calls(self, text: str) -> list[Request]:
+    def calls(self, text: str) -> list[ToolCall]:
         """Returns the calls in an assistant's turn.
 
         text: the turn from its start, with what the chat template has already written of it.
         """
         return [call._replace(arguments=self._typed(call.name, call.arguments)) for call in self._found(text)]
 
-    def _found(self, text: str) -> Iterator[Request]:
+    def _found(self, text: str) -> Iterator[ToolCall]:
         at, opening = 0, self.format.opening.strip()
         if not re.search(r"\w", opening):  # not to be told from other text, unless nothing else is in the answer
             yield from self._bare(text, opening)
@@ -277,10 +277,10 @@ class CallReader:
                 closing = self.format.closing.split()[-1:]
                 end = text.find(closing[0], at) if closing else -1
                 end = end if end >= 0 else len(text)
-                yield Request("", text[at:end].strip())
+                yield ToolCall("", text[at:end].strip())
                 at = end
 
-    def _bare(self, text: str, opening: str) -> Iterator[Request]:
+    def _bare(self, text: str, opening: str) -> Iterator[ToolCall]:
         """Yields the calls of an answer that is nothing else, apart from its thought."""
         said = text.rpartition(self.thoughts.closing)[2] if text.lstrip().startswith(self.thoughts.opening) else text
         _, marked, after = said.partition(_LLAMA)
@@ -289,7 +289,7 @@ class CallReader:
         if read and not said[read[1] :].strip():
             yield from read[0]
         elif marked:
-            yield Request("", said)
+            yield ToolCall("", said)
 
     def _next(self, pattern: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
         """Returns the next place where a pattern is found outside of thoughts."""
