@@ -21,7 +21,8 @@ from lmtrain.errors import UserError, naming
 TRAIN_ROWS = "train_rows"  # the name of the validation set made of training rows
 # Keys of `data` that a set may override; `split` is the split of a hub dataset.
 KEYS = ("path", "name", "config_name", "revision", "split", "format", "text_column", "document_start", "num_samples",
-        "conversation_format", "columns", "prompt_template", "response_template", "system_prompt")  # fmt: skip
+        "header", "conversation_format", "columns", "ignore_columns", "prompt_template", "response_template",
+        "system_prompt")  # fmt: skip
 
 
 class ValSet(NamedTuple):

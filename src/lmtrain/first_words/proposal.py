@@ -84,11 +84,12 @@ def _refuse_binary(path: Path) -> None:
 
 def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], keys: dict[str, str], format: str) -> Proposal:
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    if "data.columns" not in keys and "data.text_column" not in keys and recipe_of(columns, rows, None) is None:
+    is_open = not {"data.columns", "data.text_column", "experiment"} & keys.keys()
+    if is_open and keys.get("objective", "sft") == "sft" and recipe_of(columns, rows) is None:
         texts = _question_and_answer(rows, columns, named, own)
         if texts is not None:
             chosen = f"data.columns={written({'prompt': texts[0], 'response': texts[1]})}"
-            found = _of_rows(rows, named, [*own, chosen], {**keys, **typed_keys([chosen])}, format)
+            found = _of_rows(rows, named, [chosen, *own], {**keys, **typed_keys([chosen])}, format)
             return Proposal(
                 found.overrides, f"{found.says}; data.text_column={bare_or_quoted(texts[1])} reads one alone"
             )
@@ -108,7 +109,7 @@ def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], keys: dict[
     choices = [o for o in recipe["alone"] if o.partition("=")[0] not in keys]
     return Proposal(
         [*choices, f"data={kind}", *own],
-        f"{shown}: {' '.join(choices)} (SmolLM2-135M-Instruct with LoRA); model=... names another model",
+        f"{shown}: {' '.join([*choices, *own[:-1]])} (SmolLM2-135M-Instruct with LoRA); model=... names another model",
     )
 
 

@@ -168,7 +168,7 @@ def _code_of(cls: type, cache_dir: str) -> str:
 _IMPORTS = re.compile(r"^\s*(?:from|import)\b.*", re.MULTILINE)
 _NAMES = re.compile(r"[\"'/]([^\"'/\s]{1,100})[\"']")
 _MIXTURE_KEYS = ("path", "val_path", "name", "config_name", "revision", "format", "train_split", "val_split",
-                 "num_samples", "conversation_format", "columns", "ignore_columns", "weight")  # fmt: skip
+                 "num_samples", "conversation_format", "columns", "ignore_columns", "header", "weight")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
