@@ -233,3 +233,21 @@ def test_a_time_limit_holds_in_other_threads_and_ends_with_its_context() -> None
     thread.start()
     thread.join(10)
     assert found == ["ended", "and goes on"]
+
+
+def test_a_time_limit_inside_another_leaves_the_outer_one_in_force() -> None:
+    """A reward model renders its chat template, which has a limit of its own, within that of the reward."""
+
+    def nested(inner: float) -> None:
+        with time_limit(inner):
+            pass
+        time.sleep(5)
+
+    began = time.monotonic()
+    for inner in (0.01, 60.0):
+        with pytest.raises(TookTooLong), time_limit(0.3):
+            nested(inner)
+    with pytest.raises(TookTooLong), time_limit(0.2), time_limit(60.0):
+        time.sleep(5)
+    assert time.monotonic() - began < 3
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -21,7 +21,7 @@ from typing import Any
 _SIMPLE = (type(None), bool, int, float, str)
 _ITEMS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "collections.deque": None}
 _PAIRS = {"dict": dict, "collections.OrderedDict": None, "collections.Counter": None, "collections.defaultdict": None}
-_BASES = (int, float, str, bytes, list, tuple, dict, set, frozenset)
+_VALUES = (int, float, str, bytes, tuple, frozenset)
 # How values of the standard library are taken apart; they are built again from these arguments.
 _PARTS = {
     "bytes": lambda v: [list(v)],
@@ -86,17 +86,24 @@ def _name_of(kind: type) -> str:
 
 
 class Proxy:
-    """An object of the other process; `told` if it was computed from a plain value of the tests."""
+    """An object of the other process.
 
-    __slots__ = ("_lmtrain_number", "_lmtrain_peer", "_lmtrain_told")
+    Attributes:
+        base: list, dict or set, if its class is derived from one; then its content can be compared with plain values.
+        told: whether it was computed from a plain value of the tests.
+    """
 
-    def __init__(self, peer: "Peer", number: int, told: bool = False) -> None:
-        for name, value in zip(Proxy.__slots__, (number, peer, told), strict=True):
+    __slots__ = ("_lmtrain_base", "_lmtrain_number", "_lmtrain_peer", "_lmtrain_told")
+
+    def __init__(self, peer: "Peer", number: int, base: type | None = None, told: bool = False) -> None:
+        for name, value in zip(Proxy.__slots__, (base, number, peer, told), strict=True):
             object.__setattr__(self, name, value)
 
     def __getattribute__(self, name: str) -> Any:
         if name in Proxy.__slots__:
             return object.__getattribute__(self, name)
+        if name == "__class__" and self._lmtrain_base is not None:  # for isinstance
+            return self._lmtrain_base
         return self._lmtrain_peer.ask("get", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -121,17 +128,18 @@ def _special(name: str) -> Any:
         peer = self._lmtrain_peer
         if peer.namespace is not None:  # the answer may do with objects of the tests what it likes
             return peer.ask("special", self, name, *operands)
-        told = self._lmtrain_told or not all(isinstance(one, Proxy) and not one._lmtrain_told for one in operands)
-        if told and name in _COMPARISONS and not all(isinstance(one, Proxy) for one in operands):
-            return NotImplemented
+        told = self._lmtrain_told or not all(type(one) is Proxy and not one._lmtrain_told for one in operands)
+        if name in _COMPARISONS and not all(type(one) is Proxy for one in operands):
+            base: Any = self._lmtrain_base
+            return NotImplemented if base is None else getattr(base, name)(peer.ask("content", self), *operands)
         if self._lmtrain_told and name in _NUMBERS:
             raise TypeError(f"{name}: the answer was told a value of the tests, which this number may repeat")
         found = peer.ask("special", self, name, *operands)
         if not told or name not in _ARITHMETIC or found is NotImplemented:
             return found
-        if not isinstance(found, Proxy):
+        if type(found) is not Proxy:
             raise TypeError(f"{name}: the answer was told a value of the tests, which this number may repeat")
-        return Proxy(peer, found._lmtrain_number, told=True)
+        return Proxy(peer, found._lmtrain_number, found._lmtrain_base, told=True)
 
     return forward
 
@@ -204,6 +212,8 @@ class Peer:
             _check_allowed(task, target, operands)
         if task == "name":
             return self.namespace[target]  # type: ignore[index]
+        if task == "content":
+            return next(base for base in _MUTABLE if isinstance(target, base))(target)
         if task == "await":
             import asyncio
 
@@ -228,25 +238,32 @@ class Peer:
             return ["NotImplemented"]
         if kind is Proxy:
             return ["yours", value._lmtrain_number] if value._lmtrain_peer is self else self.reference(value)
-        number = getattr(value, "__dict__", {}).get("_lmtrain_number") if isinstance(value, _BASES) else None
+        number = (
+            getattr(value, "__dict__", {}).get("_lmtrain_number") if isinstance(value, (*_VALUES, *_CHANGING)) else None
+        )
         if number is not None:
             return ["yours", number]
         name = _name_of(kind)
         if name in _ITEMS:
             return [name, [self.pack(one) for one in value]]
         if name in _PAIRS:
-            return [name, [[self.pack(key), self.pack(one)] for key, one in value.items()]]
+            pairs = [[self.pack(key), self.pack(one)] for key, one in value.items()]
+            return [name, pairs, self.pack(getattr(value, "default_factory", None))]
         if name in _PARTS:
             return [name, _PARTS[name](value)]
         if f"{name}.fromisoformat" in _PARTS:
             return [f"{name}.fromisoformat", _PARTS[f"{name}.fromisoformat"](value)]
-        if isinstance(value, _BASES):
+        if isinstance(value, _VALUES):
             return self.like(value)
         return self.standard(value) or self.reference(value)
 
     def standard(self, value: Any) -> Any:
-        """Returns the name of a class of the standard library, or, of the tests, also of a function; else None."""
-        if not isinstance(value, type) and (self.namespace is not None or not callable(value)):
+        """Returns the name of what is the standard library's: of the answer a class that `own` takes; else None."""
+        if self.namespace is not None:
+            taken = isinstance(value, type) and (value.__module__ == "builtins" or issubclass(value, BaseException))
+        else:
+            taken = callable(value)
+        if not taken:
             return None
         module, name = str(getattr(value, "__module__", None)), str(getattr(value, "__qualname__", ""))
         if module.partition(".")[0] not in sys.stdlib_module_names or module == "__main__":
@@ -255,8 +272,8 @@ class Peer:
         return ["standard", module, name] if found is value else None
 
     def like(self, value: Any) -> Any:
-        """Packs an object of a class derived from a plain one: the plain value, and where its attributes are."""
-        base = next(base for base in _BASES if isinstance(value, base))
+        """Packs an object of a class derived from an immutable one: the plain value, and where its attributes are."""
+        base = next(base for base in _VALUES if isinstance(value, base))
         return ["like", self.pack(base(value)), self.reference(value)[1]]
 
     def held(self, value: Any) -> Any:
@@ -267,7 +284,7 @@ class Peer:
         parts = (
             [[self.pack(k), self.held(v)] for k, v in value.items()] if kind is dict else list(map(self.held, value))
         )
-        return ["like", [kind.__name__, parts], self.reference(value)[1]]
+        return ["like", [kind.__name__, parts, None], self.reference(value)[1]]
 
     def reference(self, value: Any) -> Any:
         if id(value) not in self.numbers:
@@ -276,7 +293,8 @@ class Peer:
         number = self.numbers[id(value)]
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["error", number, value.__name__, [self.pack(base) for base in value.__bases__]]
-        return ["mine", number, type(value).__name__]
+        base = next((base.__name__ for base in _MUTABLE if isinstance(value, base)), None)
+        return ["mine", number, type(value).__name__, base]
 
     def unpack(self, packed: Any) -> Any:
         if not isinstance(packed, list):
@@ -293,7 +311,7 @@ class Peer:
         if name in _ITEMS:
             return _named(name)(self.unpack(one) for one in parts[0])
         if name == "collections.defaultdict":
-            return _named(name)(None, {self.unpack(key): self.unpack(one) for key, one in parts[0]})
+            return _named(name)(self.unpack(parts[1]), {self.unpack(key): self.unpack(one) for key, one in parts[0]})
         if name in _PAIRS:
             return _named(name)({self.unpack(key): self.unpack(one) for key, one in parts[0]})
         if name in _PARTS:
@@ -301,24 +319,25 @@ class Peer:
         raise ValueError(f"no value: {name}")
 
     def own(self, module: str, name: str) -> Any:
-        """Returns a class of the standard library; the tests import nothing for an answer."""
+        """Returns a class of the standard library; the tests take only exceptions and builtins from an answer."""
         if self.namespace is not None:
             return getattr(importlib.import_module(module), name)
         found = getattr(sys.modules.get(module), name, None)
-        if module.partition(".")[0] not in sys.stdlib_module_names or not isinstance(found, type):
-            raise TypeError(f"the answer gave {module}.{name}, which the tests don't import")
+        known = module.partition(".")[0] in sys.stdlib_module_names and isinstance(found, type)
+        if not known or (module != "builtins" and not issubclass(found, BaseException)):  # type: ignore[arg-type]
+            raise TypeError(f"the answer gave {module}.{name}")
         return found
 
     def remote(self, name: str, *parts: Any) -> Any:
         if name == "like":
             return self.alike(self.unpack(parts[0]), parts[1])
-        number, called, *bases = parts
+        number, called, base = parts
         if number not in self.known:
             if name == "error":
-                own = tuple(base for base in map(self.unpack, bases[0]) if isinstance(base, type))
-                self.known[number] = type(called, own or (Exception,), self.attributes())
+                bases = tuple(one for one in map(self.unpack, base) if isinstance(one, type))
+                self.known[number] = type(called, bases or (Exception,), self.attributes())
             else:
-                self.known[number] = Proxy(self, number)
+                self.known[number] = Proxy(self, number, {one.__name__: one for one in _MUTABLE}.get(base))
         if called == "coroutine":
             return self.wait(self.known[number])
         return self.known[number]

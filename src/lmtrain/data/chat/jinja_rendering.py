@@ -14,6 +14,7 @@ import json
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -173,12 +174,15 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         with _limit_of_thread(seconds):
             yield
     else:
-        before = signal.signal(signal.SIGALRM, _too_long)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        began, before = time.monotonic(), signal.signal(signal.SIGALRM, _too_long)
+        outer, _ = signal.setitimer(signal.ITIMER_REAL, seconds)  # seconds left of a limit around this one
+        if 0 < outer < seconds:
+            signal.setitimer(signal.ITIMER_REAL, outer)
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            left = max(outer - (time.monotonic() - began), 1e-3) if outer else 0.0
+            signal.setitimer(signal.ITIMER_REAL, left)
             signal.signal(signal.SIGALRM, before)
 
 
