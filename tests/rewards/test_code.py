@@ -1,5 +1,6 @@
 """reward=code: right answers of many kinds pass, fakes don't, and programs that go too far are ended."""
 
+import ast
 import contextlib
 import os
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lmtrain.rewards import code, code_values
+from lmtrain.rewards import code, code_names, code_values
 from lmtrain.rewards.code import CodeTests
 
 RIGHT = {
@@ -62,9 +63,7 @@ def passes(answer: str, tests: str) -> bool:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    names = code_values.TestNames(
-        code_values.Peer(wires[1]), list(namespace), code_values.imports_of(code_values.ast.parse(answer))
-    )
+    names = code_names.TestNames(code_values.Peer(wires[1]), list(namespace), code_names.imports_of(ast.parse(answer)))
     try:
         exec(tests, names)  # noqa: S102
     except (Exception, SystemExit):

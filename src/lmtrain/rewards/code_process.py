@@ -131,9 +131,10 @@ def _drop_capabilities(libc: Any) -> None:
 def _run(role: str, wire: int) -> None:
     """Runs an answer and serves what it has defined; or runs tests, and at their end writes the word before them."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import code_names  # type: ignore[import-not-found]
     import code_values  # type: ignore[import-not-found]
 
-    del sys.path[0], sys.modules["code_values"]
+    del sys.path[0], sys.modules["code_names"], sys.modules["code_values"]
     sys.set_int_max_str_digits(0)
     text = sys.stdin.buffer.read()
     end = _moved(os.dup(1))
@@ -143,16 +144,16 @@ def _run(role: str, wire: int) -> None:
     sys.argv = ["answer.py"]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     if role == "answer":
-        _answer(code_values, connection, module, text.decode())
+        _answer(code_values.Peer(connection, module.__dict__), code_names.imports_of, module, text.decode())
     word, _, tests = text.partition(b"\n")
     peer = code_values.Peer(connection)
-    names = code_values.TestNames(peer, *peer.receive())
+    names = code_names.TestNames(peer, *peer.receive())
     module.__dict__.update(names)
     exec(compile(tests.decode(), "tests.py", "exec"), names)  # noqa: S102
     os.write(end, word)
 
 
-def _answer(code_values: Any, connection: Any, module: types.ModuleType, text: str) -> None:
+def _answer(peer: Any, imports_of: Any, module: types.ModuleType, text: str) -> None:
     """Runs an answer as the program answer.py, and then does what the tests ask until they end."""
     process, path = os.getpid(), os.path.abspath("answer.py")
     with open(path, "w", encoding="utf-8", newline="") as out:  # multiprocessing and inspect read it
@@ -161,9 +162,8 @@ def _answer(code_values: Any, connection: Any, module: types.ModuleType, text: s
     exec(compile(text, path, "exec"), module.__dict__)  # noqa: S102
     if os.getpid() != process:
         os._exit(0)
-    peer = code_values.Peer(connection, module.__dict__)
     defined = [name for name in module.__dict__ if not name.startswith("__")]
-    peer.send([defined, code_values.imports_of(ast.parse(text))])
+    peer.send([defined, imports_of(ast.parse(text))])
     with contextlib.suppress(SystemExit):
         while True:
             peer.answer(*peer.receive()[1:])
