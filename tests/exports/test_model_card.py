@@ -48,7 +48,7 @@ def test_the_signature_of_an_address_is_left_out(tmp_path: Path) -> None:
     config.parent.mkdir()
     address = "https://host/texts/book.txt?X-Amz-Signature=secret"
     config.write_text(f"data: {{source: text, path: '{address}'}}\nobjective: {{name: causal_lm}}\n")
-    model_card.write(tmp_path, config, chat=False, parameters=1, step=2)
+    model_card.write(tmp_path, config, chat=False, begins=False, parameters=1, step=2)
     card = (tmp_path / "README.md").read_text()
     assert "`book.txt`" in card
     assert "secret" not in card

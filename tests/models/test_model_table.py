@@ -7,9 +7,11 @@ import torch
 from model_table import COLUMNS, GOOD, PAGE, Trial, names, on_page, page, train, tried, verdict
 from safetensors.torch import load_file
 
+from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
 
 SIX = ("gemma3", "qwen3_5", "lfm2", "granitemoehybrid", "nemotron_h", "falcon_h1")
+PADDED = ("bloom", "mamba")  # which can't keep packed examples apart
 NINE = (*SIX, "gpt_oss", "bloom", "mamba")  # ways in which families differ
 QUICK = ("trains", "packs", "exports", "reloads")
 
@@ -19,6 +21,9 @@ def test_a_family_trains_and_comes_back(name: str, tmp_path: Path) -> None:
     trial = Trial(name, tmp_path)
     found = {column: getattr(trial, column)() for column in QUICK}
     assert set(found.values()) <= set(GOOD), found
+    live, _, _ = trained.from_run(trial.run, "last", {})
+    assert (found["packs"] == "as rows") == (live.unpacked_because is not None)
+    assert (found["packs"] == "as rows") == (name in PADDED)
 
 
 def test_the_page_names_every_model_once_with_its_reason() -> None:

@@ -80,7 +80,8 @@ def export_model(
             settings.to_json_file(temporary / "generation_config.json", keys_to_pop=["compile_config"])
         write_config(run.config, temporary / "lmtrain_config.yaml")
         size, chat = parameter_counts(model)[0], bool(tokenizer.chat_template)
-        model_card.write(temporary, run.config, chat=chat, parameters=size, step=step)
+        begins = bool(start_of(tokenizer))
+        model_card.write(temporary, run.config, chat=chat, begins=begins, parameters=size, step=step)
         compare(live, tolerance, model, temporary, example)
     return folder
 

@@ -3,6 +3,7 @@
 Its text and code are the Jinja templates beside this file.
 """
 
+import json
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from lmtrain.terminal import visible
 HERE = '"."  # this folder, or its name on the hub'
 
 
-def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: int) -> None:
+def write(folder: Path, run_config: Path, *, chat: bool, begins: bool, parameters: int, step: int) -> None:
     """Writes <folder>/README.md.
 
     Args:
         run_config: config.yaml in the run's folder, next to metrics.jsonl.
         chat: whether the tokenizer has a chat template.
+        begins: whether it puts something before a text.
         parameters: number of parameters, including those of an adapter's base.
         step: the step of the exported weights.
     """
@@ -53,11 +55,19 @@ def write(folder: Path, run_config: Path, *, chat: bool, parameters: int, step: 
         version=next((made.version for made in distributions(name="lmtrain")), ""),  # none if run from its source
         task=task,
         chat=chat,
+        begins=begins,
+        stacked_experts=adapter and _adapts_stacked_experts(folder),
         loading_code=loading_code(folder, HERE),
         scores=scores,
         step=step,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _adapts_stacked_experts(folder: Path) -> bool:
+    """Returns whether an adapter is on the one tensor that holds a matrix of every expert."""
+    adapted = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("target_parameters") or []
+    return any(not name.endswith("weight") for name in adapted)
 
 
 def _metadata(config: dict[str, Any], name: str, scores: dict[str, float], adapter: bool, task: str) -> ModelCardData:

@@ -34,14 +34,16 @@ def change_config(folder: Path, **fields: Any) -> None:
 
 
 def with_earlier_names(config: dict[str, Any]) -> dict[str, Any]:
-    """Adds to a config the names by which transformers 4, and servers built on it, read dtypes and rotary frequencies.
+    """Adds to a config the names by which transformers 4, and servers built on it, read what version 5 calls otherwise.
 
-    From version 5's names alone they take a family's default frequencies, and say nothing.
+    These are dtypes, numbers of experts (Qwen3 MoE) and rotary frequencies, of which they take a family's defaults.
     """
     nested = {name: value for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)}
     named = config | {name: with_earlier_names(value) for name, value in nested.items()}
     named |= {"torch_dtype": config["dtype"]} if "dtype" in config else {}
     rope, family = config.get("rope_parameters"), config.get("model_type")
+    now = CONFIG_MAPPING[family].attribute_map.get("num_experts") if family in CONFIG_MAPPING else None
+    named |= {"num_experts": config[now]} if now in config else {}
     if not rope or family not in CONFIG_MAPPING:
         return named
     everywhere, local = rope.get("full_attention", rope) or {}, rope.get("sliding_attention") or {}
