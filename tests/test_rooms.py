@@ -19,7 +19,7 @@ SOURCE = REPO / "src" / "lmtrain"
 
 # From the lowest layer up. A room is a folder or a file of the package; it may import itself and the rooms before it.
 ROOMS = [
-    "terminal", "secrets", "errors", "files", "losses", "config", "distributed",
+    "secrets", "terminal", "errors", "files", "losses", "config", "distributed",
     "data.hub", "data.order", "data.mixing", "data.bpe_training", "data.fast_ids", "data.framing", "data.tokenizers",
     "data.store", "data.sources", "data.text", "data.stream", "data.chat", "data.examples", "data",
     "models", "adapters", "optim",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lmtrain.errors import RunError, UserError, disk_full, reason
+from lmtrain.secrets import hide, shown_in
 
 CHECKPOINT = re.compile(r"step_(\d{8,})")  # the name of a checkpoint's folder
 
@@ -23,6 +24,11 @@ CHECKPOINT = re.compile(r"step_(\d{8,})")  # the name of a checkpoint's folder
 def strict_json(value: Any, **options: Any) -> str:
     """Returns plain containers as JSON that any reader takes: NaN and infinite numbers, which JSON lacks, are null."""
     return json.dumps(_without_nan(value), allow_nan=False, **options)
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Returns a row as a line of JSON without secrets; all prompts, answers and samples are written by it."""
+    return strict_json(shown_in(row, hide), ensure_ascii=False) + "\n"
 
 
 def _without_nan(value: Any) -> Any:

@@ -10,11 +10,10 @@ import functools
 import hashlib
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-from lmtrain.terminal import in_shell
 
 _LENGTH = 8  # minimum length of hidden values; shorter ones occur in other text by chance
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
@@ -70,6 +69,14 @@ def hide(text: str, literal: Callable[[str], str] = str) -> str:
 def command(verb: str, words: list[str]) -> str:
     """Returns a command to paste into a shell, with secrets replaced by references to the environment."""
     return " ".join(["python", "-m", f"lmtrain.{verb}", *(in_shell(hide(word)) for word in words)])
+
+
+def in_shell(word: str) -> str:
+    """Quotes a word for a shell; one with control characters as $'...', in which they are seen and can be pasted."""
+    if word.isprintable():
+        return shlex.quote(word)
+    shown = (c if c.isprintable() and c not in "'\\" else "".join(f"\\x{b:02x}" for b in os.fsencode(c)) for c in word)
+    return f"$'{''.join(shown)}'"
 
 
 def names_in(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Safe terminal output: control characters in text from data, files and names are made visible.
+"""Safe terminal output: control characters in text from data, files and names are made visible, and secrets hidden.
 
 Everything that lmtrain prints about data passes through `visible`, either directly (error messages) or through a
 Console of this module (plans, tables and notes). Imports nothing slow.
@@ -8,12 +8,13 @@ import contextlib
 import io
 import itertools
 import os
-import shlex
 import sys
 import threading
 import unicodedata
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from lmtrain.secrets import hide
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,8 @@ _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories: control, format (bidi)
 
 
 def visible(text: str) -> str:
-    """Returns `text` with control characters other than newlines replaced by visible symbols."""
+    """Returns `text` with secrets hidden, and control characters other than newlines replaced by visible symbols."""
+    text = hide(text)
     if text.isprintable():
         return text
     return "".join(_sign(c) if unicodedata.category(c) in _STEERING else c for c in text)
@@ -39,14 +41,6 @@ def _sign(character: str) -> str:
     if ord(character) < 0x20:
         return chr(0x2400 + ord(character))  # control pictures: ␛ for escape
     return f"\\u{ord(character):04x}"
-
-
-def in_shell(word: str) -> str:
-    """Quotes a word for a shell; one with control characters as $'...', in which they are seen and can be pasted."""
-    if word.isprintable():
-        return shlex.quote(word)
-    shown = (c if c.isprintable() and c not in "'\\" else "".join(f"\\x{b:02x}" for b in os.fsencode(c)) for c in word)
-    return f"$'{''.join(shown)}'"
 
 
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -111,6 +111,45 @@ def test_a_secret_typed_in_full_is_written_as_a_reference(
     assert (place / "two" / "metrics.jsonl").read_text().count("train/loss") == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "prompt", "loggers"),
+    [
+        ("MY_ACCESS", "${oc.env:MY_ACCESS}", "logger=[csv,tensorboard]"),
+        ("HF_TOKEN", CANARY, "logger=[csv,tensorboard]"),
+        pytest.param("MY_ACCESS", "${oc.env:MY_ACCESS}", "logger=wandb", marks=pytest.mark.slow),
+    ],
+)
+def test_a_secret_in_a_prompt_is_in_no_sample(
+    name: str, prompt: str, loggers: str, place: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
+) -> None:
+    """Neither in samples.jsonl, the report, the loggers' files nor on the screen; the model does read the value."""
+    monkeypatch.setenv(name, CANARY)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    prompts = f"callbacks.samples.prompts=['the {prompt} of']"
+    words = [*TINY, *TWO_STEPS, f"data.path={corpus}", "callbacks.samples.every_n_validations=1", prompts]
+    trained = run("train", *words, "report.enabled=true", EXPORT, "run.dir=one", loggers)
+    assert trained.code == 0, trained.err
+    hidden = f"the ${{oc.env:{name}}} of"
+    assert hidden in trained.out
+    assert hidden in (place / "one" / "samples.jsonl").read_text()
+    written = run("generate", "run_dir=one", f"generate.prompt='a {prompt}'", "generate.max_new_tokens=2")
+    Path("asked.txt").write_text(f"a {CANARY}\n")
+    many = ["generate.prompts_file=asked.txt", "generate.out=answers.jsonl", "generate.max_new_tokens=2"]
+    answered = run("generate", "run_dir=one", *many)
+    assert f"a ${{oc.env:{name}}}" in written.out, written.err
+    assert f"a ${{oc.env:{name}}}" in Path("answers.jsonl").read_text(), answered.err
+    assert run("generate", "run_dir=one", *many).code == 0, "the same command finds its own lines"
+    Path("asked.txt").unlink()
+    no_leak(place, trained, written, answered)
+
+
+def test_a_secret_is_no_token(place: Path) -> None:
+    ended = run("train", *TINY, "tokenizer.add_tokens=['<${oc.env:BOOK_ACCESS}>']", "--cfg")
+    assert ended.code == 2
+    assert "tokenizer.add_tokens has the value of the environment variable BOOK_ACCESS" in ended.err
+    no_leak(place, ended)
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_ranks_and_wandb_keep_secrets_too(server: str, place: Path, lmtrain: Run) -> None:

@@ -18,11 +18,13 @@ from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.pairs import bare_turns
 from lmtrain.data.examples.prompt_rows import prompt_column
 from lmtrain.data.order import mix64
+from lmtrain.files import json_line
 from lmtrain.objectives.grpo import GRPO
 from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.rollouts.episodes import written
 from lmtrain.rollouts.rollout import Group
 from lmtrain.run_folder.folder import RunDir
+from lmtrain.secrets import hide, shown_in
 
 FIRST_STEPS = 10  # with which later ones are compared
 
@@ -128,7 +130,7 @@ class Rollouts(pl.Callback):
                        "reward": number(group.rewards[i]), "advantage": number(group.advantages[i])}  # fmt: skip
                 if len(group.parts) > 1:
                     row["rewards"] = {name: number(values[i]) for name, values in group.parts.items()}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json_line(row))
         if os.environ.get(TRIAL) or not self.console.is_terminal:
             return
         for which, group, i in found:
@@ -234,5 +236,5 @@ def keep(groups: list[Group], data: DataConfig, path: Path) -> None:
     ]  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
+    parquet.write_table(pyarrow.Table.from_pylist(shown_in(rows, hide)), temporary)
     temporary.replace(path)

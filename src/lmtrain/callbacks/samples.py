@@ -1,9 +1,9 @@
 """Text samples from training: printed, logged, written to samples.jsonl, and scored if there are references."""
 
-import json
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from lmtrain.config.effect import TRIAL
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
 from lmtrain.distributed import process_group as world
+from lmtrain.files import json_line
 from lmtrain.generation.prompts import Prompt, prompts_of
 from lmtrain.generation.sampling import sample_text
 from lmtrain.generation.text_metrics import TextMetrics, reading
 from lmtrain.objectives.base import Objective
+from lmtrain.secrets import hide
 from lmtrain.strategies import sharding
 from lmtrain.terminal import visible
 
@@ -107,14 +109,16 @@ class Samples(pl.Callback):
         if not self.texts or not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
             return
         step = trainer.global_step
-        for prompt, text in zip(self.prompts, self.texts, strict=True):
+        prompts = [replace(p, shown=hide(p.shown), reference=p.reference and hide(p.reference)) for p in self.prompts]
+        told = list(zip(prompts, map(hide, self.texts), strict=True))
+        for prompt, text in told:
             row = {"step": step, "prompt": prompt.shown, "text": text}
             row |= {"reference": prompt.reference} if prompt.reference is not None else {}
             row |= {"is_answer": True} if self.end_ids else {}
             said = reading(prompt.shown + text, self.cfg.reading) if self.cfg.reading is not None else None
             row |= {"reading": said} if said is not None else {}
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json_line(row))
             title = f"{'answer' if self.end_ids else 'sample'} at step {step}"
             if self.console.is_terminal:
                 panel = Panel(self._shown(prompt, text), title=title, title_align="left", subtitle=said)
@@ -122,7 +126,7 @@ class Samples(pl.Callback):
             elif not os.environ.get(TRIAL):
                 words = [title, on_a_line(prompt.shown), on_a_line(text), *([said] if said is not None else [])]
                 self.console.print(" | ".join(words), soft_wrap=True, highlight=False, markup=False)
-        self._log(trainer, step)
+        self._log(trainer, step, told)
 
     def _shown(self, prompt: Prompt, text: str) -> Text:
         if self.end_ids is None:
@@ -131,15 +135,15 @@ class Samples(pl.Callback):
         given = [(name, visible(words), style) for name, words, style in parts if words is not None]
         return Text("\n").join(Text.assemble((f"{name:<11}", "bold"), (words, style)) for name, words, style in given)
 
-    def _log(self, trainer: pl.Trainer, step: int) -> None:
+    def _log(self, trainer: pl.Trainer, step: int, told: list[tuple[Prompt, str]]) -> None:
         columns = ["step", "prompt", "text", "reference"]
-        rows = [[str(step), p.shown, t, p.reference or ""] for p, t in zip(self.prompts, self.texts, strict=True)]
+        rows = [[str(step), prompt.shown, text, prompt.reference or ""] for prompt, text in told]
         for logger in trainer.loggers:
             if not isinstance(logger, Joined) or logger not in logger.records.joined:
                 continue
             with logger.records.outliving(logger):
                 if isinstance(logger, pl.loggers.TensorBoardLogger):
-                    for i, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
+                    for i, (prompt, text) in enumerate(told):
                         logger.experiment.add_text(f"sample/{i}", f"```\n{self._shown(prompt, text).plain}\n```", step)
                 else:
                     logger.log_texts(columns, rows)

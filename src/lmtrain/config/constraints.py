@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmtrain.errors import UserError, did_you_mean
+from lmtrain.secrets import names_in
 
 Constraint = Callable[[str, Any], None]
 
@@ -230,6 +231,14 @@ def regular_expression(key: str, value: str) -> None:
         re.compile(value)
     except re.error as error:
         raise UserError(f"{key}={value!r} is not a regular expression: {error}") from None
+
+
+def no_secret(key: str, value: list[str] | None) -> None:
+    for name in (name for text in value or () for name in names_in(text)):
+        raise UserError(
+            f"{key} has the value of the environment variable {name}, which would be in the tokenizer of every "
+            f"checkpoint and export: choose another token"
+        )
 
 
 def name_or_names(key: str, value: Any) -> None:

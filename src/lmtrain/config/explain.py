@@ -19,7 +19,7 @@ from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, 
 from lmtrain.config.defaults import PARTS, conf_dir, options_of
 from lmtrain.config.keys import Key
 from lmtrain.errors import UserError
-from lmtrain.terminal import in_shell
+from lmtrain.secrets import in_shell
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from lmtrain.config.interpolations import escaped
 from lmtrain.config.keys import flat
 from lmtrain.config.sections import all_keys, text_keys
-from lmtrain.terminal import in_shell
+from lmtrain.secrets import in_shell
 
 
 def to_hydra(override: str) -> str:

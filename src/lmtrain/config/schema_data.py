@@ -185,4 +185,5 @@ class TokenizerConfig:
     vocab_size: Annotated[int | None, PREPARED] = None
     min_frequency: Annotated[int | None, PREPARED] = None
     train_characters: Annotated[int | None, PREPARED] = None
-    add_tokens: Annotated[list[str] | None, PREPARED, OPEN] = None  # special tokens to add, such as <|im_start|>
+    # Special tokens to add, such as <|im_start|>.
+    add_tokens: Annotated[list[str] | None, PREPARED, OPEN, no_secret] = None

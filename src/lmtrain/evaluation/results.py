@@ -15,7 +15,7 @@ from rich.table import Table
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, writing
 from lmtrain.evaluation.subject import Subject
-from lmtrain.files import absolute, strict_json, write_atomic
+from lmtrain.files import absolute, json_line, strict_json, write_atomic
 from lmtrain.run.summary import versions
 from lmtrain.run_folder.folder import refuse_link_at
 from lmtrain.secrets import shown, shown_in
@@ -189,8 +189,7 @@ class Results:
         with writing(str(folder), "; set evaluate.dir to another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             name = e.name or _free(folder, f"{who.label}-{_label(self.words)}", tree, who.folder is not None)
-            lines = (strict_json(row, ensure_ascii=False) + "\n" for row in self._rows())
-            write_atomic(folder / f"{name}.rows.jsonl", "".join(lines))
+            write_atomic(folder / f"{name}.rows.jsonl", "".join(map(json_line, self._rows())))
             write_atomic(folder / f"{name}.json", strict_json(tree, indent=2, ensure_ascii=False) + "\n")
         return folder / f"{name}.json"
 

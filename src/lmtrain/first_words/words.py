@@ -18,7 +18,7 @@ from lmtrain.config.override_text import as_typed, shell_word, typed_keys
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError, nearest
 from lmtrain.first_words import config_file
-from lmtrain.terminal import in_shell as quote
+from lmtrain.secrets import in_shell as quote
 
 OF_MODELS = ("chat", "evaluate", "generate", "export")  # their first word is a run, a folder or a hub name
 _SECOND = {"generate": "generate.prompt", "chat": "chat.against"}  # the key that their second word sets

@@ -1,6 +1,5 @@
 """The `lmtrain chat` command: a conversation in the model's own chat template, with streamed answers."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import end_ids, own_template
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, writing
+from lmtrain.files import json_line
 from lmtrain.generation.sampling import continued, positions, prompt_tokens, sampling
 from lmtrain.models.denoising import refuse_denoising
 from lmtrain.run_folder import trained
@@ -158,7 +158,7 @@ class Talk:
         path = Path(file).expanduser().absolute()
         with writing(str(path)), path.open("a", encoding="utf-8") as out:
             for row in self._rows():
-                out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                out.write(json_line(row))
         return path
 
 

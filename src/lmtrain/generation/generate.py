@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lmtrain import errors, terminal
+from lmtrain import errors, secrets, terminal
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.chat.templates import end_ids, own_template, user_turn
 from lmtrain.data.sources.lines import BOM
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import UserError, reason, writing
+from lmtrain.files import json_line
 from lmtrain.generation.sampling import positions, sample_text, sample_texts, settings_of
 from lmtrain.run_folder import trained
 
@@ -38,7 +39,7 @@ def generate(config: Config) -> int:
     prompt, ends = as_conversation(tokenizer, config, g.prompt)
     for i in range(g.num_samples):
         text = sample_text(model, tokenizer, prompt, seed=config.seed + i, end_ids=ends, **settings_of(g))
-        whole = text if ends is not None else f"{g.prompt}{text}"
+        whole = secrets.hide(text if ends is not None else f"{g.prompt}{text}")
         print(f"--- {i + 1}\n{whole}" if g.num_samples > 1 else whole)
     return errors.FINISHED
 
@@ -101,7 +102,7 @@ def _of_json(line: str, where: str) -> str:
 
 
 def _line(prompt: str, sample: int, text: str) -> str:
-    return json.dumps({"prompt": prompt, "sample": sample, "text": text}, ensure_ascii=False) + "\n"
+    return json_line({"prompt": prompt, "sample": sample, "text": text})
 
 
 class AnswersFile:
