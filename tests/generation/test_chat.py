@@ -13,7 +13,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from chats import write_chats
 from inprocess import Ended, message, run
+from lmtrain.config.compose import check, compose
 from lmtrain.data.chat.templates import end_ids, own_template
+from lmtrain.errors import UserError
 from lmtrain.generation.conversation import Talk
 from lmtrain.generation.sampling import prompt_tokens, sample_text
 from lmtrain.run_folder import trained
@@ -232,3 +234,27 @@ def test_an_empty_prompt_leaves_the_answers_of_its_batch_as_they_are(
 def test_the_tokenizer_of_an_export_has_the_template(folder: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "export")
     assert tokenizer.chat_template
+
+
+def test_variables_of_the_template_reach_the_export_and_can_be_typed(tmp_path: Path) -> None:
+    """What is set in training becomes the template's default; transformers renders it without being told."""
+    template, asked = tmp_path / "thinks.jinja", [{"role": "user", "content": "Why?"}]
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% if not enable_thinking %}<think></think>{% endif %}{% endif %}"
+    )
+    out, words = tmp_path / "run", ["model.max_position_embeddings=256", "data.seq_len=256", "data.val_fraction=0"]
+    ended = run("train", *TINY, *words, EXPORT, "objective=sft", "data=chat_jsonl", "trainer.max_steps=1",
+                f"data.path={write_chats(tmp_path / 'chats.jsonl', 10)}", f"data.chat_template={template}",
+                "data.template_options={enable_thinking: true}", "report.enabled=false", f"run.dir={out}")  # fmt: skip
+    assert ended.code == 0, ended.err
+    for folder in (out / "export", out):
+        for typed_options, thinks in ((None, True), ("false", False)):
+            more = [] if typed_options is None else [f"generate.template_options={{enable_thinking: {typed_options}}}"]
+            config = check(compose([f"run_dir={folder}", "generate.checkpoint=last", "trainer.accelerator=cpu", *more]))
+            _, tokenizer = trained.load_asked(config)
+            text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+            assert ("<think>" in text) != thinks
+    config = check(compose([f"run_dir={out / 'export'}", "generate.template_options={mood: 1}"]))
+    with pytest.raises(UserError, match=r"generate\.template_options\.mood: the chat template .* reads no variable"):
+        trained.load_asked(config)

@@ -296,6 +296,7 @@ class GenerateConfig:
     batch_size: Annotated[int, SHOWN, at_least(1), _MANY_PROMPTS]
     chat: Annotated[bool | str, SHOWN, choice("auto")]
     system_prompt: Annotated[str | None, SHOWN, OPEN, _IN_CHAT]
+    template_options: Annotated[dict[str, Any] | None, SHOWN, OPEN, _IN_CHAT]
     num_samples: Annotated[int, SHOWN, at_least(1)]
     max_new_tokens: Annotated[int, SHOWN, at_least(1)]
     temperature: Annotated[float, SHOWN, not_negative]

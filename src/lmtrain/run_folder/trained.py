@@ -19,6 +19,7 @@ from lmtrain.config.override_text import shell_word
 from lmtrain.config.schema import Config
 from lmtrain.config.targets import find_class
 from lmtrain.data import framing, hub, tokenizers
+from lmtrain.data.chat.jinja_rendering import find_template, with_options
 from lmtrain.errors import RunError, UserError, first_line, nearest
 from lmtrain.files import absolute
 from lmtrain.models import folder
@@ -217,6 +218,9 @@ def load_asked(config: Config) -> tuple[PreTrainedModel, Any]:
         raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
     model, tokenizer = load(config.run_dir, config.generate.checkpoint, trust.granted(config))
     refuse_scalar_head(model, "writing")
+    if options := config.generate.template_options:
+        text, label, _ = find_template(None, tokenizer)
+        tokenizer.chat_template = with_options(text, label, options, "generate.template_options")
     place(model, config.trainer.accelerator)
     return model, tokenizer
 

@@ -388,8 +388,8 @@ def reads(template: str, variable: str) -> bool:
     return re.search(rf"\b{re.escape(variable)}\b", template) is not None
 
 
-def with_options(template: str, label: str, options: dict[str, Any]) -> str:
-    """Returns a template with `options` (data.template_options) as the values of variables that a caller leaves out.
+def with_options(template: str, label: str, options: dict[str, Any], key: str = "data.template_options") -> str:
+    """Returns a template with `options`, the value of `key`, as the values of variables that a caller leaves out.
 
     So whatever renders it later, here or in another program, renders it as in training.
 
@@ -398,7 +398,7 @@ def with_options(template: str, label: str, options: dict[str, Any]) -> str:
     """
     for name in options:
         if not name.isidentifier() or not reads(template, name):
-            raise UserError(f"data.template_options.{name}: the chat template ({label}) reads no variable of that name")
+            raise UserError(f"{key}.{name}: the chat template ({label}) reads no variable of that name")
     said = "".join(
         f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
         for name, value in options.items()
