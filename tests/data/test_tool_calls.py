@@ -181,6 +181,26 @@ def test_what_models_write_otherwise(name: str, text: str, calls: list[tuple[str
     assert pairs_of(reader_of(template_of(FAMILIES[name][0], tokenizer_config), TOOLS), text) == calls
 
 
+def test_the_model_is_shown_a_whole_call(tokenizer_config: Any) -> None:
+    """Also if the mark that ends it is a special token, as a token that ends the turn is."""
+    text = FAMILIES["glm"][0].replace("<|im_end|>\\n", "")
+    tokenizer = tokenizer_for(text, tokenizer_config)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    reader = reader_of(Template(tokenizer, text, "tried"), [get_json_schema(ping), TOOLS[0]])
+    assert reader.example == "<tool_call>ping\n</tool_call>"
+    example = reader_of(template_of(FAMILIES["lfm2"][0], tokenizer_config), TOOLS).example
+    assert example.startswith("<|tool_call_start|>[search(text='Oslo', count=7, ")
+    assert example.endswith(")]<|tool_call_end|>")
+
+
+def test_a_template_whose_thoughts_hide_its_calls_is_refused(tokenizer_config: Any) -> None:
+    odd = FAMILIES["hermes"][0].replace("'<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n'",
+                                        "'[thought] ' + m.reasoning_content + '\\n'")  # fmt: skip
+    assert odd != FAMILIES["hermes"][0]
+    with pytest.raises(UserError, match=r"lmtrain-thought.*which can't be read back"):
+        reader_of(template_of(odd, tokenizer_config), TOOLS)
+
+
 def test_a_template_whose_calls_are_lost_is_refused(tokenizer_config: Any) -> None:
     silent = template_of(skeleton(""), tokenizer_config)
     with pytest.raises(UserError, match=r"writes a tool call as '<\|im_end\|>\\n', which can't be read back"):

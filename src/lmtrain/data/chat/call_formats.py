@@ -55,10 +55,15 @@ def reader_of(template: Template, tools: Tools) -> CallReader:
     other = "choose another template with data.chat_template, such as chatml"
     try:
         rendered = _Rendered(template, tools)
-        example = rendered.without_end(rendered.whole(calls[:1])).strip()
-        reader = CallReader(rendered.format(), schemas, rendered.thoughts, example)
-        for some in [*([call] for call in calls), *([calls] if rendered.several else [])]:
-            text = rendered.without_end(rendered.whole(some))
+        format = rendered.format()
+        reader = CallReader(
+            format, schemas, rendered.thoughts, rendered.ended(rendered.whole(calls[:1]), format.closing)
+        )
+        tried = [*([call] for call in calls), *([calls] if rendered.several else [])]
+        texts = [rendered.ended(rendered.turn(some), format.closing) for some in tried]
+        thinking = rendered.turn(calls[:1], reasoning_content="lmtrain-thought")
+        texts.append(rendered.ended(thinking, format.closing))
+        for some, text in zip([*tried, calls[:1]], texts, strict=True):
             if _plain(reader.calls(text)) != _plain(some):
                 raise Unreadable(text)
     except Unreadable as error:
@@ -122,6 +127,12 @@ class _Rendered:
         text = self._text(calls_turn(calls))
         return text[common(text, self.answer) :]
 
+    def turn(self, calls: Sequence[Pair], **more: str) -> str:
+        """Returns the text of a turn with calls from where the prompt ends; `more` are further keys of the turn."""
+        asked = {"role": "user", "content": QUESTION}
+        prompt, text = self.template.prompt([asked], self.tools, ""), self._text({**calls_turn(calls), **more})
+        return text[common(prompt, text) :]
+
     def format(self) -> CallFormat:
         """Returns the format of calls; raises Unreadable if it is none of those of tool_calls.py."""
         text = self.whole([(_ONE, {_KEY: _TEXT})])
@@ -162,10 +173,10 @@ class _Rendered:
         closing = self._closing(rest, between)
         opening, joint = self._opening(head, between), between[len(closing) :]
         shared = self.several and opening.strip() != joint.strip()[-len(opening.strip()) :]
-        tail = self.without_end(rest)[len(closing) :]
+        tail = self.ended(rest, closing)[len(closing) :]
         inner = escaped[len(middle + _KEY + before_text) : len(escaped) - len(after_text)]
         return NamedPairs(
-            opening, middle, self.without_end(self._after_name({})).removesuffix(tail), before_text, before_value,
+            opening, middle, self.ended(self._after_name({}), closing).removesuffix(tail), before_text, before_value,
             comma, closing, quote, _escapes(inner, before_text), joint if shared else None, tail if shared else "",
         )  # fmt: skip
 
@@ -183,18 +194,21 @@ class _Rendered:
     def _closing(self, rest: str, between: str) -> str:
         """Returns what ends a call: the text after it, without what ends the turn or only comes after the last call."""
         if not between:
-            return self.without_end(rest)
+            return self.ended(rest)
         same = common(rest, between)
         cut = [found.start() for found in self._special.finditer(rest) if found.start() < same < found.end()]
         return rest[: cut[0] if cut else same]
 
-    def without_end(self, text: str) -> str:
-        """Returns a text without what ends the turn: the token that ends answers, or another special token."""
+    def ended(self, text: str, closing: str = "") -> str:
+        """Returns a text without what ends the turn: the token that ends answers, or another special token.
+
+        closing: what ends a call; it may itself end with a special token.
+        """
         end = self.template.end_of_turn + self.template.after_turn
         if end and text.endswith(end):
             return text.removesuffix(end)
         last = [found for found in self._special.finditer(text) if not text[found.end() :].strip()]
-        return text[: last[-1].start()] if last else text
+        return text[: last[-1].start()] if last and not closing.rstrip().endswith(last[-1][0]) else text
 
     @cached_property
     def _special(self) -> re.Pattern[str]:

@@ -109,7 +109,7 @@ class Replies:
                 continue
             if all(ANSWER in text for text in texts):
                 after = [text.partition(ANSWER)[2] for text in texts]
-                following, alone = (text[text.find(closing) + len(closing) :] for text in after)
+                following, alone = (text.split(closing, 1)[-1] if closing else text for text in after)
                 return following, alone
         raise found
 

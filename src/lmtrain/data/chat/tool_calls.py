@@ -282,7 +282,9 @@ class CallReader:
 
     def _bare(self, text: str, opening: str) -> Iterator[ToolCall]:
         """Yields the calls of an answer that is nothing else, apart from its thought."""
-        said = text.rpartition(self.thoughts.closing)[2] if text.lstrip().startswith(self.thoughts.opening) else text
+        said = text.lstrip()
+        if said.startswith(self.thoughts.opening):
+            said = said.partition(self.thoughts.closing)[2]
         _, marked, after = said.partition(_LLAMA)
         said = (after if marked else said).strip()
         read = self.format.read(said, len(opening)) if said.startswith(opening) else None
