@@ -6,6 +6,8 @@ records the named experiments, or all. It refuses a tree with uncommitted change
 numbers is the one that explains why.
 """
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -92,34 +94,37 @@ def material(name: str, folder: Path, data: Path) -> list[str]:
     return ["data=text", "data.seq_len=64"] if name in AS_IT_STANDS else SHRINK
 
 
-def trajectory(name: str) -> dict[str, Any]:
-    """Returns {train: losses of all steps, val: losses of all validations} of one experiment, run by the real command.
+def trajectories(names: list[str]) -> dict[str, Any]:
+    """Returns {experiment: {train: losses of all steps, val: losses of all validations}}, run by the real command.
 
-    With Muon also {muon: bf16 or fp32}, the precision in which it orthogonalises on this CPU.
+    With Muon also {muon: bf16 or fp32}, the precision in which it orthogonalises on this CPU; {error: text} of one that
+    fails. All run in one other process, whose libraries read KERNELS when they are loaded.
     """
+    env = {**os.environ, **KERNELS, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        subprocess.run(
+            [sys.executable, __file__, "--here", str(found), *names], check=True, capture_output=True, env=env
+        )
+        losses = json.loads(found.read_text())
+    precision = {"muon": "bf16" if cpu_multiplies_bf16() else "fp32"}
+    return {name: {**(precision if takes_muon(name) else {}), **losses[name]} for name in names}
+
+
+def here(name: str) -> dict[str, Any]:
+    """Runs one experiment in this process; returns its losses, or its error."""
+    from lmtrain import train
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as said:
         data, run_dir = Path(folder) / "data", Path(folder) / "run"
         settings = [*COMMON, *material(name, Path(folder), data)]
-        command = [f"experiment={name}", *settings, f"data.path={data}", "data.val_fraction=0.1", f"run.dir={run_dir}"]
-        subprocess.run(
-            [sys.executable, "-m", "lmtrain.train", *command],
-            check=True,
-            capture_output=True,
-            env={
-                **os.environ,
-                **KERNELS,
-                "LMTRAIN_CACHE": f"{folder}/cache",
-                "OMP_NUM_THREADS": "1",
-                "HF_HUB_OFFLINE": "1",
-            },
-        )
+        os.environ["LMTRAIN_CACHE"] = f"{folder}/cache"
+        if train.main(
+            [f"experiment={name}", *settings, f"data.path={data}", "data.val_fraction=0.1", f"run.dir={run_dir}"]
+        ):
+            return {"error": said.getvalue()}
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    muon = {"muon": "bf16" if cpu_multiplies_bf16() else "fp32"} if takes_muon(name) else {}
-    return {
-        **muon,
-        "train": [row["train/loss"] for row in rows if "train/loss" in row],
-        "val": [row["val/loss"] for row in rows if "val/loss" in row],
-    }
+    return {part: [row[f"{part}/loss"] for row in rows if f"{part}/loss" in row] for part in ("train", "val")}
 
 
 def main(names: list[str]) -> int:
@@ -131,12 +136,15 @@ def main(names: list[str]) -> int:
         print(f"uncommitted changes; commit them first, so that it is known what these numbers belong to:\n{dirty}")
         return 1
     golden = json.loads(FILE.read_text()) if names else {}
-    for name in names or experiments():
-        golden[name] = trajectory(name)
+    for name, found in trajectories(names or experiments()).items():
+        golden[name] = found
         print(f"{name}: {golden[name]['train'][0]:.5f} ... {golden[name]['train'][-1]:.5f}", flush=True)
     FILE.write_text(json.dumps(dict(sorted(golden.items())), indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--here"]:
+        Path(sys.argv[2]).write_text(json.dumps({name: here(name) for name in sys.argv[3:]}))
+        sys.exit()
     sys.exit(main(sys.argv[1:]))
