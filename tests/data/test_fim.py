@@ -108,6 +108,21 @@ def test_a_row_is_the_same_whoever_reads_it_and_another_in_another_epoch(text: P
     assert first != second
 
 
+def test_a_document_that_just_fits_has_its_end_and_one_that_is_cut_has_none() -> None:
+    def rearranged(lengths: list[int], rate: float) -> tuple[int, list[int]]:
+        fim, ends = FillInTheMiddle(rate, 0.0, 90, 91, 92, 0, 0), np.cumsum(lengths)
+        tokens, found = fim.rearrange(np.arange(1, ends[-1] + 1), ends, 0, 0)
+        return len(tokens), found.tolist()
+
+    assert rearranged([5], 0.0) == (5, [5]), "as it stands"
+    assert rearranged([5, 7], 0.0) == (12, [5, 12])
+    assert rearranged([5, 7], 1.0) == (12, [8]), "three marks each; of the second 4 tokens are left"
+    assert rearranged([5, 3], 1.0) == (8, [8]), "no room is left for the second"
+    assert rearranged([2, 2, 4], 1.0) == (8, [5, 7]), "what has room for marks only is not rearranged"
+    assert rearranged([3], 1.0) == (3, [3])
+    assert rearranged([4], 1.0) == (4, [])
+
+
 def test_documents_stay_apart_where_they_end_now(text: Path) -> None:
     corpus = corpus_of(text, ADDED, "data.fim.rate=1")
     batch = corpus.train.read(np.stack([np.zeros(40, dtype=int), np.arange(40)], axis=1))

@@ -19,7 +19,7 @@ from family_variants import build as build_family
 from inprocess import run
 from lmtrain.models.routers import use_experts
 from lmtrain.objectives.start_check import WeightsMove
-from lmtrain.optim.half import fill_in, join, round_randomly
+from lmtrain.optim.half import fill_in, first_rest, join, round_randomly
 from lmtrain.strategies import choose
 from tiny_pretrained import SHORT, save_pretrained
 
@@ -257,3 +257,20 @@ def test_mixed_precision_trains_a_bf16_checkpoint_in_small_steps(tmp_path: Path,
     full, mixed = (torch.cat([moved[p][name].flatten() for name in linear]) for p in moved)
     assert (mixed != 0).float().mean() < 0.2
     assert (mixed * full.sign()).sum().item() == pytest.approx(full.abs().sum().item(), rel=0.2)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 16), (torch.float16, 13)])
+def test_first_rests_are_spread_over_what_rounding_cuts_off(dtype: torch.dtype, bits: int) -> None:
+    """Uniform over the numbers that round to the weight, and others for each parameter of a list."""
+    weights = torch.ones(300, 200, dtype=dtype)
+    rests = first_rest(weights, 0)
+    assert (rests.shape, rests.dtype) == (weights.shape, torch.int16)
+    values, edge = rests.double().flatten(), 2 ** (bits - 1)
+    assert values.min() >= 1 - edge
+    assert values.max() < edge
+    counts = torch.histc(values, bins=16, min=-edge, max=edge)
+    assert (counts / len(values) - 1 / 16).abs().max() < 0.005
+    assert abs(torch.corrcoef(torch.stack([values[::2], values[1::2]]))[0, 1]) < 0.02
+    assert torch.equal(first_rest(weights, 0), rests)
+    assert (first_rest(weights, 1) == rests).double().mean() < 0.01
+    assert torch.equal(first_rest(weights.float(), 0, dtype), rests), "as for weights kept in float32"

@@ -209,6 +209,7 @@ def test_a_total_is_the_weighted_sum_of_what_the_rewards_return() -> None:
 
 def test_a_completion_equal_to_its_reference_and_a_consistent_story() -> None:
     assert Equal(right=2.0, wrong=-1.0)([0] * 3, [" a b\n", "a", "b"], answer=["a b", "b", None]) == [2.0, -1.0, None]
+    assert Equal()([0] * 2, ["a", "b"], answer=["a", "a"]) == [1.0, 0.0]
     opening, told = "Anna has a ball.", "Ben has the ball."
     assert Consistent()([opening] * 2, ["", told]) == [consistent_share("", opening), consistent_share(told, opening)]
 
