@@ -65,7 +65,7 @@ def passes(answer: str, tests: str) -> bool:
     thread.start()
     names = code_names.TestNames(code_values.Peer(wires[1]), list(namespace), code_names.imports_of(ast.parse(answer)))
     try:
-        exec(tests, names)  # noqa: S102
+        code_names.run(tests, names)
     except (Exception, SystemExit):
         return False
     finally:
@@ -89,6 +89,12 @@ def test_right_answers_pass(name: str) -> None:
 def test_fakes_do_not(name: str) -> None:
     assert [tests for tests in TESTS if passes("def f(x): return x + 1", tests)] == TESTS
     assert not [tests for tests in TESTS if passes(FAKES[name], tests)]
+
+
+def test_an_answer_cannot_use_what_the_tests_compare_with() -> None:
+    tests = "def expected(x): return x + 1\nassert f(3) == expected(3)"
+    assert passes("def f(x): return x + 1", tests)
+    assert not passes("def f(x): return expected(x)", tests)
 
 
 def test_answers_that_need_a_program_of_their_own() -> None:

@@ -210,6 +210,10 @@ class Peer:
             _check_allowed(task, target, operands)
         if task == "name":
             return self.namespace[target]  # type: ignore[index]
+        if task == "define":
+            assert self.namespace is not None
+            self.namespace[target] = operands[0]
+            return None
         if task == "content":
             return next(base for base in _MUTABLE if isinstance(target, base))(target)
         if task == "await":
