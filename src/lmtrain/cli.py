@@ -111,6 +111,12 @@ def plain(action: Callable[[], int], goes_on: bool = False) -> int:
             raise
         errors.print_error("out of memory: this machine's, user's or job's limit is used up: free some or raise it")
         return errors.FAILED
+    except OSError as error:
+        message = errors.no_right(error)
+        if message is None:
+            raise
+        errors.print_error(message)
+        return errors.FAILED
     except KeyboardInterrupt:
         errors.print_error("interrupted (Ctrl-C); completed work is kept, and the same command continues")
         return 130

@@ -75,6 +75,15 @@ def out_of_memory(error: BaseException) -> bool:
     return unsaid or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
+def no_right(error: BaseException) -> str | None:
+    """Returns the message for a file or folder that this user may not read or write; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return None
+    if error.filename is None:
+        return None
+    return f"{os.fsdecode(error.filename)}: {error.strerror}: give this user the right to it, or name another place"
+
+
 def reason(error: BaseException) -> str:
     """Returns a short reason why a write failed."""
     if disk_full(error):

@@ -166,8 +166,9 @@ def replacing(folder: Path, what: str, remedy: str) -> Iterator[Path]:
     Raises:
         RunError: it can't be written.
     """
-    temporary = temporary_beside(folder)
+    temporary = folder
     try:
+        temporary = temporary_beside(folder)
         yield temporary
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(temporary, folder)
@@ -177,7 +178,8 @@ def replacing(folder: Path, what: str, remedy: str) -> Iterator[Path]:
             raise
         raise RunError(f"cannot write {what}: {reason(error)}; {remedy}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary != folder:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def aside(path: Path) -> Path:

@@ -86,6 +86,8 @@ class Checkpoints(Checkpoint):
                 self.save(trainer)
 
     def save(self, trainer: pl.Trainer) -> None:
+        if trainer.is_global_zero:
+            self.metrics.records.refuse_moved()
         io_of(trainer).published = self.prune
         trainer.save_checkpoint(self.folder / store.name_of(trainer.global_step))
 

@@ -8,6 +8,7 @@ step. A record is written as a whole, before that step's checkpoint, so a resume
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
@@ -19,6 +20,7 @@ import torch
 from lightning.pytorch.loggers.logger import Logger
 
 from lmtrain import terminal
+from lmtrain.config.override_text import shell_word
 from lmtrain.errors import RunError, first_line
 
 Row = dict[str, Any]
@@ -169,9 +171,31 @@ class Records(Logger):
         self._logged[False] = {k: v for k, v in self._logged[False].items() if k not in self._before_end}
         self.write(rank_zero)
 
+    def refuse_moved(self) -> None:
+        """Raises RunError if the run's folder was moved or removed: what is written by its name would be elsewhere.
+
+        If only the file was removed, it is closed and a note says so: the next record begins it anew.
+        """
+        if self._file is None or _is_at(self._file, self.path):
+            return
+        now, folder = _place_of(self._file), self.path.parent
+        if folder.is_dir() and (now is None or (folder / CONFIG).exists()):
+            terminal.note(f"{self.path} was removed: its records are lost, those after step {self.step} begin it anew")
+            self.close()
+            return
+        there = "removed"
+        if now is not None:
+            how = f"{shell_word('run.dir', str(now.parent))} run.resume=auto"
+            there = f"moved to {now.parent}: continue it there, {how}"
+        raise RunError(f"{folder}, the run's folder, was {there} (training ended after step {self.step})")
+
     def _append(self, row: Row, validation: bool) -> None:
+        self.refuse_moved()
         if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
+            try:
+                self._file = self.path.open("a", encoding="utf-8")
+            except FileNotFoundError:
+                raise RunError(f"{self.path.parent}, the run's folder, was moved or removed while it trained") from None
         strict = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._file.write(json.dumps({**strict, "time": round(time.time(), 3)}, allow_nan=False) + "\n")
         self._file.flush()
@@ -217,6 +241,25 @@ class Records(Logger):
     @property
     def save_dir(self) -> str:
         return str(self.path.parent)
+
+
+CONFIG = "config.yaml"
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False
+
+
+def _place_of(file: TextIO) -> Path | None:
+    """Returns the path that an open file has now, or None if it was removed or the system doesn't tell."""
+    try:
+        path = Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+    except OSError:
+        return None
+    return path if path.exists() else None
 
 
 def number(name: str, value: Any) -> int | float:

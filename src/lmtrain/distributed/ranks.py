@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -206,6 +207,21 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 def is_first() -> bool:
     """Returns whether this process prints messages, as rank 0 or as a single process."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def end_after_parent(parent: int, seconds: float) -> None:
+    """Lets a thread end this process `seconds` after its parent: one that hangs in C code heeds no signal but SIGKILL.
+
+    parent: its process id, as in `end_with_parent`.
+    """
+
+    def end() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end, name="parent", daemon=True).start()
 
 
 def end_with_parent(parent: int, by: signal.Signals) -> None:

@@ -33,9 +33,19 @@ def explain(error: BaseException, run: Run) -> RunError | None:
             "nothing (trainer.rank_timeout): what that rank was doing is in its own output, and for GPUs in "
             f"{world.traces()}, which torchfrtrace reads; {last_good(run)}"
         )
+    if run.trainer.world_size > 1 and _lost_peer(error):
+        ended = RunError(f"another rank has ended, so this one can't go on; {last_good(run)}")
+        ended.shared = True  # rank 0 says it; the rank that ended first has said why, unless it was killed
+        return ended
     if isinstance(error, MisconfigurationException) or "self.log(" in str(error):  # Lightning's message
         return RunError(f"{' '.join(str(error).split())}; {last_good(run)}")
     return None
+
+
+def _lost_peer(error: BaseException) -> bool:
+    """Returns whether gloo lost the connection to another rank, by its message."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return type(error).__name__ in ("RuntimeError", "DistBackendError") and any(word in str(error) for word in words)
 
 
 def refuse_lost_model(run: Run) -> None:

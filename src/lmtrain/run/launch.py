@@ -159,7 +159,7 @@ def _first_to_fail(folder: Path, failures: dict[int, Any]) -> int:
 def _how(code: int) -> str:
     """Describes how a rank ended, from its exit code."""
     if code >= 0:
-        return f"with exit code {code}; its traceback stands above"
+        return f"with exit code {code}; what it said stands above"
     memory = ": the machine ran out of memory, most likely" if code == -signal.SIGKILL else ""
     return f"ended by {signal.Signals(-code).name}{memory}"
 
@@ -173,6 +173,7 @@ def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
     config_path = Path(words[0])
     if _LAUNCHER in os.environ:  # a killed launcher can't forward a signal: save and exit
         ranks.end_with_parent(int(os.environ[_LAUNCHER]), signal.SIGTERM)
+        ranks.end_after_parent(int(os.environ[_LAUNCHER]), _SHUTDOWN_SECONDS)
     prepare_output(goes_on=True)
     failed_at = _note_of_failure(config_path.parent, int(os.environ["RANK"]))
     failed_at.unlink(missing_ok=True)  # left by an earlier start
@@ -185,9 +186,13 @@ def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
         if not printed and not _has_failed(config_path.parent, rank=0):
             errors.print_error(str(error))
         return error.exit_code
-    except Exception:
+    except Exception as error:
         _note_failure(failed_at, time.time_ns(), errors.FAILED)
-        raise
+        message = errors.no_right(error)
+        if message is None:
+            raise
+        errors.print_error(message)
+        return errors.FAILED
     finally:
         _clear_after_launcher()
 

@@ -26,7 +26,7 @@ from lmtrain.models import folder
 from lmtrain.models.folder import is_exported
 from lmtrain.models.scalar_head import has_scalar_head, padding_of, refuse_scalar_head, set_padding
 from lmtrain.objectives.base import Objective
-from lmtrain.run_folder.folder import RunDir
+from lmtrain.run_folder.folder import RunDir, checkpoint_names
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt")  # without them transformers makes an empty one
 _PREFIX = "model.model."  # LightningModule.model (LanguageModel) .model (transformers)
@@ -48,9 +48,7 @@ def from_run(
     config = rules.load(run.config, grants)
     if to_read and _is_whole(run.export) and _trains_all(config):
         config.model.name_or_path, config.model.revision = str(run.export), None  # type: ignore[attr-defined]
-    checkpoint = find_checkpoint(run, which)
-    state = store.load_trainer_state(checkpoint)
-    check_tokenizer(run, state["fingerprint"])
+    checkpoint, state, saved = _read(run, which)
     tokenizer = tokenizers.read(run.tokenizer, AutoTokenizer)
     if config.data.source != "bins":  # whose run has them in the tokenizer; that of an earlier version has not
         framing.follow(tokenizer, framing.wanted(tokenizer, config.data))
@@ -59,7 +57,7 @@ def from_run(
     config.trainer.strategy = "auto"  # this process holds the whole model
     pl.seed_everything(config.seed, verbose=False)  # for random embeddings of new tokens
     model = build_trainable_model(config, tokenizer)
-    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in store.load_weights(checkpoint).items()}
+    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in saved.items()}
     check_weights(model, weights)
     model.load_state_dict(weights, strict=trainable_names(model) is None)
     restore_start(model, state.get("adapter_start", {}))
@@ -68,6 +66,24 @@ def from_run(
     cls = find_class(config.objective._target_, "objective", Objective, config.run.allow_target)  # type: ignore[type-abstract]
     cls.settle_model(config, model, tokenizer)
     return model, tokenizer, checkpoint
+
+
+def _read(run: RunDir, which: str) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
+    """Returns a checkpoint's folder, trainer state and weights, once the run's tokenizer is found to be theirs.
+
+    The run may be training: if it removes the checkpoint meanwhile, the one that has taken its place is read.
+    """
+    while True:
+        there = checkpoint_names(run.checkpoints)
+        try:
+            checkpoint = find_checkpoint(run, which)
+            state, weights = store.load_trainer_state(checkpoint), store.load_weights(checkpoint)
+            check_tokenizer(run, state["fingerprint"])
+        except (OSError, UserError, RunError):
+            if set(there) <= set(checkpoint_names(run.checkpoints)):  # none was removed
+                raise
+            continue
+        return checkpoint, state, weights
 
 
 def _trains_all(config: Config) -> bool:
