@@ -102,6 +102,25 @@ def test_stopping_and_saving_by_the_training_loss(corpus: Path) -> None:
     assert run.trainer.callback_metrics["train/loss"] == pytest.approx(losses[summary["step"]], rel=1e-6)
 
 
+def test_the_training_loss_is_known_in_a_validation_before_the_first_step(corpus: Path) -> None:
+    """Not the loss, which no step has yet: EarlyStopping waits. A resumed run begins with that of its last step."""
+    stop = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: train/loss}"
+    words = ["run.dir=run", f"callbacks.extra=[{stop}]", "trainer.save_every_n_steps=2"]
+    ended = train_tiny(corpus, *SIX, *words, "trainer.val_before_training=true", "trainer.max_steps=2")
+    assert ended.code == 0, ended.err
+    run = built(corpus, *words, "run.resume=auto", "trainer.val_before_training=true")
+    seen = []
+
+    class Looks(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            seen.append(float(trainer.callback_metrics["train/loss"]))
+
+    run.trainer.callbacks.append(Looks())
+    run.fit()
+    losses = [row["train/loss"] for row in rows(Path("run/metrics.jsonl")) if "train/loss" in row]
+    assert seen == [losses[1]]
+
+
 def test_averaging_that_sets_rates_is_refused_under_a_trainer_of_ones_own(corpus: Path) -> None:
     run = built(corpus)
     trainer = own_trainer(StochasticWeightAveraging(swa_lrs=1e-2), max_epochs=2, limit_train_batches=2)

@@ -12,6 +12,7 @@ import lightning.pytorch.callbacks as theirs
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
+from lmtrain.callbacks.validation import EarlyStopping
 from lmtrain.config import safe_yaml
 from lmtrain.errors import UserError
 
@@ -48,9 +49,12 @@ class ThroughputMonitor(theirs.ThroughputMonitor):
 
 
 _THROUGHPUT = f"{__name__}.ThroughputMonitor"
-INSTEAD = {  # adapted to lmtrain's batches
+_STOPPING = f"{EarlyStopping.__module__}.{EarlyStopping.__name__}"
+INSTEAD = {  # adapted to lmtrain's batches, and to validations before the first step
     "lightning.pytorch.callbacks.ThroughputMonitor": _THROUGHPUT,
     "lightning.pytorch.callbacks.throughput_monitor.ThroughputMonitor": _THROUGHPUT,
+    "lightning.pytorch.callbacks.EarlyStopping": _STOPPING,
+    "lightning.pytorch.callbacks.early_stopping.EarlyStopping": _STOPPING,
 }
 
 

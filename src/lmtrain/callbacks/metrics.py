@@ -70,6 +70,7 @@ class Metrics(pl.Callback):
             bytes_per_token: of each validation set, by its name; '' is the validation split.
         """
         self.records, self.log_every_n_steps = records, config.trainer.log_every_n_steps
+        self.shows_steps = bool(config.callbacks.extra)  # whether others' callbacks may read trainer.callback_metrics
         self.numbers, self.bytes_per_token = numbers, bytes_per_token
         self.flops_per_token = {length: flops.flops_per_token(model, length) for length in numbers.lengths.values}
         self.peak_flops = flops.peak_flops(torch.device(config.trainer.accelerator), config.trainer.precision)
@@ -105,7 +106,11 @@ class Metrics(pl.Callback):
         self.clock.restart()
         self._trained_until = 0.0
         self.records.start(trainer.global_step)
-        self.shows_steps = any(not type(c).__module__.startswith("lmtrain.") for c in trainer.callbacks)  # type: ignore[attr-defined]
+        others = (not type(c).__module__.startswith("lmtrain.") for c in trainer.callbacks)  # type: ignore[attr-defined]
+        self.shows_steps = self.shows_steps or any(others)
+        # A resumed run may begin with a validation, after which others' callbacks look at the last step's loss.
+        known = {name: torch.tensor(x, dtype=torch.float64) for name, x in self.last_train.items() if name != "step"}
+        trainer.callback_metrics.update(known)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Objective, *_: Any, **__: Any) -> None:
         self.records.begin(trainer.global_step + 1, trainer.is_global_zero)
@@ -121,7 +126,7 @@ class Metrics(pl.Callback):
         if result.step % self.log_every_n_steps == 0 or result.step in (1, pl_module.total_steps):
             self._log_step(trainer, pl_module, result)
         if self.shows_steps or result.step == pl_module.total_steps:
-            # For trainer.callback_metrics, which others' callbacks read, also at steps without a record.
+            # Also at steps without a record.
             pl_module.log_dict(pl_module.step_tensors(), logger=False)
         self._trained_until = self.clock.elapsed()
 
