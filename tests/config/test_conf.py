@@ -3,6 +3,7 @@
 A new yaml of a known group is covered automatically; a new group fails until it gets its overrides below.
 """
 
+import itertools
 import json
 import os
 import random
@@ -189,6 +190,21 @@ def in_yaml(name: str, key: str) -> Any:
     return tree.get(key) if key in tree or not bases else in_yaml(f"data/{bases[0]}.yaml", key)
 
 
+def special_of(name: str, material: dict[str, Path]) -> list[str]:
+    """Returns what an option needs beside the settings of a tiny run."""
+    return {
+        "tokenizer/gpt2": [f"tokenizer.name_or_path={material['model']}"],
+        "tokenizer/hub": [f"tokenizer.name_or_path={material['model']}"],
+        "tokenizer/pretrained": ["model=pretrained", f"model.name_or_path={material['model']}"],
+        "schedule/custom": ["schedule._target_=test_keys.Flat", "run.allow_target=[test_keys]"],
+        "optimizer/custom": ["optimizer._target_=torch.optim.RAdam", "+optimizer.betas=[0.9,0.95]"],
+        "memory/bank": MEMORY,
+        "tokenizer/bpe": ["tokenizer.vocab_size=300"],
+        "logger/wandb": ["logger.wandb.mode=offline"],
+        "logger/many": ["logger.wandb.mode=offline"],
+    }.get(name.removesuffix(".yaml"), [])
+
+
 def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
     """Returns the overrides that make a run of this option take about a second."""
     group, option = name.removesuffix(".yaml").split("/")
@@ -258,17 +274,7 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
         if option in ("text", "jsonl", "parquet", "bins"):
             return [*tiny, f"data.path={material[option]}"]
         return [*tiny, f"data.name={material['repository']}", "data.val_fraction=0.1"]
-    special = {
-        "tokenizer/gpt2": [f"tokenizer.name_or_path={material['model']}"],
-        "tokenizer/hub": [f"tokenizer.name_or_path={material['model']}"],
-        "tokenizer/pretrained": ["model=pretrained", f"model.name_or_path={material['model']}"],
-        "schedule/custom": ["schedule._target_=test_keys.Flat", "run.allow_target=[test_keys]"],
-        "optimizer/custom": ["optimizer._target_=torch.optim.RAdam", "+optimizer.betas=[0.9,0.95]"],
-        "memory/bank": MEMORY,
-        "tokenizer/bpe": ["tokenizer.vocab_size=300"],
-        "logger/wandb": ["logger.wandb.mode=offline"],
-        "logger/many": ["logger.wandb.mode=offline"],
-    }.get(f"{group}/{option}", [])
+    special = special_of(name, material)
     if option == "pretrained":
         return [*ROWS_A_STEP, *quick, *text, "logger=none", *special]
     if group not in ("budget", "callbacks", "chat", "checkpoint", "debug", "estimate", "evaluate", "export", "generate",
@@ -307,17 +313,36 @@ def hf_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
 
 
-@pytest.mark.parametrize("name", thinned([name for name in OPTIONS if name not in DEFAULTS], 4))
+# Groups whose options go with any model: a run of a model has one of each.
+ALONGSIDE = ("callbacks", "logger", "optimizer", "router", "schedule")
+
+
+def runs_of_options() -> list[tuple[str, ...]]:
+    """Returns the options of each run: one of every other group and, with models, those of ALONGSIDE."""
+    free = [[o for o in in_group(group) if o not in {*NEEDS, *ON_A_GPU, *DEFAULTS}] for group in ALONGSIDE]
+    rides = [tuple(filter(None, row)) for row in itertools.zip_longest(*free)]
+    left, riding = iter(rides), {name for ride in rides for name in ride}
+    assert len(rides) <= len(in_group("model"))
+    alone = [name for name in OPTIONS if name not in riding and name not in DEFAULTS]
+    return [(name, *(next(left, ()) if name.startswith("model/") else ())) for name in alone]
+
+
+def chosen_by(names: tuple[str, ...]) -> list[str]:
+    return [name.removesuffix(".yaml").replace("/", "=") for name in names]
+
+
+@pytest.mark.parametrize(
+    "names", thinned([(run,) for run in runs_of_options()], 4), ids=lambda n: " ".join(chosen_by(n))
+)
 @pytest.mark.usefixtures("hf_cache")
 def test_every_option_runs(
-    name: str, material: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: tuple[str, ...], material: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    group, option = name.removesuffix(".yaml").split("/")
-    overrides = overrides_of(name, material)
-    choice = f"{group}={option}"
-    overrides = [choice, *(o for o in overrides if not o.startswith(f"{group}="))]
-    ended = run("train", *overrides)
+    name, choices = names[0], chosen_by(names)
+    overrides = [*overrides_of(name, material), *(o for other in names[1:] for o in special_of(other, material))]
+    groups = tuple(f"{choice.partition('=')[0]}=" for choice in choices)
+    ended = run("train", *choices, *(o for o in overrides if not o.startswith(groups)))
     extra, advice = NEEDS.get(name, (None, None))
     if extra is not None and find_spec(extra) is None:
         assert ended.code == 2
@@ -328,7 +353,7 @@ def test_every_option_runs(
         assert ON_A_GPU[name] in ended.err
         return
     assert ended.code == 0, ended.err
-    print(f"{choice}: {ended.seconds:.2f} s")
+    print(f"{' '.join(choices)}: {ended.seconds:.2f} s")
     assert_a_step_was_trained(tmp_path, ended)
 
 
