@@ -17,6 +17,7 @@ import odd_rewards
 from inprocess import Ended, compare_runs, run
 from lmtrain.callbacks import rollouts
 from lmtrain.callbacks.rollouts import shown_prompt
+from lmtrain.config.compose import check, compose
 from lmtrain.data.examples.prompt_rows import PromptRow
 from lmtrain.data.order import step_rows
 from lmtrain.errors import UserError
@@ -225,7 +226,7 @@ def test_a_reward_is_a_function_with_trls_signature(messages: bool, llama: Path,
     assert record["train/reward/most"] == 7
     assert record["train/reward/short"] == -record["train/response_length"]
     completions, columns = odd_rewards.SEEN[0]
-    assert set(columns) == {"prompts", "answer", "completion_ids", "cut_off"}
+    assert set(columns) == {"prompts", "answer", "completion_ids", "cut_off", "turn_start"}
     assert all(prompt in said for prompt in columns["prompts"])
     if messages:
         assert all([turn["role"] for turn in completion] == ["assistant"] for completion in completions)
@@ -342,11 +343,12 @@ def test_replacements_are_new_prompts_and_new_completions(others: int, llama: Pa
 
 @pytest.mark.parametrize(("role", "content"), [("role", "content"), ("from", "value")])
 def test_of_messages_the_question_is_shown_and_not_the_answer_of_the_data(role: str, content: str) -> None:
+    data = check(compose(["objective=grpo", "data=prompts_jsonl", "data.path=x", "reward=length"])).data
     said = [("user", "a?"), ("assistant", "b"), ("user", "and c?"), ("assistant", "d")]
     messages = [{role: who, content: text} for who, text in said]
     for column in ({"messages": messages}, {"prompt": ["a?", "b", "and c?"]}):
         group = Group(PromptRow(0, 0, [1], column), [], [], {}, torch.zeros(0), [], torch.zeros(0))
-        assert shown_prompt(group, SimpleNamespace(columns=None)) == "and c?"
+        assert shown_prompt(group, data) == "and c?"
 
 
 def test_a_run_made_longer_in_the_middle_of_its_last_rollout_goes_on(

@@ -114,7 +114,8 @@ def with_system(turns: Turns, values: Mapping[str, Any], cfg: DataConfig, where:
 
 
 _RESERVED = frozenset(("messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
-                       "continue_final_message", "return_assistant_tokens_mask", "bos_token", "eos_token"))  # fmt: skip
+                       "continue_final_message", "return_assistant_tokens_mask", "bos_token", "eos_token", "pad_token",
+                       "unk_token"))  # fmt: skip
 
 
 def options_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
