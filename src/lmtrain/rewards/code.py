@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,16 @@ from lmtrain.rewards.code_process import MEGABYTES
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n`]*\n(.*?)```", re.DOTALL | re.MULTILINE)
 _WITHIN_A_LINE = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)  # a fence that doesn't begin its line
 _PYTHON = ("", "python", "python3", "py")
+# A program named on the command line would be compiled each time. Answers can't import from the folder.
+_FIRST = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+import code_process
+del sys.path[0]
+for name in ("code_process", "code_values", "code_names"):
+    del sys.modules[name]
+os._exit(code_process.main(json.loads(sys.argv[2])))
+"""
 _FOLDER = "lmtrain-code-"  # where there is no isolation: followed by the number of the process that removes it
 
 
@@ -49,9 +58,7 @@ def isolation(network: bool) -> dict[str, bool] | None:
     """Returns which protections isolated processes have here, "files" and "processes"; None: there is no isolation."""
     if sys.platform != "linux":
         return None
-    probe = _start(
-        "probe", {"seconds": 10, "memory": 2**30, "isolated": True, "network": network, "wire": 0}, "", Path("/")
-    )
+    probe = _start({"role": "probe", "isolated": True, "network": network}, [])
     with probe:
         said, _ = probe.communicate(timeout=60)
     return json.loads(said) if probe.returncode == 0 else None
@@ -108,16 +115,14 @@ class CodeTests(Reward):
             return None
         settings = {name: getattr(self, name) for name in ("seconds", "memory", "isolated", "network")}
         # Tests that exit early, by sys.exit(0) say, have not passed: a secret word marks the end.
-        word = secrets.token_hex(16).encode()
+        word = secrets.token_hex(16)
         with contextlib.ExitStack() as stack:
-            ends = [stack.enter_context(end) for end in socket.socketpair()]
-            processes, folders = [], []
-            for role, end, text in zip(("answer", "tests"), ends, (answer, f"{word.decode()}\n{tests}"), strict=True):
-                folders.append(Path("/") if self.isolated else stack.enter_context(_folder()))
-                processes.append(_start(role, {**settings, "wire": end.fileno()}, text, folders[-1]))
-                stack.callback(_end, processes[-1])
-                end.close()
-            return float(self._said(processes[1], [] if self.isolated else folders) == word)
+            texts = [stack.enter_context(_file(text)) for text in (answer, f"{word}\n{tests}")]
+            folders = [] if self.isolated else [stack.enter_context(_folder()) for _ in texts]
+            settings |= {"role": "both", "folders": [str(folder) for folder in folders] or ["/", "/"]}
+            process = _start(settings, texts)
+            stack.callback(_end, process)
+            return float(self._said(process, folders) == word.encode())
 
     def _said(self, process: subprocess.Popen[bytes], folders: list[Path]) -> bytes | None:
         """Returns what the tests have written at their end; None: they took too long, or too much of the disk."""
@@ -130,22 +135,28 @@ class CodeTests(Reward):
         return None
 
 
-def _start(role: str, settings: dict[str, Any], text: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Starts a process that reads `text`; its standard output can be read."""
-    given = json.dumps({**settings, "parent": os.getpid()})
-    with tempfile.TemporaryFile() as program:
-        program.write(text.encode("utf-8", "surrogatepass"))
-        program.seek(0)
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__).with_name("code_process.py")), role, given],
-            cwd=folder,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder)},
-            stdin=program,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[settings["wire"]],
-            start_new_session=True,
-        )
+@contextlib.contextmanager
+def _file(text: str) -> Iterator[int]:
+    """Yields the descriptor of a file that holds a text and has no name."""
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+        file.seek(0)
+        yield file.fileno()
+
+
+def _start(settings: dict[str, Any], texts: list[int]) -> subprocess.Popen[bytes]:
+    """Starts the first process of code_process.py; its standard output can be read."""
+    given = json.dumps({**settings, "texts": texts, "parent": os.getpid()})
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _FIRST, str(Path(__file__).parent), given],
+        cwd="/",
+        env={"PATH": "/usr/bin:/bin"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=texts,
+        start_new_session=True,
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -167,9 +178,10 @@ def _folder() -> Iterator[Path]:
 
 def _remove(folder: Path) -> None:
     """Removes a folder whatever is in it; shutil.rmtree fails if it is thousands deep."""
-    if not folder.is_symlink():
-        subprocess.run(["chmod", "-R", "u+rwx", folder], check=False, stderr=subprocess.DEVNULL)
     subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
+    if folder.is_dir() and not folder.is_symlink():
+        subprocess.run(["chmod", "-R", "u+rwx", folder], check=False, stderr=subprocess.DEVNULL)
+        subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
 
 
 def _sweep() -> None:

@@ -59,7 +59,7 @@ def imports_of(tree: ast.Module) -> list[Any]:
     return found
 
 
-def run(tests: str, names: TestNames) -> None:
+def run_tests(tests: str, names: TestNames) -> None:
     """Runs tests. An answer may use classes that they define, but no functions, one of which may know the values."""
     program = ast.parse(tests)
     features = [getattr(__future__, name).compiler_flag for name in __future__.all_feature_names]

@@ -1,8 +1,8 @@
-"""A process in which rewards/code.py runs an answer, or its tests: its limits, its isolation and what it does.
+"""The processes in which rewards/code.py runs an answer and its tests: their limits, isolation and what they do.
 
-`python -I -S code_process.py ROLE SETTINGS` reads the program from its standard input. Where Linux permits, it runs in
-namespaces of its own: without network and other processes in sight, with a file system that can't be written to but for
-folders in memory, and with a parent, the first process of the namespace, at whose end the kernel ends all others.
+A first process starts one for the answer and one for the tests. Where Linux permits, each runs in namespaces of its
+own: without network and other processes in sight, with a file system that can't be written to but for folders in
+memory, and with a parent, the first process of the namespace, at whose end the kernel ends all others.
 """
 
 import ast
@@ -18,6 +18,13 @@ import sys
 import types
 from typing import Any
 
+if __name__.partition(".")[0] == "lmtrain":
+    from lmtrain.rewards.code_names import TestNames, imports_of, run_tests
+    from lmtrain.rewards.code_values import Peer
+else:  # in the first process, by its folder
+    from code_names import TestNames, imports_of, run_tests  # type: ignore[import-not-found,no-redef]
+    from code_values import Peer  # type: ignore[import-not-found,no-redef]
+
 MEGABYTES, PROCESSES = 64, 64  # of each folder that can be written to, and at the same time
 FILE_BYTES = 16 * 2**20
 UNAVAILABLE = 3  # exit code: the system permits no isolation
@@ -25,12 +32,41 @@ _USER, _PIDS, _NETWORK, _MOUNTS, _IPC = 0x10000000, 0x20000000, 0x40000000, 0x00
 _FAR = 500  # file descriptors that programs which close "all" seldom reach
 
 
-def main(role: str, settings: dict[str, Any]) -> int:
+def main(settings: dict[str, Any]) -> int:
+    """Starts both programs, waits for the tests, and returns an exit code."""
     libc = ctypes.CDLL(None, use_errno=True)
+    _end_with_parent(libc, settings)
+    if settings["role"] == "probe":
+        return _separate(libc, settings, 0, 0)
+    ends, processes = [end.detach() for end in socket.socketpair()], []
+    for place, role in enumerate(("answer", "tests")):
+        settings.update(role=role, parent=os.getpid())
+        processes.append(os.fork())
+        if processes[-1] == 0:  # which has nothing of the other one's
+            os.close(ends[1 - place])
+            os.close(settings["texts"][1 - place])
+            os.chdir(settings["folders"][place])
+            os.environ.update(dict.fromkeys(("HOME", "TMPDIR"), settings["folders"][place]))
+            _end_with_parent(libc, settings)
+            return _separate(libc, settings, settings["texts"][place], ends[place])
+    for number in (*ends, *settings["texts"]):
+        os.close(number)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return os.waitstatus_to_exitcode(os.waitpid(processes[1], 0)[1])
+
+
+def _end_with_parent(libc: Any, settings: dict[str, Any]) -> None:
+    """Has this process end, without namespaces with its group, when its parent ends."""
+    if not settings["isolated"]:
+        signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     if sys.platform == "linux":
-        libc.prctl(1, signal.SIGKILL if settings["isolated"] else signal.SIGTERM)  # PR_SET_PDEATHSIG: as the run ends
+        libc.prctl(1, signal.SIGKILL if settings["isolated"] else signal.SIGTERM)  # PR_SET_PDEATHSIG
         if os.getppid() != settings["parent"]:
-            return 1
+            os._exit(1)
+
+
+def _separate(libc: Any, settings: dict[str, Any], text: int, wire: int) -> int:
+    """Runs a program in namespaces and with limits, or prints which of them hold; returns its exit code."""
     holds = {"files": False, "processes": False}
     if settings["isolated"]:
         if not _enter_namespaces(libc, settings["network"]):
@@ -41,10 +77,8 @@ def main(role: str, settings: dict[str, Any]) -> int:
         holds = _change_mounts(libc)
         if not holds:
             return UNAVAILABLE
-    else:
-        signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-    if role == "probe":
-        print(json.dumps(holds))
+    if settings["role"] == "probe":
+        os.write(1, json.dumps(holds).encode())
         return 0
     if (program := os.fork()) > 0:
         return _watched(program, holds["processes"])
@@ -52,7 +86,7 @@ def main(role: str, settings: dict[str, Any]) -> int:
     _limit(settings["seconds"], settings["memory"])
     if settings["isolated"]:
         _drop_capabilities(libc)
-    _run(role, settings["wire"])
+    _run(settings["role"], text, wire)
     return 0
 
 
@@ -131,15 +165,11 @@ def _drop_capabilities(libc: Any) -> None:
     libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
 
 
-def _run(role: str, wire: int) -> None:
+def _run(role: str, program: int, wire: int) -> None:
     """Runs an answer and serves what it has defined; or runs tests, and at their end writes the word before them."""
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    import code_names  # type: ignore[import-not-found]
-    import code_values  # type: ignore[import-not-found]
-
-    del sys.path[0], sys.modules["code_names"], sys.modules["code_values"]
     sys.set_int_max_str_digits(0)
-    text = sys.stdin.buffer.read()
+    with os.fdopen(program, "rb") as file:
+        text = file.read()
     end = _moved(os.dup(1))
     connection = socket.socket(fileno=_moved(wire)).makefile("rwb")
     for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
@@ -147,16 +177,16 @@ def _run(role: str, wire: int) -> None:
     sys.argv = ["answer.py"]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     if role == "answer":
-        _answer(code_values.Peer(connection, module.__dict__), code_names.imports_of, module, text.decode())
+        _answer(Peer(connection, module.__dict__), module, text.decode())
     word, _, tests = text.partition(b"\n")
-    peer = code_values.Peer(connection)
-    names = code_names.TestNames(peer, *peer.receive())
+    peer = Peer(connection)
+    names = TestNames(peer, *peer.receive())
     module.__dict__.update(names)
-    code_names.run(tests.decode(), names)
+    run_tests(tests.decode(), names)
     os.write(end, word)
 
 
-def _answer(peer: Any, imports_of: Any, module: types.ModuleType, text: str) -> None:
+def _answer(peer: Peer, module: types.ModuleType, text: str) -> None:
     """Runs an answer as the program answer.py, and then does what the tests ask until they end."""
     process, path = os.getpid(), os.path.abspath("answer.py")
     with open(path, "w", encoding="utf-8", newline="") as out:  # multiprocessing and inspect read it
@@ -180,7 +210,3 @@ def _moved(number: int) -> int:
         os.close(number)
         return far
     return number
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], json.loads(sys.argv[2])))
