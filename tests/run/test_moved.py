@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from inprocess import run, train_tiny
 from lmtrain import errors, files
 from lmtrain.checkpoints import store
 from lmtrain.errors import RunError, UserError
+from lmtrain.run import failures
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
 from support import rows
@@ -132,6 +134,21 @@ def test_a_read_only_disk_refuses_an_export_in_one_message(tmp_path: Path, monke
     with pytest.raises(RunError, match="cannot write the export: Read-only file system; free some"):  # noqa: SIM117
         with files.replacing(tmp_path / "export", "the export", "free some"):
             raise AssertionError("nothing can be written")
+
+
+@pytest.mark.parametrize(
+    "said", ["Connection closed by peer [127.0.1.1]:3", "Read error [::1]: Connection reset by peer"]
+)
+def test_a_rank_whose_peer_is_gone_has_no_traceback(said: str, tmp_path: Path) -> None:
+    """gloo's error stands for another rank's, which has said why it ended; rank 0 alone repeats it."""
+    quiet = SimpleNamespace(data=SimpleNamespace(num_workers=0))
+    ranks = SimpleNamespace(world_size=2, global_rank=1)
+    of = SimpleNamespace(trainer=ranks, dir=RunDir(tmp_path), config=quiet, metrics=SimpleNamespace(last_val={}))
+    explained = failures.explain(RuntimeError(f"[../gloo/transport/tcp/pair.cc:5] {said}"), of)  # type: ignore[arg-type]
+    assert str(explained) == "another rank has ended, so this one can't go on; no checkpoint had been written yet"
+    assert explained.shared
+    ranks.world_size = 1
+    assert failures.explain(RuntimeError(said), of) is None  # type: ignore[arg-type]
 
 
 def test_a_rank_that_hangs_ends_after_its_launcher() -> None:
