@@ -374,6 +374,7 @@ every multimodal wrapper in it, a tiny random one goes through whole runs of lmt
 
 A tiny model shows that the code fits the family, not how well or how fast a large one learns.
 """
+AS_ROWS = "Their packed examples are laid out as padded rows"
 VERDICTS = ("passes", "refused", "fails", "not tried")
 
 
@@ -409,7 +410,7 @@ def page(results: list[dict[str, str]]) -> str:
         packed, in_rows = ([found["model"] for found in passed if found["packs"] == way] for way in GOOD)
         lines += ["", f"## Pass: {kind}", "", ", ".join(packed) or "none"]
         if in_rows:
-            lines += ["", f"Their packed examples are laid out as padded rows: {', '.join(in_rows)}."]
+            lines += ["", f"{AS_ROWS}: {', '.join(in_rows)}."]
     for title, which in (("Refused, with the message", "refused"), ("Fail", "fails"), ("Not tried", "not tried")):
         rows = sorted((found for found in results if verdict(found) == which), key=lambda found: found["model"])
         lines += ["", f"## {title}", "", "| model | why |", "| --- | --- |"]
@@ -429,6 +430,12 @@ def on_page(text: str) -> dict[str, str]:
             models = [name for line in lines for name in line.rpartition(": ")[2].rstrip(".").split(", ")]
         found |= dict.fromkeys([name for name in models if name not in ("", "none")], which)
     return found
+
+
+def padded_on(text: str) -> set[str]:
+    """Returns the models whose packed examples are padded rows, by a page."""
+    lists = [line.partition(f"{AS_ROWS}: ")[2] for line in text.splitlines() if line.startswith(AS_ROWS)]
+    return {name for names in lists for name in names.rstrip(".").split(", ")}
 
 
 def read(out: Path) -> list[dict[str, str]]:

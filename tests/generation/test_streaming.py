@@ -27,7 +27,7 @@ TEXTS = [
 ]
 PARTS = [text for text in hostile_texts(()) if 0 < len(text) < 4]
 TEXTS += [
-    between.join(PARTS[start::3]) for start, between in enumerate(("", " ", "\n    "))
+    between.join(PARTS[start::6]) for start, between in enumerate(("", " ", "\n    "))
 ]  # longer than is decoded again
 
 
