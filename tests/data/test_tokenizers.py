@@ -8,6 +8,7 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
+from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.errors import UserError
 
@@ -157,3 +158,12 @@ def test_numbers_stand_in_for_an_unknown_tokenizer(tmp_path):
     assert loaded.decode([3, 17, 0]) == "3 17 0"
     assert loaded("3 17 0").input_ids == [3, 17, 0]
     assert loaded.eos_token_id is None
+
+
+def test_the_stand_in_for_an_unknown_tokenizer_shows_numbers() -> None:
+    stand_in = tokenizers.numbers(12)
+    assert stand_in("3 11 0")["input_ids"] == [3, 11, 0]
+    assert stand_in.decode([3, 11]) == "3 11"
+    assert len(stand_in) == 12
+    assert tokenizers.shows_numbers(stand_in)
+    assert not tokenizers.shows_numbers(tokenizers.load_or_train(TokenizerConfig(kind="bytes"), lambda _: iter(())))

@@ -15,10 +15,12 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chats import write_chats, write_rows
+from helpers_models import objective
 from inprocess import message, run, train_tiny
 from lmtrain.config import compose as rules
 from lmtrain.evaluation.results import Evaluated, Results, Scores, _label, interval
-from lmtrain.evaluation.scoring import window_sizes, windows
+from lmtrain.evaluation.scoring import negative_log_likelihoods, window_sizes, windows
+from lmtrain.models.language_model import LanguageModel
 from support import EXPORT, REPO, TINY, rows
 from tiny_pretrained import save_pretrained
 
@@ -316,3 +318,15 @@ def test_what_cannot_be_is_refused(argv: list[str], words: str, model: Path, tex
 def test_half_a_context_is_the_default_stride(given: list[str], sizes: tuple[int, int], model: Path) -> None:
     who = SimpleNamespace(name="it", own=None, model=SimpleNamespace(model=AutoModelForCausalLM.from_pretrained(model)))
     assert window_sizes(who, rules.check(rules.compose(given))) == sizes
+
+
+def test_one_device_scores_all_windows_and_several_their_parts(model: Path) -> None:
+    wrapped = LanguageModel(AutoModelForCausalLM.from_pretrained(model).eval(), objective())
+    ids = [np.arange(length) * 7 % 200 for length in (5, 30, 12, 9, 21)]
+    spans = [window for row, some in enumerate(ids) for window in windows(some, row, 16, 8)]
+    whole = sorted(negative_log_likelihoods(wrapped, spans, 2))
+    parts = [list(negative_log_likelihoods(wrapped, spans, 2, part=(rank, 2))) for rank in range(2)]
+    assert all(parts)
+    assert sum(tokens for _, _, tokens in whole) == sum(len(some) - 1 for some in ids)
+    for ours, theirs in zip(sorted([*parts[0], *parts[1]]), whole, strict=True):
+        assert ours == (theirs[0], pytest.approx(theirs[1], rel=1e-5), theirs[2])

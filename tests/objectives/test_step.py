@@ -45,3 +45,13 @@ def test_a_guard_goes_on_from_its_state() -> None:
     other = StepGuard(spike_factor=2.0, spike_window=5)
     other.load_state_dict(first.state_dict())
     assert other.recent.isnan().all(), "a window of another length begins empty"
+
+
+def test_without_a_factor_only_gradients_that_are_not_finite_are_bad() -> None:
+    guard = StepGuard(spike_factor=None, spike_window=2)
+    losses = [torch.tensor(1.0), None, torch.tensor(100.0), torch.tensor(float("nan"))]
+    assert [bool(guard.judge(step, loss, torch.ones(()))) for step, loss in enumerate(losses)] == [False] * 4
+    assert bool(guard.judge(4, None, torch.tensor(float("nan"))))
+    assert guard.counts() == (1, 1, 4)
+    assert not bool(guard.judge(5, None, torch.ones(())))
+    assert guard.counts() == (1, 0, 4)
