@@ -37,5 +37,7 @@ def test_a_tenth_of_all_sums_is_held_out_whatever_the_seed() -> None:
     assert len(trained) > 7500
     shares = [mix64(a, b) % 10 == 0 for a in range(10, 200) for b in range(10, 60)]
     assert abs(sum(shares) / len(shares) - 0.1) < 0.01
+    assert list(Sums(5).terms("train")) == list(Sums(5, 0, 0).terms("train"))
+    assert list(Sums().terms("val")) == list(Sums(20_000, 500, 0).terms("val"))
     assert list(Sums(5, 0, 1).terms("train")) == list(Sums(5, 9, 1).terms("train"))
     assert Sums(5, 6, 7).settings == {"kind": "sums", "number": 5, "held_out": 6, "seed": 7}
