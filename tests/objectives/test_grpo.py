@@ -343,7 +343,8 @@ def test_replacements_are_new_prompts_and_new_completions(others: int, llama: Pa
 
 @pytest.mark.parametrize(("role", "content"), [("role", "content"), ("from", "value")])
 def test_of_messages_the_question_is_shown_and_not_the_answer_of_the_data(role: str, content: str) -> None:
-    data = check(compose(["objective=grpo", "data=prompts_jsonl", "data.path=x", "reward=length"])).data
+    words = ["objective=grpo", "data=prompts_jsonl", "data.path=x", "reward=length", "data.seq_len=64"]
+    data = check(compose([*words, "data.chat_template=alpaca"])).data
     said = [("user", "a?"), ("assistant", "b"), ("user", "and c?"), ("assistant", "d")]
     messages = [{role: who, content: text} for who, text in said]
     for column in ({"messages": messages}, {"prompt": ["a?", "b", "and c?"]}):
