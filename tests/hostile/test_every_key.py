@@ -40,7 +40,7 @@ def named(names: str) -> set[str]:
 HARMLESS = named(
     """
     budget.updates callbacks.early_stopping.monitor callbacks.samples.prompts checkpoint.monitor data.column_separator
-    data.columns data.ignore_columns data.template_options
+    data.columns data.ignore_columns data.template_options generate.template_options
     data.config_name data.conversation_format data.document_start data.fim.middle_token data.fim.prefix_token
     data.fim.suffix_token data.prompt_template data.response_template data.revision data.system_prompt
     data.text_column data.train_split data.val_split estimate.device evaluate.checkpoint evaluate.name

@@ -1,7 +1,7 @@
-"""Sixty further inputs of a stranger, each judged in the process that composes it: nothing runs, is sent or is written.
+"""Seventy further inputs of a stranger, each judged in the process that composes it: nothing runs, is sent or is written.
 
-An input is an experiment of a --config-dir, or the overrides of a pipeline's stage. The user types only what makes an
-ordinary run. `tests/hostile/test_corpus.py` has inputs that reach training.
+An input is an experiment of a --config-dir, and the user types only what makes an ordinary run.
+`tests/hostile/test_corpus.py` has inputs that reach training.
 """
 
 from pathlib import Path
@@ -141,7 +141,11 @@ def stranger(folder: Path, tree: dict[str, Any]) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+# A third of them in every run of the tests, as each composes a config.
+_PARAMS = [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.slow) for i, name in enumerate(EXPERIMENTS)]
+
+
+@pytest.mark.parametrize("name", _PARAMS)
 def test_what_an_experiment_tries(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "theirs")
