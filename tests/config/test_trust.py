@@ -239,3 +239,20 @@ def test_trust_ends_with_the_command_that_names_the_file(tmp_path: Path) -> None
     assert environment.flags() == ["--trust", str(tmp_path / "mine.yaml")]
     assert run("train", "--cfg").code == 0
     assert environment.flags() == []
+
+
+def test_an_option_that_executes_is_the_users_to_choose(tmp_path: Path) -> None:
+    """Typed it counts beside somebody else's experiment, whose own changes of it do not."""
+    theirs: dict[str, Any] = {"defaults": [{"override /objective": "grpo"}, {"override /reward": "code"}, "_self_"]}
+    chosen = experiment(tmp_path, theirs)
+    with pytest.raises(UserError, match=r" sets reward=code, .*add reward=code"):
+        opened(*chosen, "data=prompts_jsonl", config_dir=tmp_path)
+    typed = [*chosen, "data=prompts_jsonl", "reward=code"]
+    assert opened(*typed, config_dir=tmp_path).reward["network"] is False
+    chosen = experiment(tmp_path, {**theirs, "reward": {"network": True}})
+    with pytest.raises(UserError, match=r"theirs\.yaml sets reward\.network=true"):
+        opened(*typed, config_dir=tmp_path)
+    assert opened(*typed, "reward.network=true", config_dir=tmp_path).reward["network"] is True
+    environment.trust([tmp_path / "experiment" / "theirs.yaml"])
+    assert opened(*typed[:-1], config_dir=tmp_path).reward["network"] is True
+    environment.trust([])

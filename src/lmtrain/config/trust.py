@@ -65,10 +65,14 @@ def refuse(
         if not judge.is_ours(key):
             raise UserError(environment.refusal(key, reading, str(judge.source(key) or where)))
     for found in (_of_schema(plain), _of_classes(plain)):  # classes are imported when all else is in order
-        wrong = judge.wrong(found)
-        if wrong:
-            values = {name: at(plain, name.split(".")) for name in wrong}
-            raise UserError(_refusal(values, judge.source(next(iter(wrong))) or where))
+        files_of = {name: judge.source(name) for name in judge.wrong(found)}
+        if files_of:
+            words = {name: _typed(name, at(plain, name.split("."))) for name in files_of}
+            # An option of ours that their file has chosen is typed as a whole.
+            ours = {name: file for name, file in files_of.items() if file is not None and environment.is_trusted(file)}
+            words |= {name: f"{file.parent.name}={file.stem}" for name, file in ours.items()}
+            theirs = next((file for name, file in files_of.items() if name not in ours and file is not None), where)
+            raise UserError(_refusal(words, theirs))
 
 
 class _Judge:
@@ -184,11 +188,11 @@ def _asked(key: str, name: str) -> str:
     return ".".join(parts[:index])
 
 
-def _refusal(values: Mapping[str, Any], where: Path | str) -> str:
-    words = [_typed(key, value) for key, value in values.items()]
-    words = [word if len(word) < 200 else f"{word[:200]}..." for word in words][:9]
+def _refusal(typed: Mapping[str, str], where: Path) -> str:
+    """Returns the message for values that somebody else's file sets; `typed` has the override that would set each."""
+    words = [word if len(word) < 200 else f"{word[:200]}..." for word in dict.fromkeys(typed.values())][:9]
     opens = {key.name: key.open.to for key in all_keys() if key.open is not CLOSED}
-    to = next((opens[part] for key in values for part in _with_sections(key) if part in opens), None)
+    to = next((opens[part] for key in typed for part in _with_sections(key) if part in opens), None)
     return (
         f"{where} sets {' and '.join(words)}, which counts only where you type it, on the command line, since it could "
         f"run code, write, fetch or send what you did not ask for{f' (a file may set it to {to})' if to else ''}. If "
@@ -244,7 +248,7 @@ def refuse_code(tree: DictConfig, grants: Grants, where: Path) -> None:
     asked = {key: OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v for key, v in asked.items()}
     wanted = {key: value for key, value in asked.items() if value and not _within(key, value, grants)}
     if wanted:
-        raise UserError(_refusal(wanted, where))
+        raise UserError(_refusal({key: _typed(key, value) for key, value in wanted.items()}, where))
     for key, value in asked.items():
         if value is not None:
             OmegaConf.update(tree, key, interpolations.escaped(value), merge=False)
