@@ -49,6 +49,7 @@ from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.config.compose import check, compose
 from lmtrain.data.modules import TokenDataModule
 from lmtrain.distributed import devices, process_group
+from lmtrain.models import folder as model_folder
 from lmtrain.models import probe
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives import with_reference
@@ -191,6 +192,7 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
         mock.patch.object(Precomputed, "find", no_reference),
         mock.patch.object(LanguageModel, "_compare_logits"),
         mock.patch.object(memory_adapter, "check_start"),
+        mock.patch.object(model_folder, "check_finite"),
         # Lightning deep-copies what is logged, including the storage.
         mock.patch.object(pl.LightningModule, "log_dict"),
         # With this, torch.tensor(.., device="cuda") is made on the host and copied.
