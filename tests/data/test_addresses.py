@@ -314,7 +314,7 @@ def test_train_from_an_address_and_again_from_another_folder(
     asked = len(server.asked)
     refused = run(*evaluation)
     assert refused.code == 2
-    assert f"data.path={address}: {tmp_path}/run/config.yaml has an address opened" in message(refused.err)
+    assert f"{tmp_path}/run/config.yaml sets data.path={address}, which counts only" in message(refused.err)
     assert len(server.asked) == asked
     trusted = run(*evaluation, "--trust", f"{tmp_path}/run/config.yaml")
     assert trusted.code == 0, trusted.err

@@ -30,7 +30,7 @@ from lmtrain.config.keys import Key, at, flat, keys_of, value_of
 from lmtrain.config.override_text import bare_or_quoted, leaves, to_hydra, written
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.sections import all_keys, classes
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, naming
 
 CODE = tuple(key.name for key in all_keys() if key.is_code)
 Grants = Mapping[str, Any]  # what the user has granted: keys of CODE, with their values
@@ -215,12 +215,9 @@ def addresses(data: DataConfig) -> list[str]:
 
 def refuse_addresses(data: DataConfig, file: Path) -> None:
     """Raises UserError if the data of a run's config.yaml is at an address and the file is not trusted."""
-    for word in addresses(data) if not environment.is_trusted(file) else ():
-        raise UserError(
-            f"{word}: {file} has an address opened, which a file may only do if you trust it, since it could be an "
-            f"address that only you can reach: set {word.partition('=')[0]} on the command line, name a local copy, or "
-            f"add --trust {file}"
-        )
+    words = addresses(data)
+    if words and not environment.is_trusted(file):
+        raise UserError(_refusal({word.partition("=")[0]: word for word in words}, file))
 
 
 def granted(config: Any) -> dict[str, Any]:
@@ -270,10 +267,8 @@ def of_files(paths: Iterable[str]) -> list[str]:
     """
     found: dict[str, Any] = {}
     for path in (Path(name).expanduser() for name in paths):
-        try:
-            tree = safe_yaml.parse(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--trust {path} can't be read: {error}") from None
+        with naming("--trust"):
+            tree = safe_yaml.read(path)
         found |= {key: value for key in CODE if (value := at(tree, key.split(".")))}
     return [_typed(key, value) for key, value in found.items()]
 
