@@ -79,7 +79,9 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         yield "constant", ast.Constant(node.value + 1)
     elif isinstance(node, ast.Call) and len(node.args) > 1 and not any(isinstance(a, ast.Starred) for a in node.args):
-        if getattr(node.func, "id", "") in ("max", "min"):  # the same either way
+        if (
+            getattr(node.func, "id", "") in ("max", "min") or getattr(node.func, "attr", "") == "promote_types"
+        ):  # the same either way
             return
         yield "arguments", copied(args=[node.args[1], node.args[0], *node.args[2:]])
     elif isinstance(node, ast.AugAssign | ast.Raise | ast.Continue | ast.Break) or (
@@ -110,9 +112,9 @@ def mutants_of(path: Path) -> list[Mutant]:
         for kind, new in changes(node):
             first, last = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
             old, text = source[first:last].decode(), ast.unparse(new)
-            found.append(
-                Mutant(path, node.lineno, kind, old, text if kind == "statement" else f"({text})", first, last)
-            )
+            if text != ast.unparse(node):
+                text = text if kind == "statement" else f"({text})"
+                found.append(Mutant(path, node.lineno, kind, old, text, first, last))
     return found
 
 

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lmtrain.checkpoints import checksums, sharded, store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
 from lmtrain.distributed import process_group as world
-from lmtrain.errors import RunError
+from lmtrain.errors import RunError, UserError
 
 
 @pytest.fixture
@@ -203,3 +203,9 @@ def test_copies_are_written_while_training_goes_on(tmp_path: Path) -> None:
         held.set()
         io.wait()
     assert torch.equal(store.load(path)["state_dict"]["w"], torch.full((3, 2), 7.0))
+
+
+def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"not at all")
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        store.read_tensors(tmp_path / "model.safetensors")

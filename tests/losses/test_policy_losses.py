@@ -154,3 +154,10 @@ def test_tokens_that_are_left_out_are_not_counted_as_clipped() -> None:
     for name, clipped in (("grpo", 2), ("rloo", 2), ("gspo", 2), ("reinforce", 0)):
         found = policy_loss(ratio.log(), sampled, VARIANTS[name], settings, torch.ones(()))
         assert found.clipped.item() == clipped, name
+
+
+def test_clip_ranges_are_the_papers() -> None:
+    ranges = {name: (variant.clip_low, variant.clip_high) for name, variant in VARIANTS.items()}
+    assert ranges == {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "rloo": (0.2, 0.2),
+                      "gspo": (3e-4, 4e-4), "reinforce": (0.0, 0.0)}  # fmt: skip
+    assert {name for name, variant in VARIANTS.items() if variant.overlong_share} == {"dapo"}

@@ -10,6 +10,7 @@ from lmtrain.errors import UserError
 from lmtrain.rewards import games
 from lmtrain.rewards.environment import (
     LONGEST,
+    Adapted,
     Call,
     Environment,
     EnvironmentReward,
@@ -143,3 +144,33 @@ def test_an_environment_is_built_from_its_class_and_arguments() -> None:
         build_environment({"_target_": "odd_environments.Undescribed"}, ["odd_environments"])
     with pytest.raises(UserError, match="is not"):
         build_environment({"_target_": "lmtrain.rewards.text.Equal"}, [])
+
+
+class Trls:
+    """As TRL's environment_factory makes them."""
+
+    def reset(self, answer: str, seed: int) -> str:
+        self.answer, self.seed = answer, seed
+        return "guess"
+
+    def look(self) -> str:
+        """Shows the answer."""
+        return self.answer
+
+    def _hidden(self) -> str:
+        return "no tool"
+
+    def get_reward(self) -> float:
+        return float(self.seed)
+
+
+def test_a_class_for_trl_has_its_public_methods_as_tools() -> None:
+    played = Adapted(Trls())
+    assert [tool.__name__ for tool in played.tools] == ["look"]
+    assert played.reset({"answer": "7", "other": 1}, 3) == "guess"
+    (call,) = execute('{"name": "look", "arguments": {}}', played.tools, 1)
+    assert call.result == "7"
+    assert played.step("7", []) == (None, None)
+    assert played.step("7", [call])[0] == results([call])
+    assert played.get_reward() == 3.0
+    assert Adapted(odd_environments.Echo()).steps

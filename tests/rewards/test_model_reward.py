@@ -58,6 +58,21 @@ def test_each_score_is_the_models(template: str | None, batch_size: int, judge: 
     assert len(reward._ids("x", "y" * room)) == 96, "all positions may be used"
 
 
+def test_a_text_without_a_template_ends_as_texts_do_and_mistakes_keep_their_words(
+    judge: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (judge / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    assert ModelReward(str(judge))._ids("ab", "c") == [*tokenizer("abc")["input_ids"], tokenizer.eos_token_id]
+
+    def fails(*_: object) -> None:
+        raise UserError("its own words")
+
+    monkeypatch.setattr("lmtrain.rewards.model._load", fails)
+    with pytest.raises(UserError, match=r"^its own words$"):
+        ModelReward(str(judge))
+
+
 def test_the_content_of_a_reward_model_is_its_weights(judge: Path) -> None:
     first = ModelReward(str(judge)).content()
     assert ModelReward(str(judge)).content() == first
