@@ -129,13 +129,16 @@ def plain(action: Callable[[], int], goes_on: bool = False) -> int:
         terminal.status.stop()
 
 
+_ONLY_PRINT = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--version"}  # with these every verb only prints
+
+
 def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
     """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
     spinning.limit()
     spinning.watch()
     words = sys.argv[1:] if argv is None else argv
     with preempted_by_signals() if verb == "train" else contextlib.nullcontext():
-        return plain(lambda: _run(verb, action, words), goes_on=verb not in PRINTING)
+        return plain(lambda: _run(verb, action, words), goes_on=verb not in PRINTING and _ONLY_PRINT.isdisjoint(words))
 
 
 def _run(verb: str, action: Callable[["Config"], int], words: list[str]) -> int:

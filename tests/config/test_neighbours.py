@@ -207,6 +207,7 @@ assistant_only_loss -> data.train_on
 completion_only_loss -> data.train_on
 dataset_text_field -> data.text_column
 chat_template_path -> data.chat_template
+chat_template_kwargs -> data.template_options
 use_peft -> peft=lora
 use_lora -> peft=lora
 lora_target_modules -> peft.target_modules

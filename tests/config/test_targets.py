@@ -393,6 +393,11 @@ BY_NAME = {"import_module", "__import__", "instantiate", "get_class", "get_objec
 ELSEWHERE = {
     "config/targets.py": {"import_module"},  # the builder
     "cli.py": {"import_module"},  # the action of a verb, as its file names it, and lmtrain.<verb>, one of VERBS
+    # In the sandbox of reward=code, an answer, its tests and the modules that they import; in a process for it, a tool.
+    "rewards/code_names.py": {"import_module", "exec"},
+    "rewards/code_process.py": {"exec"},
+    "rewards/code_values.py": {"import_module"},
+    "rewards/own_process.py": {"import_module"},
 }
 
 

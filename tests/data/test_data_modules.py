@@ -1,8 +1,11 @@
 """TextDataModule and ChatDataModule: alone, with a LightningModule from outside lmtrain, and in a run."""
 
 import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -228,12 +231,19 @@ class Seen(Plain):
         self.write("val", batch)
 
 
-def test_two_ranks_share_the_rows(jsonl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def train_two_ranks(path: str, folder: str) -> None:
     data = lmtrain.ChatDataModule(
-        "chat_jsonl", path=jsonl(CHAT), tokenizer="bytes", seq_len=128, batch_size=2, chat_template="zephyr",
-        packing="off", val_fraction=0.2, cache_dir=str(tmp_path / "cache"),
+        "chat_jsonl", path=path, tokenizer="bytes", seq_len=128, batch_size=2, chat_template="zephyr",
+        packing="off", val_fraction=0.2, cache_dir=f"{folder}/cache",
     )  # fmt: skip
-    trained(data, tmp_path, Seen(tmp_path), max_epochs=1, devices=2, strategy="ddp_fork")
+    trained(data, Path(folder), Seen(Path(folder)), max_epochs=1, devices=2, strategy="ddp_fork")
+
+
+def test_two_ranks_share_the_rows(jsonl: Any, tmp_path: Path) -> None:
+    """In a process of its own: a fork of one that has used gloo before lacks gloo's thread and waits for ever."""
+    code = f"import {__name__} as here; here.train_two_ranks({str(jsonl(CHAT))!r}, {str(tmp_path)!r})"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=200)
     for name, count in (("train", 32), ("val", 8)):
         ranks = [(tmp_path / f"{name}_{rank}").read_text().splitlines() for rank in (0, 1)]
         assert [len(rows) for rows in ranks] == [count // 2, count // 2]
