@@ -203,7 +203,9 @@ def files_named(config: Config) -> str:
 
     A file that is replaced by an older one, as mv, rsync -t and tar do, has another inode or change time.
     """
-    files = (p for path in _named_files(config) for p in (path, *sorted(path.rglob("*"))) if p.is_file())
+    whole = Path("/")  # is refused when the data is opened
+    named = (path for path in _named_files(config) if path.resolve() != whole)
+    files = (p for path in named for p in (path, *sorted(path.rglob("*"))) if p.is_file())
     return short_hash([[str(path.absolute()), version_of(path)] for path in files])
 
 
