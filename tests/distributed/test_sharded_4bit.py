@@ -147,4 +147,5 @@ def test_every_kind_of_base_and_adapter(corpus: Path, tmp_path: Path) -> None:
         r.two(f"{task}-fsdp", *short, FSDP)
     r.launch()
     for task in tasks:
-        r.compare(f"{task}-fsdp", task, rel=5e-3 if task in IN_BF16 else EXACT)
+        # Four of bf16's units: ranks sum in another order, and AMX in another yet (0.6 % in the norm of step 4).
+        r.compare(f"{task}-fsdp", task, rel=2**-6 if task in IN_BF16 else EXACT)
