@@ -160,10 +160,12 @@ def test_a_rank_that_fails_while_the_other_still_builds(corpus: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        ("ddp", {"gloo:all_reduce": 2}),  # the gradients, and the count of tokens
-        # Gradients: two blocks and the rest, which gloo reduces by all_reduce; then the token count and the norm.
+        # The gradients, the count of tokens, and the step's metrics, which callbacks of the user's own may read at any
+        # step (callbacks.extra, as the one that counts here): a run without them reduces its metrics with each record.
+        ("ddp", {"gloo:all_reduce": 3}),
+        # Gradients: two blocks and the rest, which gloo reduces by all_reduce; then token count, norm and metrics.
         # Weights, for each of two micro-batches: the rest once, and each block in forward and backward.
-        ("fsdp", {"gloo:all_reduce": 3 + 2, "gloo:all_gather": 2 * (1 + 2 * 2)}),
+        ("fsdp", {"gloo:all_reduce": 3 + 3, "gloo:all_gather": 2 * (1 + 2 * 2)}),
     ],
 )
 def test_collectives_of_a_step(corpus: Path, tmp_path: Path, strategy: str, expected: dict[str, int]) -> None:
