@@ -2,7 +2,7 @@
 
 Rows are packed, so a batch of 16 rows may be 250 short examples, and 300 examples three updates, which teach nothing.
 The number of examples per update, of passes and the learning rate therefore follow from the number of examples and the
-width of the model, by the tables below, measured in benchmarks/fine_tune.py.
+width of the model, by the tables below, compared with others in benchmarks/updates.py.
 """
 
 import math
