@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
+from lmtrain.data.chat.time_limits import TookTooLong, time_limit
 from lmtrain.data.store import cache
 from lmtrain.errors import UserError
 

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 import lmtrain
 import odd_environments
 import own_tools
-from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
 from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import ChatEncoder
+from lmtrain.data.chat.time_limits import TookTooLong, time_limit
 from lmtrain.data.examples.prompt_rows import PromptRow
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import FunctionReward
@@ -238,7 +238,7 @@ def test_a_time_limit_holds_in_other_threads_and_ends_with_its_context() -> None
 
 UNUSED = """
 import cProfile, threading
-from lmtrain.data.chat.jinja_rendering import time_limit
+from lmtrain.data.chat.time_limits import time_limit
 
 def within():
     with time_limit(5):

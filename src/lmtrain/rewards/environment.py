@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from lmtrain.config.targets import build_target, check_names, class_named
 from lmtrain.data.chat.arguments import Misfit, fitted
-from lmtrain.data.chat.jinja_rendering import TookTooLong
+from lmtrain.data.chat.time_limits import TookTooLong
 from lmtrain.data.chat.tool_calls import FORMATS, CallReader, ToolCall, requested
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lmtrain.config.targets import build_target, check_names, function_named
-from lmtrain.data.chat.jinja_rendering import TookTooLong
+from lmtrain.data.chat.time_limits import TookTooLong
 from lmtrain.errors import RunError, UserError
 from lmtrain.rewards.base import FunctionReward, Reward, label
 from lmtrain.rewards.environment import EnvironmentReward

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import cache
 from typing import Any
 
-from lmtrain.data.chat.jinja_rendering import TookTooLong, time_limit
+from lmtrain.data.chat.time_limits import TookTooLong, time_limit
 from lmtrain.rewards.own_process import ToolFailed
 
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from lmtrain.data.chat.call_formats import reader_of
 from lmtrain.data.chat.conversations import Conversation
-from lmtrain.data.chat.jinja_rendering import TookTooLong
 from lmtrain.data.chat.rendering import check_tools
 from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.thoughts import thought_marks
+from lmtrain.data.chat.time_limits import TookTooLong
 from lmtrain.data.chat.turns import BadRow, turns_of
 from lmtrain.data.examples.prompt_rows import PromptRow, conversation_of
 from lmtrain.data.order import mix64
