@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 def train(config: "Config") -> int:
     """Trains a model with `config`; returns the exit code. Slow imports are deferred until a status line is shown."""
-    from lmtrain.run.start import start
+    from lmtrain.run.start import keep_precision, start
+
+    keep_precision(config)  # before what follows resolves auto
 
     if config.budget.updates is not None:
         from lmtrain.run import updates

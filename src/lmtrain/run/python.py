@@ -49,6 +49,7 @@ def build(config: Config) -> "PythonRun":
     from lmtrain.distributed import devices
     from lmtrain.run import updates
     from lmtrain.run.session import Session
+    from lmtrain.run.start import keep_precision
 
     if not isinstance(config, Config):
         raise UserError(f"build takes what compose returns, lmtrain.build(lmtrain.compose([...])): {config!r}")
@@ -56,6 +57,7 @@ def build(config: Config) -> "PythonRun":
     if ranks.find() is not None:
         raise UserError("lmtrain.build makes a run of one process: with torchrun or srun start -m lmtrain.train ...")
     _refuse(config)
+    keep_precision(config)
     updates.settle(config)
     folder = run_dir.open_run(config)
     try:

@@ -21,7 +21,6 @@ from lmtrain.terminal import status
 def start(config: Config) -> int:
     """Trains as `config` says, in this process or in one per device; returns the exit code."""
     layout = ranks.find()
-    keep_precision(config)
     if layout is not None:
         return _as_rank(config, layout)
     if config.trainer.num_nodes > 1:
