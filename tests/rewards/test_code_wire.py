@@ -86,7 +86,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__} {ascii(value)}")
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__} {value!a}")
 def test_plain_values_are_copied_there_and_back(value: Any, peer: Peer) -> None:
     found = peer.ask("name", "same")(value)
     assert type(found) is type(value)
@@ -281,28 +281,23 @@ def test_a_watched_program_gives_its_exit_code(counts: bool) -> None:
     assert in_child(watched) == 7
 
 
-def test_too_many_processes_end_the_watch() -> None:
+@pytest.mark.parametrize(("number", "code"), [(4, 5), (5, 1)])
+def test_too_many_processes_end_the_watch(number: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process of the namespace, the watch and the program are there besides those that are counted."""
+    monkeypatch.setattr(code_process, "PROCESSES", 2)
+
     def watched() -> int:
         program = os.fork()
         if program == 0:
-            os.read(os.pipe()[0], 1)
-        with mock.patch.object(os, "listdir", lambda _: ["self", "1", "2", "3", "4", "5"]):
-            with mock.patch.object(code_process, "PROCESSES", 2):
-                found = code_process._watched(program, True)
-        os.kill(program, 9)
+            if code == 1:
+                os.read(os.pipe()[0], 1)
+            os._exit(5)
+        os.listdir = lambda _: ["self", *map(str, range(number))]  # type: ignore[assignment]
+        found = code_process._watched(program, True)
+        os.kill(program, 9) if code == 1 else None
         return found
 
-    assert in_child(watched) == 1
-
-    def few() -> int:
-        program = os.fork()
-        if program == 0:
-            os._exit(5)
-        with mock.patch.object(os, "listdir", lambda _: ["self", "1", "2", "3", "4"]):
-            with mock.patch.object(code_process, "PROCESSES", 2):
-                return code_process._watched(program, True)
-
-    assert in_child(few) == 5
+    assert in_child(watched) == code
 
 
 def test_folders_are_measured_removed_and_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

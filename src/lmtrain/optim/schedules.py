@@ -196,7 +196,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], smoothing: float) -
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     # Slopes are taken over several steps, as neighbouring smoothed losses are nearly equal.
     slopes = {i: smoothed[i + _APART] - smoothed[i - _APART] for i in range(_APART, lowest - _APART + 1)}
-    steepest = min(slopes, key=slopes.__getitem__, default=None)
-    if steepest is None or slopes[steepest] >= 0:
+    if not slopes:
         return None
+    steepest = min(slopes, key=slopes.__getitem__)  # where it falls, as the last slope ends at the first lowest loss
     return Suggestion(math.sqrt(rates[steepest] * rates[lowest]), rates[steepest], rates[lowest], smoothed)
