@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import lmtrain
 from lmtrain import cli
@@ -97,6 +98,14 @@ LIGHT = [
     ("train", "data.global_batch_size=7"),
     ("train", "-m", "optimizer.lr=1,fast"),
     ("pipeline", "pipeline=laptop", "sft.trainer.max_stepz=1"),
+    *((verb,) for verb in ("chat", "generate", "evaluate", "export")),  # which model?
+    ("chat", "nowhere"),
+    *((verb, "data=text", "data.path=nowhere.txt") for verb in ("train", "prepare", "inspect", "tune", "verify")),
+    ("train", "objective=sft", "model=HuggingFaceTB/SmolLM2-135M", "data=chat_jsonl", "data.path=nowhere.jsonl"),
+    ("train", "nowhere.txt"),
+    ("train", "checkpoint.monitor=val/los"),
+    ("train", "callbacks=early_stopping", "callbacks.early_stopping.monitor=loss"),
+    *(((verb, "trainer=gpu") for verb in ("train", "tune", "verify")) if torch.version.cuda is None else ()),
 ]
 
 

@@ -1,11 +1,16 @@
 """Chat with a model in the terminal or, with --web, in a browser: `python -m lmtrain.chat outputs/my_run`."""
 
-from lmtrain import cli
-from lmtrain.config.schema import Config
+from typing import TYPE_CHECKING
+
+from lmtrain import cli, terminal
+
+if TYPE_CHECKING:
+    from lmtrain.config.schema import Config
 
 
-def chat(config: Config) -> int:
+def chat(config: "Config") -> int:
     """Runs a chat in the terminal or, with chat.web, serves it as a local web page; returns the exit code."""
+    terminal.status.say("loading torch, transformers and the model")
     if config.chat.web:
         from lmtrain.generation.web import serve
 

@@ -49,32 +49,49 @@ def _named(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def door(verb: str, place: str, meanwhile: str = "") -> Callable[..., int]:
+def door(verb: str, place: str, meanwhile: str = "loading torch and transformers") -> Callable[..., int]:
     """Returns the `main` of a verb whose action `place` (module:function) is imported only after reading the config.
 
     meanwhile: the status line shown during the import.
     """
 
     def action(config: "Config") -> int:
-        if meanwhile:
-            terminal.status.say(meanwhile)
-        return _named(place)(config)
+        terminal.status.say(meanwhile)
+        return int(_named(place)(config))
 
     return main_of(verb, action)
 
 
-def folder_door(verb: str, place: str, meaning: str, default: str | None = None) -> Callable[..., int]:
+def say_first(verb: str, doing: str, more: str = "") -> None:
+    """Says at once what a command begins with: a temporary status line on a terminal, a lasting line in a log (stderr).
+
+    more: what the log says besides.
+    """
+    terminal.status.say(doing)
+    alone = ranks.started_by() is None and "LMTRAIN_TRIAL" not in os.environ and ranks.BEGAN not in os.environ
+    if alone:
+        terminal.say_in_log(f"lmtrain {verb}: {doing}{more}")
+
+
+def folder_door(verb: str, place: str, meaning: str, default: str | None = None, doing: str = "") -> Callable[..., int]:
     """Returns the `main` of a command that takes a folder and no config; `place` is as in `door`.
 
     meaning: what the folder is, for --help.
     default: the folder if none is named; None: one has to be named.
+    doing: what takes seconds, said at once.
     """
 
     def main(argv: list[str] | None = None) -> int:
         parser = argparse.ArgumentParser(prog=f"python -m lmtrain.{verb}", description=OTHERS[verb])
         parser.add_argument("folder", type=Path, nargs="?" if default else None, default=default, help=meaning)
         folder = parser.parse_args(argv).folder.expanduser()
-        return plain(lambda: _named(place)(folder))
+
+        def action() -> int:
+            if doing:
+                say_first(verb, doing)
+            return int(_named(place)(folder))
+
+        return plain(action)
 
     return main
 
@@ -163,17 +180,23 @@ def _run(verb: str, action: Callable[["Config"], int], words: list[str]) -> int:
     if args.multirun:
         return _sweep(verb, args)
     checked = _composed(verb, args, read)
-    terminal.status.stop()
-    return errors.FINISHED if args.cfg else action(checked)
+    if args.cfg:
+        return errors.FINISHED
+    from lmtrain.first_words import words as first
+    from lmtrain.run import beforehand
+
+    if checked.run_dir is None and verb in first.OF_MODELS:
+        raise UserError(first.which_model(verb))
+    beforehand.refuse(verb, checked)
+    return action(checked)
 
 
 def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> None:
-    """Reports at once that the config is being read: a temporary status line on a terminal, a lasting line in a log."""
-    terminal.be_quiet(False)
-    terminal.status.say("reading the config")
-    alone = ranks.started_by() is None and "LMTRAIN_TRIAL" not in os.environ and ranks.BEGAN not in os.environ
-    if verb == "train" and alone and not args.cfg and "run.quiet=true" not in words:
-        terminal.say_in_log("lmtrain train: reading the config, then the data; the plan follows")
+    terminal.be_quiet("run.quiet=true" in words)
+    if args.cfg or args.info:  # on a terminal alone
+        terminal.status.say("reading the config")
+    else:
+        say_first(verb, "reading the config", ", then the data; the plan follows" if verb == "train" else "")
 
 
 def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Config":
@@ -190,7 +213,6 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
     foreign = None if read.config is None else trust.Foreign(read.config, read.typed)
     composed = config.compose(args.overrides, args.config_dir, args.config_name, foreign=foreign)
     if args.cfg:
-        terminal.status.stop()
         print(config.to_yaml(composed, args.package), end="", flush=True)
     checked = config.check(composed)  # after printing, so that --cfg shows invalid configs too
     terminal.be_quiet(checked.run.quiet)
@@ -254,7 +276,6 @@ def _drop_job(overrides: list[str]) -> None:
 
 def _show_info(args: argparse.Namespace) -> int:
     """Prints Hydra's own --info: where configs come from and in which order they are merged."""
-    terminal.status.stop()
     from lmtrain.config import compose as config
     from lmtrain.config.config_files import folders_of, hydra_over
 

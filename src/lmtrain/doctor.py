@@ -2,5 +2,6 @@
 
 from lmtrain import cli
 
-main = cli.folder_door("doctor", "lmtrain.reports.machine:diagnose", "where runs would be (outputs)", "outputs")
+_HERE = "where runs would be (outputs)"
+main = cli.folder_door("doctor", "lmtrain.reports.machine:diagnose", _HERE, "outputs", "trying out torch and devices")
 cli.run_as_program(__name__, main)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lmtrain.secrets import shown
-from lmtrain.terminal import status, visible
+from lmtrain.terminal import visible
 
 FINISHED = 0
 FAILED = 1
@@ -116,6 +116,5 @@ def writing(what: str, remedy: str = "") -> Iterator[None]:
 
 def print_error(message: str) -> None:
     """Prints "error: message" to stderr, with "error:" in red on a terminal; control characters are made visible."""
-    status.stop()
     red, off = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
     print(f"{red}error:{off} {visible(shown(message))}", file=sys.stderr)

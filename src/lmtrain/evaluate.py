@@ -1,16 +1,17 @@
 """Evaluation of a model: `python -m lmtrain.evaluate run_dir=outputs/my_run data=text data.val_path=a.txt`."""
 
 import sys
+from typing import TYPE_CHECKING
 
-from lmtrain import cli
-from lmtrain.config.schema import Config
-from lmtrain.errors import UserError
+from lmtrain import cli, terminal
+
+if TYPE_CHECKING:
+    from lmtrain.config.schema import Config
 
 
-def evaluate(config: Config) -> int:
+def evaluate(config: "Config") -> int:
     """Prints a table of scores, beside those of a second model if given, and writes evaluations/<name>.json."""
-    if config.run_dir is None:
-        raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
+    terminal.status.say("loading torch and transformers")
     from lmtrain.evaluation.session import start
 
     return start(config)

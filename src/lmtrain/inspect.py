@@ -2,5 +2,5 @@
 
 from lmtrain import cli
 
-main = cli.door("inspect", "lmtrain.reports.inspection:inspect", "loading torch and transformers")
+main = cli.door("inspect", "lmtrain.reports.inspection:inspect")
 cli.run_as_program(__name__, main)

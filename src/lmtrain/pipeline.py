@@ -2,7 +2,7 @@
 
 import argparse
 
-from lmtrain import cli, errors, terminal
+from lmtrain import cli, errors
 from lmtrain.distributed import spinning
 from lmtrain.secrets import hide
 
@@ -14,7 +14,7 @@ def run(args: argparse.Namespace) -> int:
             "a pipeline takes one value of each key: start it once for each, under a run.name of its own, or sweep one "
             "stage with `lmtrain train -m`"
         )
-    terminal.status.say("reading the config")
+    cli.say_first("pipeline", "reading the configs of all stages")
     from lmtrain.config import compose as config
     from lmtrain.config import environment, trust
     from lmtrain.stages import definition, plan
@@ -24,7 +24,6 @@ def run(args: argparse.Namespace) -> int:
     words = [*trust.of_files(args.trust), *args.overrides]
     pipeline = definition.read(definition.find(definition.pipeline_of(words), args.config_dir))
     made = plan.make(pipeline, definition.sort(words, pipeline), args.config_dir)
-    terminal.status.stop()
     if args.cfg:
         for one in made.stages:
             print(

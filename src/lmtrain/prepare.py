@@ -8,14 +8,14 @@ import shlex
 from typing import TYPE_CHECKING
 
 from lmtrain import cli, errors, terminal
-from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
 
 if TYPE_CHECKING:
+    from lmtrain.config.schema import Config
     from lmtrain.data.store.prepared import PreparedData
 
 
-def prepare(config: Config) -> int:
+def prepare(config: "Config") -> int:
     """Prepares the data, or finds it in the cache, and prints a summary of its splits; returns the exit code."""
     if config.data.rows != "text":
         from lmtrain.data.corpus import prepare_corpus

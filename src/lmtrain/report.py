@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from lmtrain import cli
+from lmtrain import cli, terminal
 from lmtrain.files import absolute
 
 
@@ -15,9 +15,14 @@ def main(argv: list[str] | None = None) -> int:
     words = [word.removeprefix("run_dir=") for word in options.runs]
     lists = [[word] if Path(word).expanduser().exists() else word.strip("[]").split(",") for word in words]
     folders = [Path(part) for parts in lists for part in parts]
-    from lmtrain.reports import report
 
-    return cli.plain(lambda: report.report([absolute(folder) for folder in folders], options.out))
+    def action() -> int:
+        terminal.status.say("reading the runs")
+        from lmtrain.reports import report
+
+        return report.report([absolute(folder) for folder in folders], options.out)
+
+    return cli.plain(action)
 
 
 cli.run_as_program(__name__, main)

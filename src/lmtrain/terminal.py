@@ -83,6 +83,7 @@ class _Output(io.FileIO):
         self.goes_on = goes_on  # whether the process then goes on; otherwise OutputGone is raised
 
     def write(self, data: Any) -> int:
+        status.stop()
         try:
             return super().write(data)
         except OSError as error:
@@ -151,22 +152,27 @@ def be_quiet(quiet: bool) -> None:
 
 
 def say_in_log(line: str) -> None:
-    """Prints a line to stderr at once unless it is a terminal, so that logs show early that something is running."""
-    if isinstance(sys.stderr, io.TextIOWrapper) and not sys.stderr.isatty():
+    """Prints a line to stderr at once where there is no status line, so that logs show early that something runs."""
+    if isinstance(sys.stderr, io.TextIOWrapper) and not _quiet and not _has_status_line():
         print(line, file=sys.stderr, flush=True)
+
+
+def _has_status_line() -> bool:
+    """Returns whether stderr is a terminal on which a line can be replaced."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def say_once(line: str) -> None:
     """Prints a line to stderr, on a terminal too, where it replaces the status line."""
     if isinstance(sys.stderr, io.TextIOWrapper):
-        status.stop()
         print(visible(line), file=sys.stderr, flush=True)
 
 
 class Status:
     """A temporary status line on a terminal, shown until something else is printed; pipes and logs get nothing.
 
-    It doesn't use rich, whose import is itself slow.
+    It is written to the file descriptor, as what goes through sys.stdout or sys.stderr (`_Output`) removes it. It
+    doesn't use rich, whose import is itself slow.
     """
 
     def __init__(self) -> None:
@@ -176,7 +182,7 @@ class Status:
 
     def say(self, text: str) -> None:
         """Shows `text` immediately, with a spinner, replacing the previous text."""
-        if _quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("RANK", "0") != "0":
+        if _quiet or not _has_status_line() or os.environ.get("RANK", "0") != "0":
             return
         self._text = visible(text)
         self._draw("-")
@@ -191,8 +197,7 @@ class Status:
             self._ended.set()
             self._thread.join()
             self._thread = None
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
+            self._write("")
 
     def _turn(self) -> None:
         for sign in itertools.cycle("\\|/-"):
@@ -201,8 +206,11 @@ class Status:
             self._draw(sign)
 
     def _draw(self, sign: str) -> None:
-        sys.stderr.write(f"\r\033[K{sign} {self._text}")
-        sys.stderr.flush()
+        self._write(f"{sign} {self._text}")
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"\r\033[K{text}".encode(errors="replace"))
 
 
 status = Status()
@@ -221,11 +229,6 @@ def console(**options: Any) -> "Console":
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for text, style, control in super().render(renderable, options):
                 yield Segment(text if control else visible(text), style, control)
-
-        def print(self, *objects: Any, **how: Any) -> None:
-            if not self.quiet:
-                status.stop()
-            super().print(*objects, **how)
 
     in_notebook = type(sys.stdout).__module__.startswith("ipykernel")
     fixed = {"force_jupyter": False, **({"force_terminal": False} if in_notebook else {})}

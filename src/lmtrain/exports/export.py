@@ -29,8 +29,7 @@ def export(config: Config) -> int:
     """Writes <run_dir>/export, or export_merged, from the checkpoint export.checkpoint; returns the exit code."""
     terminal.quiet_libraries()
     check_upload(config.export)
-    if config.run_dir is None:
-        raise UserError("which run? set run_dir=outputs/<name>")
+    assert config.run_dir is not None
     grants = trust.granted(config)
     run = RunDir(absolute(config.run_dir))
     model, tokenizer, checkpoint = trained.from_run(run, config.export.checkpoint, grants)
@@ -40,7 +39,6 @@ def export(config: Config) -> int:
     ends, step = end_ids(tokenizer, own_template(tokenizer)) if chats else None, store.step_of(checkpoint)
     e = config.export
     folder = export_model(run, model, tokenizer, e, merge=e.merge, example=example, eos_token_ids=ends, step=step)
-    terminal.status.stop()
     print(terminal.visible(f"{folder}  (from {checkpoint.name}; {model_card.reader(folder)} reads it)"))
     if config.export.push_to is not None:
         print(f"uploaded to {push(folder, config.export, step)}")

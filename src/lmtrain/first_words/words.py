@@ -160,17 +160,20 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
     if word in SHORT_NAMES and verb != "export":
         raise UserError(f"there is no folder {word}; the model of the hub is {command} {SHORT_NAMES[word]}{after}")
     if " " in word:
-        prompt = f' "{word}"' if verb == "generate" else ""
-        raise UserError(f"which model? {command} {quote(str(_newest_run()))}{prompt}")
+        raise UserError(which_model(verb, word))
     near, hint = nearest(path), "python -m lmtrain.runs lists the runs there are"
     hint = f"did you mean {command} {quote(near)}{after}?" if near else hint
     raise UserError(f"{word}: no such folder, and a name of the hub is owner/model; {hint}")
 
 
-def _newest_run() -> Path:
-    """Returns the run folder in outputs/ that changed last, or a placeholder if there is none."""
+def which_model(verb: str, prompt: str = "Once upon a time") -> str:
+    """Returns the message for a command without a model, with one that names the run that changed last."""
     runs = [p.parent for p in Path("outputs").glob("*/config.yaml")]
-    return max(runs, key=lambda p: p.stat().st_mtime, default=Path("outputs/NAME"))
+    newest = max(runs, key=lambda p: p.stat().st_mtime, default=Path("outputs/NAME"))
+    text = f' "{prompt}"' if verb == "generate" else ""
+    found = ", the newest run" if runs else ""
+    others = "" if verb == "export" else "; an exported folder or a hub name (OWNER/MODEL) does too"
+    return f"which model? python -m lmtrain.{verb} {quote(str(newest))}{text}{found}{others}"
 
 
 def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> str:

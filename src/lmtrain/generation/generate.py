@@ -26,7 +26,6 @@ def generate(config: Config) -> int:
     """Prints generate.num_samples continuations of, or answers to, generate.prompt; JSON lines for a prompts file."""
     terminal.quiet_libraries()
     g, (model, tokenizer) = config.generate, trained.load_asked(config)
-    terminal.status.stop()
     if g.max_new_tokens >= positions(model) and "generate.max_new_tokens" in typed_keys(typed()):
         print(
             f"generate.max_new_tokens={g.max_new_tokens}: the model has {positions(model)} positions for the "

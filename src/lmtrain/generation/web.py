@@ -93,7 +93,6 @@ def serve(config: Config) -> int:
         raise UserError(f"chat.port={config.chat.port} can't be opened ({reason(error)}): choose another") from None
     port = listening.getsockname()[1]
     app = application([str(name) for name in names], talks, port)
-    terminal.status.stop()
     print(f"http://127.0.0.1:{port} (this machine only; Ctrl-C ends it)", flush=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_PATIENCE))
     try:

@@ -86,7 +86,6 @@ def _show_chapters(config: Config) -> int:
     if config.run_dir is None or text is None:
         raise UserError("inspect.text shows the chapters of a memory that a text reads: set it and run_dir, its model")
     model, tokenizer = trained.load(config.run_dir, "best", trust.granted(config))
-    terminal.status.stop()
     show_chapters(model, tokenizer, text, terminal.console(), config.inspect.html, config.run_dir)
     return errors.FINISHED
 

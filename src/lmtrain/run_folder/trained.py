@@ -229,9 +229,8 @@ def _on_hub(name: str, path: Path) -> bool:
 
 
 def load_asked(config: Config) -> tuple[PreTrainedModel, Any]:
-    """Loads run_dir's model at generate.checkpoint, on its device, and its tokenizer; UserError without run_dir."""
-    if config.run_dir is None:
-        raise UserError("which model? set run_dir=outputs/<name>, an exported folder or a hub name")
+    """Loads run_dir's model at generate.checkpoint, on its device, and its tokenizer."""
+    assert config.run_dir is not None
     model, tokenizer = load(config.run_dir, config.generate.checkpoint, trust.granted(config))
     refuse_scalar_head(model, "writing")
     if options := config.generate.template_options:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.config.effect import suffix_of
+from lmtrain.config.override_text import shell_word
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources import addresses
 from lmtrain.data.sources.addresses import Address, File, Found, size_of
@@ -17,7 +18,7 @@ from lmtrain.data.sources.lines import COMPRESSED, decoded_blocks, encoding_note
 from lmtrain.data.sources.pieces import Piece, join_rows
 from lmtrain.data.sources.tables import Record, columns_of, read_otherwise, read_table, text_of
 from lmtrain.data.store.contents import Content, Facts, joined_digest
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, nearest
 
 FORMATS = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
@@ -152,10 +153,18 @@ def _find(part: str, key: str) -> tuple[Found, list[File]]:
             raise UserError(f"{key}={part} can't be searched for files: {error}") from None
     if path.exists():
         raise UserError(f"{key}={part} is a device, pipe or socket: name a file, a folder or a glob")
-    matches = sorted(Path(m) for m in glob.glob(str(path), recursive=True) if Path(m).is_file())
-    if not matches:
-        raise UserError(f"{key}={part}: no such file or folder, and as a glob it matches nothing")
-    return "glob", list(matches)
+    return "glob", list(matching(part, key))
+
+
+def matching(pattern: str, key: str) -> list[Path]:
+    """Returns the files that a glob matches, sorted; raises UserError if there are none."""
+    path = Path(pattern.partition("://")[2] if pattern.startswith(_LOCAL) else pattern).expanduser()
+    found = sorted(Path(m) for m in glob.glob(str(path), recursive=True) if Path(m).is_file())
+    if not found:
+        near = nearest(path)
+        hint = f"; did you mean {shell_word(key, near)}?" if near else ", and as a glob it matches nothing"
+        raise UserError(f"{key}={pattern}: no such file or folder{hint}")
+    return found
 
 
 def digest(files: list[File], known: Mapping[Path, str]) -> str:

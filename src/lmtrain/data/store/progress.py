@@ -23,7 +23,6 @@ class PrepareProgress:
             console=self.console, transient=True, disable=not self.live,
         )  # fmt: skip
         if self.live:
-            terminal.status.stop()  # two live displays on one terminal garble each other
             self.bar.start()
         self.text_bytes = self.tokens = 0
         self.total: int | None = None
