@@ -127,6 +127,18 @@ class StopInC(StopAt):
             self.marker.touch()
 
 
+class BusyInC(pl.Callback):
+    """Creates the file `marker` at the start of a step and keeps the main thread in C code for half a minute."""
+
+    def __init__(self, step: int, marker: str) -> None:
+        self.step, self.marker = step, Path(marker)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step - 1:
+            self.marker.touch()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 150 * 1_000_000)
+
+
 class SlowsDown(pl.Callback):
     """Makes each step from `step` on take `seconds` seconds longer."""
 

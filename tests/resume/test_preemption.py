@@ -113,6 +113,30 @@ def test_a_signal_sent_twice_at_once_is_one_request(corpus: Path, tmp_path: Path
     assert [store.step_of(p) for p in store.scan(tmp_path / "run" / "checkpoints")] == [7]
 
 
+def test_ctrl_c_is_answered_within_a_long_step(corpus: Path, tmp_path: Path) -> None:
+    """The first at once, while the step goes on; the second ends the process and says how to continue."""
+    run_dir, marker = tmp_path / "run", tmp_path / "in_the_step"
+    busy = f"callbacks.extra=[{{_target_: slow.BusyInC, step: 7, marker: {marker}}}]"
+    process = start(corpus, run_dir, *LONG, busy, "run.allow_target=[slow]")
+    assert process.stdout is not None
+    while not marker.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    for line in process.stdout:
+        if line.startswith("SIGINT: stopping after this step; press Ctrl-C again to stop at once"):
+            break
+    assert process.poll() is None, "it is still in that step"
+    time.sleep(0.7)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT, rest
+    said, command = rest.splitlines()[-2:]
+    assert said == "stopped at once; from the last checkpoint it continues with:"
+    assert command.startswith("  python -m lmtrain.train ")
+    assert command.endswith(f"run.dir={run_dir} run.resume=auto")
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_what_hangs(corpus: Path, tmp_path: Path) -> None:
     done = stop_in_c(corpus, tmp_path / "run", again=2.5, work=300)

@@ -24,6 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # Linux sends PR_SET_PDEATHSIG (ranks.py) again for each thread of a killed parent. On an overloaded machine the
 # launcher's signal arrives late.
 _ONE_REQUEST_SECONDS = 2.0
+_ONE_KEY_SECONDS = 0.5  # of a single process, which gets no signal but the user's Ctrl-C and maybe that of `make` or uv
 
 
 class Preempted(BaseException):
@@ -86,10 +87,19 @@ def _end_if_busy(inbox: socket.socket, preempt: Callable[..., None]) -> None:
 
 
 class StopSignals:
-    """A listener for stop signals: `first` names the first since `listen`, or is None; a second ends the process."""
+    """A listener for stop signals: `first` names the first since `listen`, or is None; a second ends the process.
+
+    Both are answered on stderr as they arrive, however long the step takes that the main thread is in.
+
+    Attributes:
+        how_to_go_on: returns the command that continues the run, which the second signal's answer has; None: no answers
+            (of ranks other than the first).
+    """
 
     def __init__(self) -> None:
         self.first: str | None = None
+        self.how_to_go_on: Callable[[], str] | None = None
+        self._command = ""
         self._came = 0.0
         self._outbox: socket.socket | None = None
         self._handlers: dict[int, Any] = {}
@@ -127,12 +137,24 @@ class StopSignals:
                         self._note(number)
 
     def _note(self, number: int) -> None:
-        now = time.monotonic()
+        now, name = time.monotonic(), signal.Signals(number).name
+        is_key = number == signal.SIGINT and "RANK" not in os.environ
         if self.first is None:
-            self.first, self._came = signal.Signals(number).name, now
-        elif now - self._came >= _ONE_REQUEST_SECONDS:
+            self.first, self._came = name, now
+            again = "press Ctrl-C again" if is_key else "a second signal"
+            self._answer(f"{name}: stopping after this step; {again} to stop at once")
+            self._command = self.how_to_go_on() if self.how_to_go_on is not None else ""
+        elif now - self._came >= (_ONE_KEY_SECONDS if is_key else _ONE_REQUEST_SECONDS):
+            self._answer(f"stopped at once; from the last checkpoint it continues with:\n  {self._command}")
             ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; signal.signal works in the main thread only
             os.kill(os.getpid(), number)
+
+    def _answer(self, text: str) -> None:
+        """Writes to stderr, not by its stream: the main thread may hold that, in the middle of a line."""
+        if self.how_to_go_on is not None:
+            begin = "\n" if os.isatty(2) else ""
+            with contextlib.suppress(OSError):
+                os.write(2, f"{begin}{text}\n".encode(errors="replace"))
 
 
 class StopRequest:

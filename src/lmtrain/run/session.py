@@ -117,7 +117,9 @@ class Session:
         plan.show(run, resumed_from, self.done, self.notes)
         if world.rank() == 0:
             run_dir.note_start(self.folder, self.done, self.config.headline(), self.files)
-        with contextlib.closing(run.preemption.stop.signals):
+        signals = run.preemption.stop.signals
+        signals.how_to_go_on = (lambda: going_on.continuing(run)) if world.rank() == 0 else None
+        with contextlib.closing(signals):
             try:
                 run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=self.checkpoint, weights_only=True)
             except Preempted:
