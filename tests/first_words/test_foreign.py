@@ -1,14 +1,12 @@
-"""A config file of another program is answered with a command to paste, which composes to what the file says."""
+"""A config file of another program is answered key by key."""
 
 import json
-import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 
 from inprocess import run
-from lmtrain.config import compose, keys
 
 LLAMA_FACTORY = """
 model_name_or_path: Qwen/Qwen3-0.6B
@@ -47,50 +45,60 @@ eval_steps: 20
 optimizer: adamw_torch_4bit
 output_dir: "out; rm -rf $(HOME)"
 """
-TRAINER = {"model_name_or_path": "no/such/folder", "dataset_name": "trl-lib/Capybara", "max_steps": 20, "eval_steps": 5,
-           "num_train_epochs": 2, "fp16": True}  # fmt: skip
-WANTED: dict[str, dict[str, Any]] = {
+GRPO = """
+model_name_or_path: HuggingFaceTB/SmolLM2-135M-Instruct
+reward_funcs: [my_rewards.short]
+num_generations: 8
+temperature: 1.0
+beta: 0.0
+"""
+TRAINER = {"dataset_name": "inputs/rows.jsonl", "max_steps": 20, "eval_steps": 5, "fp16": True}
+# What the answer has for some keys of each file.
+ANSWERS = {
     "llama_factory.yaml": {
-        "objective.name": "dpo", "objective.loss": "orpo", "objective.beta": 0.2, "peft.r": 8, "data.seq_len": 512,
-        "model.name_or_path": "Qwen/Qwen3-0.6B", "model.trust_remote_code": False, "data.packing": "off",
-        "data.micro_batch_size": 2, "data.global_batch_size": 16, "trainer.max_epochs": 3, "trainer.max_steps": None,
-        "schedule.name": "cosine", "schedule.min_lr_ratio": 0.0, "trainer.precision": "bf16-mixed",
-        "data.path": ["data/a.jsonl", "data/b.jsonl"],
+        "stage": "objective=dpo",
+        "lora_rank": "peft.r=8 (with peft=lora)",
+        "badam_mode": "nothing here has that name",
+        "trust_remote_code": "model.trust_remote_code=true",
+        "do_train": "the verb says it",
     },
     "axolotl.yml": {
-        "objective.name": "sft", "data.source": "hub", "data.name": "some/chats", "data.train_split": "train[:20%]",
-        "peft.quantization": "nf4", "peft.target_modules": ["q_proj", "v_proj"], "trainer.strategy": "auto",
-        "data.global_batch_size": 1, "trainer.val_check_interval": 20, "trainer.save_every_n_steps": 500,
-        "optimizer.name": "adamw", "run.dir": "out; rm -rf $(HOME)",
+        "adapter": "peft=qlora",
+        "optimizer": "optimizer",
+        "saves_per_epoch": "trainer.save_every_n_steps=n counts steps",
+        "datasets": "data.mixture (with data=mixture; data.path or data.name for one)",
     },
-    "trainer.json": {"data.name": "trl-lib/Capybara", "trainer.max_steps": 20, "trainer.max_epochs": 2,
-                     "model.name_or_path": "OWNER/MODEL", "trainer.precision": "16-mixed"},
-}  # fmt: skip
-NOT_IN_IT = {
-    "llama_factory.yaml": ["trust_remote_code", "template", "packing", "badam_mode"],
-    "axolotl.yml": ["saves_per_epoch", "evals_per_epoch", "trainer=deepspeed", "optimizer"],
-    "trainer.json": ["model_name_or_path"],
+    "grpo.yaml": {
+        "reward_funcs": "reward (with objective=grpo)",
+        "num_generations": "objective.group_size (with objective=grpo)",
+        "temperature": "objective.temperature with objective=grpo",
+        "beta": "objective.kl_coef with objective=grpo",
+    },
+    "trainer.json": {"dataset_name": "(data.path for a file)", "eval_steps": "trainer.val_check_interval=5"},
 }
+PROGRAMS = ("LLaMA-Factory", "axolotl", "TRL", "TRL")
 
 
-@pytest.mark.parametrize("name", WANTED)
-def test_the_command_says_what_the_file_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ANSWERS)
+def test_each_key_is_answered_and_no_command_promised(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command would have to say all that the other program does without being told, and in which format."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    known = {"mine": {"file_name": "a.jsonl"}, "theirs": {"file_name": "b.jsonl"}}
-    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(known))
-    texts = {"llama_factory.yaml": LLAMA_FACTORY, "axolotl.yml": AXOLOTL, "trainer.json": json.dumps(TRAINER)}
+    texts = dict(zip(ANSWERS, (LLAMA_FACTORY, AXOLOTL, GRPO, json.dumps(TRAINER)), strict=True))
     Path(name).write_text(texts[name])
     ended = run("train", name)
     assert ended.code == 2
-    command, _, below = ended.err.partition("\n\nnot in it")
-    words = shlex.split(command.partition("python -m lmtrain.train")[2].replace("\\\n", " "))
-    made = compose.check(compose.compose(words))
-    got = {key: keys.value_of(made, key) for key in WANTED[name]}
-    assert json.loads(json.dumps(got, default=list)) == WANTED[name]
-    for key in NOT_IN_IT[name]:
-        assert f"\n  {key} " in below, ended.err
-    assert "resume_from_checkpoint" not in ended.err
+    assert (
+        f"{name} has keys of {dict(zip(ANSWERS, PROGRAMS, strict=True))[name]}, whose configs are not trans"
+        in ended.err
+    )
+    assert "command" not in ended.err
+    told = dict(line.split(maxsplit=1) for line in ended.err.splitlines() if line.startswith("  "))
+    for key, answer in ANSWERS[name].items():
+        assert answer in told[key], ended.err
+    foreign = {key for key, value in yaml.safe_load(texts[name]).items() if value is not None}
+    assert told.keys() == foreign
 
 
 def test_a_json_of_rows_is_data(tmp_path: Path) -> None:

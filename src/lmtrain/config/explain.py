@@ -46,9 +46,8 @@ def unknown_key(key: str, valid: Iterable[str], value: Any = None) -> str:
     if here is not None and here.partition(" ")[0] == key:
         return f"{key} has no meaning with the {key.partition('.')[0]} chosen here (--cfg prints the keys that have)"
     if here is not None:
-        note = " (accumulation is derived from it, data.micro_batch_size and the devices)"
         set_ = here if value is None else with_value(key, here, value)
-        return f"there is no key {key!r}; here it is {set_}{note if 'accum' in key else ''}"
+        return f"there is no key {key!r}; here it is {set_}"
     word = misspelt(key, valid)
     if word is not None:
         return f"there is no key {key!r}; if {word} was meant: here it is {NEIGHBOURS[word]}"
