@@ -28,6 +28,7 @@ class Round:
 
     step_ms: float  # median over intervals of `every` steps
     process_s: float  # from start to exit, including imports, model building and compilation
+    peak_gib: float  # peak resident memory of the process
     parameters: int | None = None  # if the contender reports it
     last_loss: float | None = None
 
@@ -91,7 +92,7 @@ def measure(options: argparse.Namespace, job: Job, folder: Path) -> tuple[dict[s
     def leg(name: str, leg_folder: Path) -> tuple[Round, str]:
         done = run(CONTENDERS[name](job, leg_folder, options), options.threads)
         step_ms = median(interval_ms(done.stamps, options.warmup))
-        return Round(step_ms, done.seconds, **done.facts), f"{name:<12} {step_ms:9.2f} ms/step"
+        return Round(step_ms, done.seconds, done.peak_gib, **done.facts), f"{name:<12} {step_ms:9.2f} ms/step {done.peak_gib:6.2f} GiB"
 
     return interleaved(options.contenders, options.rounds, folder, leg)
 
@@ -106,7 +107,7 @@ def show(results: dict[str, list[Round]], missing: dict[str, str], options: argp
     tokens = data.global_batch_size * data.seq_len
     table = Table(title=f"{options.shape}: {data.global_batch_size} rows of {data.seq_len} tokens, {options.precision}")
     base = results.get("bare")
-    for column in ("", "ms/step", "tokens/s", "time / bare", "(least, most)", "process s", "parameters"):
+    for column in ("", "ms/step", "tokens/s", "time / bare", "(least, most)", "process s", "peak GiB", "parameters"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for name, legs in results.items():
         step_ms = median(leg.step_ms for leg in legs)
@@ -118,6 +119,7 @@ def show(results: dict[str, list[Round]], missing: dict[str, str], options: argp
             f"{median(over):.3f}" if over else "",
             f"({min(over):.3f}, {max(over):.3f})" if over else "",
             f"{median(leg.process_s for leg in legs):.1f}",
+            f"{median(leg.peak_gib for leg in legs):.2f}",
             f"{legs[0].parameters:,}" if legs[0].parameters else "",
         )
     console = Console(width=None if sys.stdout.isatty() else 110)

@@ -17,9 +17,11 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-# OpenMP settings of each contender. 300,000 spins are libgomp's default.
+# OpenMP settings of each contender. 300,000 spins are libgomp's default; "watch" is what lmtrain.train does.
 CONTENDERS = {
     "spin_300000": {"GOMP_SPINCOUNT": "300000"},
+    "watch": {},
+    "spin_30000": {"GOMP_SPINCOUNT": "30000"},
     "spin_10000": {"GOMP_SPINCOUNT": "10000"},
     "spin_1000": {"GOMP_SPINCOUNT": "1000"},
     "spin_0": {"GOMP_SPINCOUNT": "0"},
@@ -27,6 +29,7 @@ CONTENDERS = {
 }
 FIRST = "spin_300000"
 WARMUP = 3  # steps
+SETTLING_S = 5.0  # steps before each turn of "watch", which sees the others' turns as other programs' work
 BUSY = """
 import os, sys
 while os.getppid() == int(sys.argv[1]):
@@ -38,11 +41,11 @@ while os.getppid() == int(sys.argv[1]):
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="default: %(default)s")
-    parser.add_argument("--turns", type=int, default=30, help="turns of each contender (%(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="of a turn (%(default)s)")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each contender (%(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="of a turn (%(default)s)")
     parser.add_argument("--busy", type=int, default=1, help="busy processes beside (%(default)s)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # the process of a contender
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # the contender that this process is
     options = parser.parse_args(argv)
     options.contenders = options.contenders.split(",")
     unknown = [name for name in options.contenders if name not in CONTENDERS]
@@ -51,8 +54,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def step_when_asked() -> None:
+def step_when_asked(name: str) -> None:
     """Runs a contender: for each number n read, runs n steps of a small transformer, writes the milliseconds of one."""
+    from lmtrain.distributed import spinning
+
+    if name == "watch":
+        spinning.limit()
+        spinning.watch()
     import torch
 
     torch.manual_seed(0)
@@ -71,7 +79,7 @@ def step_when_asked() -> None:
 
 @contextmanager
 def started(name: str) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, __file__, "--worker"]
+    command = [sys.executable, __file__, "--worker", name]
     kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")}
     env = {**kept, **CONTENDERS[name]}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
@@ -116,6 +124,9 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
             with busy(number):
                 for _ in range(options.turns):
                     for name, process in processes.items():
+                        ends = time.monotonic() + (SETTLING_S if name == "watch" else 0.0)
+                        while time.monotonic() < ends:
+                            ms(process, WARMUP)
                         times[state][name].append(ms(process, steps))
     return times
 
@@ -146,7 +157,7 @@ def tenth(values: list[float]) -> float:
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     if options.worker:
-        step_when_asked()
+        step_when_asked(options.worker)
         return 0
     from machine import setting, warn_if_busy
 

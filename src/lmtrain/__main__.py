@@ -1,8 +1,6 @@
 """Entry point of `python -m lmtrain VERB [overrides]`, the same as `lmtrain VERB`."""
 
-import sys
-
-from lmtrain.cli import main
+from lmtrain.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

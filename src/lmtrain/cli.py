@@ -99,7 +99,15 @@ def folder_door(verb: str, place: str, meaning: str, default: str | None = None,
 def run_as_program(module: str, main: Callable[[], int]) -> None:
     """Ends the process with main's exit code if `module` is the program that runs (python -m lmtrain.VERB)."""
     if module == "__main__":
-        sys.exit(main())
+        ranks.leave(main())
+
+
+def program(argv: list[str] | None = None) -> NoReturn:
+    """Runs `lmtrain VERB [overrides]` and ends the process with its exit code; a time budget counts from its start."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["train"]:
+        ranks.began = ranks.process_began()
+    ranks.leave(main(words))
 
 
 def plain(action: Callable[[], int], goes_on: bool = False) -> int:

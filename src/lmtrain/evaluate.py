@@ -24,4 +24,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.main(["evaluate", *sys.argv[1:]]))
+    cli.program(["evaluate", *sys.argv[1:]])

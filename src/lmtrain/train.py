@@ -38,7 +38,7 @@ _began: float | None = None  # when the command that this process carries out wa
 def main(argv: list[str] | None = None) -> int:
     """Runs a command, which calls this once more if a budget chooses further overrides; returns the exit code."""
     global _began
-    before, _began = _began, _began or time.time()
+    before, _began = _began, _began or ranks.began or time.time()
     try:
         return _main(argv)
     finally:
@@ -48,4 +48,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.main(["train", *sys.argv[1:]]))
+    cli.program(["train", *sys.argv[1:]])

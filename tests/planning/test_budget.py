@@ -17,6 +17,7 @@ from rich.console import Console
 import lmtrain
 from chats import write_rows
 from inprocess import run
+from lmtrain import cli, train
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.time_budget import Length, TimeBudget
 from lmtrain.config import compose as rules
@@ -277,6 +278,17 @@ def test_two_commands_of_one_process_have_a_budget_each(monkeypatch: pytest.Monk
         before = time.time()
         assert run("train", "experiment=dial", "budget.minutes=1").code == 0
         assert before <= began[-2] == began[-1] <= time.time()
+
+
+def test_a_budget_counts_from_the_start_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float | None] = []
+    monkeypatch.setattr(cli, "main", lambda words: train.main(words[1:]))
+    monkeypatch.setattr(train, "_main", lambda argv: seen.append(train._began) or 0)
+    monkeypatch.setattr(ranks, "leave", seen.append)
+    monkeypatch.setattr(ranks, "process_began", lambda: 7.0)
+    monkeypatch.setattr(ranks, "began", None)
+    cli.program(["train", "model=gpt_nano"])
+    assert seen == [7.0, 0]
 
 
 def test_a_budget_of_a_stream_is_measured_on_its_rows(tmp_path: Path) -> None:

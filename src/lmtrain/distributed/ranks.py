@@ -1,6 +1,7 @@
 """This process's rank and world size, as set by torchrun or SLURM; how ranks wait and exit. Imports no torch."""
 
 import atexit
+import contextlib
 import ctypes
 import os
 import re
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from lmtrain import errors
@@ -32,6 +34,8 @@ _UNSET = (
     "start it with one of the two"
 )
 _here: list[str] | None = None  # the command line of this process
+began: float | None = None  # when this process started, a time.time(), if `lmtrain train` is its program
+_OLDEST_S = 60.0  # a process that has only begun; a greater age comes from a clock that counts otherwise
 _of_file: list[str] = []  # the overrides of the yaml file that it names
 
 
@@ -154,15 +158,28 @@ def was_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def leave(code: int) -> NoReturn:
-    """Ends this process, one rank of several, without finalizing the Python interpreter.
+def process_began() -> float:
+    """Returns the time.time() at which this process started; now, where the system doesn't say."""
+    now = time.time()
+    try:
+        since_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now
+    return now - age if 0 <= age < _OLDEST_S else now
 
-    A process-group thread that requests Python's lock during finalization, to release a tensor, would be terminated in
-    the middle of C++ code, which aborts the process: "terminate called without an active exception".
+
+def leave(code: int) -> NoReturn:
+    """Ends this process without finalizing the Python interpreter, which takes seconds with torch's modules loaded.
+
+    In a rank it could abort: a process-group thread that requests Python's lock during finalization, to release a
+    tensor, is terminated in the middle of C++ code ("terminate called without an active exception").
     """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, as Python does
     atexit._run_exitfuncs()  # those of W&B and multiprocessing
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed by its reader, or by this process
+            stream.flush()
     os._exit(code)
 
 
