@@ -92,7 +92,8 @@ def measure(options: argparse.Namespace, job: Job, folder: Path) -> tuple[dict[s
     def leg(name: str, leg_folder: Path) -> tuple[Round, str]:
         done = run(CONTENDERS[name](job, leg_folder, options), options.threads)
         step_ms = median(interval_ms(done.stamps, options.warmup))
-        return Round(step_ms, done.seconds, done.peak_gib, **done.facts), f"{name:<12} {step_ms:9.2f} ms/step {done.peak_gib:6.2f} GiB"
+        words = f"{name:<12} {step_ms:9.2f} ms/step {done.peak_gib:6.2f} GiB"
+        return Round(step_ms, done.seconds, done.peak_gib, **done.facts), words
 
     return interleaved(options.contenders, options.rounds, folder, leg)
 

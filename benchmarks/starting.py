@@ -88,7 +88,7 @@ def run(words: list[str], folder: Path, whole: bool) -> tuple[float, float, floa
     for line in process.stdout:
         last = time.time()
         said.append(line)
-        if not first and re.match(r"step \d", line):
+        if not first and re.match(r"step +\d", line):
             first = last
             if not whole:
                 process.kill()
