@@ -24,8 +24,7 @@ RUNS = {
     "second": ["lmtrain.train", "run.name=second", "optimizer.lr=3e-4", *SHORT],
     "memory": ["lmtrain.train", "run.name=memory", "memory=bank", *SHORT],
     "laptop": ["lmtrain.pipeline", "pipeline=laptop", "pretrain.trainer.max_steps=150", "sft.trainer.max_steps=80",
-               "dpo.trainer.max_steps=30", "grpo.trainer.max_steps=20", "pretrain.trainer.val_check_interval=50",
-               "sft.trainer.val_check_interval=20", "dpo.trainer.val_check_interval=10"],
+               "pretrain.trainer.val_check_interval=50", "sft.trainer.val_check_interval=20"],
 }  # fmt: skip
 STORY = (
     "One day, Mia was in the park. She had a red ball. But Mia lost the red ball in the park. Then she went to the "
@@ -71,7 +70,7 @@ def look_at_reports(browser: Browser, runs: Path, shots: Path) -> list[str]:
 
 def look_at_chat(browser: Browser, runs: Path, shots: Path) -> list[str]:
     """The chat page with two models and two questions."""
-    models = [f"{runs.name}/laptop/sft", f"{runs.name}/laptop/grpo"]
+    models = [f"{runs.name}/laptop/pretrain", f"{runs.name}/laptop/sft"]
     words = ["lmtrain.chat", *models, "--web", "generate.max_new_tokens=80"]
     server = subprocess.Popen([sys.executable, "-m", *words], cwd=runs.parent, stdout=subprocess.PIPE, text=True)
     try:

@@ -265,11 +265,7 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
         data = {"sft": "chat_jsonl", "kto": "unpaired_jsonl"}.get(option, "preference_jsonl")
         return [*tiny, *CHAT[1:], f"data={data}", f"data.path={material[data]}"]
     if group == "data":
-        if option in ("stories_questions", "stories_pairs"):
-            objective = "dpo" if option.endswith("pairs") else "sft"
-            longer = ["data.seq_len=2048", "model.max_position_embeddings=2048"]
-            return [*tiny, *CHAT[1:], f"objective={objective}", "data.num_samples=40", *longer]
-        if option in ("python_stdlib", "stories"):
+        if option == "python_stdlib":
             return [*tiny, "data.num_samples=30"]
         if option in ("text", "jsonl", "parquet", "bins"):
             return [*tiny, f"data.path={material[option]}"]

@@ -128,6 +128,23 @@ def test_functions_and_other_classes_of_ones_own_packages_are_refused_too() -> N
     assert RAN == []
 
 
+@pytest.mark.parametrize("regular", ["", "own_things", "own_things/deep"])
+def test_a_class_in_folders_without_init(regular: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_things/deep").mkdir(parents=True)
+    (tmp_path / "own_things/deep/parts.py").write_text("from torch import nn\nclass Own(nn.Module):\n    pass\n")
+    if regular:
+        (tmp_path / regular / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        made = build({"_target_": "own_things.deep.parts.Own"}, "own_things", kind=torch.nn.Module)
+        assert type(made).__module__ == "own_things.deep.parts"
+        with pytest.raises(UserError, match="looked for in the folder where python -m is started"):
+            build({"_target_": "own_thingz.deep.parts.Own"}, "own_thingz", kind=torch.nn.Module)
+    finally:
+        for name in ("own_things.deep.parts", "own_things.deep", "own_things"):
+            sys.modules.pop(name, None)
+
+
 def test_a_class_of_ones_own_with_its_arguments() -> None:
     part = {"_target_": "test_targets.Part", "name": "wheel"}
     made = build({"_target_": "test_targets.Mine", "number": 3, "part": {"of": [part, 1.5]}}, "test_targets")

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
+from examples.stories.scores import Consistent
+from examples.stories.source import ROWS, Stories, answerable, held_out, questions, story
+from examples.stories.world import NAMES, PLACES, SHAPES, UNSEEN, consistent_share, read
 from lmtrain.data.sources.choose import open_source, pieces
-from lmtrain.data.sources.stories import ROWS, Stories, answerable, held_out, questions, story
-from lmtrain.data.sources.story_world import NAMES, PLACES, SHAPES, UNSEEN, consistent_share, read
 from lmtrain.generation.text_metrics import TextMetrics
-from lmtrain.rewards.stories import Consistent
 
 
 def test_the_same_arguments_give_the_same_rows() -> None:
@@ -208,9 +208,9 @@ def test_consistency_as_reward_and_as_metric() -> None:
     true, cut = [row["completion"] for row in rows], [row["completion"][:-9] for row in rows]
     prompts = [row["prompt"] for row in rows]
     false = [" Tom gave Mia the red ball. Not a sentence of a story."] * 20
-    metric = TextMetrics([{"_target_": "lmtrain.generation.text_metrics.StoryConsistency"}])
+    metric = TextMetrics([{"_target_": "examples.stories.scores.Consistency"}], allow_target=["examples"])
     for answers, share in ((true, 1.0), (cut, 1.0), (false, 0.0), (true[:10] + false[10:], 0.5)):
-        assert metric.score(answers, true, prompts) == {"StoryConsistency": share}
+        assert metric.score(answers, true, prompts) == {"Consistency": pytest.approx(share)}
         assert sum(Consistent()(prompts, answers)) / 20 == share
 
 
@@ -230,7 +230,8 @@ def test_pairs_reject_wrong_short_and_long_answers() -> None:
 
 
 def test_stories_are_validated_on_their_own_split(data_config) -> None:
-    cfg = data_config("stories", source_options={"number": 30, "held_out": 10})
+    options = {"number": 30, "held_out": 10}
+    cfg = data_config("text", source="examples.stories.source.Stories", source_options=options)
     source = open_source(cfg)
     texts = [[piece.text for piece in pieces(source, cfg, name) or ()] for name in ("train", "val")]
     assert [len(some) for some in texts] == [30, 10]

@@ -35,7 +35,6 @@ CONTEXTS: list[list[str]] = [
     ["model=memory_nano"],
     ["sweep=optuna"],
     ["schedule=wsd"],
-    ["data=stories"],
 ]
 # No overrides of lmtrain: settings of other programs, and values that a message calls wrong.
 OTHERS = {

@@ -72,7 +72,7 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
     "a schedule": {"schedule": {"name": "custom", "_target_": "pwned_module.Thing"}},
     "a data module": {"data": {"_target_": "pwned_module.Thing"}},
     "a source": {"data": {"source": "pwned_module.Thing", "source_options": {"args": "touch PWNED"}}},
-    "arguments of a source": {"data": {"source": "lmtrain.data.sources.stories.Stories", "source_options": {"x": HTTP}}},
+    "arguments of a source": {"data": {"source": "lmtrain.data.sources.sums.Sums", "source_options": {"x": HTTP}}},
     "rows": {"data": {"rows": "pwned_module.Thing"}},
     # servers, accounts and publications
     "a server of W&B": {"defaults": defaults(logger="wandb"), "logger": {"wandb": {"settings": {"base_url": HTTP}}}},

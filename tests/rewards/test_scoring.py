@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from lmtrain.data.sources.story_world import consistent_share
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import FunctionReward, Reward
 from lmtrain.rewards.code import CodeTests, code_of
 from lmtrain.rewards.math_verify import MathVerify, delimited
 from lmtrain.rewards.scoring import Part, Scorer, build_rewards
-from lmtrain.rewards.stories import Consistent
 from lmtrain.rewards.text import Equal, ExactNumber, LengthPenalty, Regex, TaggedFormat, final_number
 
 
@@ -207,11 +205,9 @@ def test_a_total_is_the_weighted_sum_of_what_the_rewards_return() -> None:
     assert math.isnan(found.parts["good"][2])
 
 
-def test_a_completion_equal_to_its_reference_and_a_consistent_story() -> None:
+def test_a_completion_equal_to_its_reference() -> None:
     assert Equal(right=2.0, wrong=-1.0)([0] * 3, [" a b\n", "a", "b"], answer=["a b", "b", None]) == [2.0, -1.0, None]
     assert Equal()([0] * 2, ["a", "b"], answer=["a", "a"]) == [1.0, 0.0]
-    opening, told = "Anna has a ball.", "Ben has the ball."
-    assert Consistent()([opening] * 2, ["", told]) == [consistent_share("", opening), consistent_share(told, opening)]
 
 
 def test_a_function_is_given_its_arguments_and_the_columns_that_it_names() -> None:

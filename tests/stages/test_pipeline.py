@@ -152,7 +152,7 @@ def test_unknown_pipelines() -> None:
         ("pipeline=labtop",): "did you mean laptop?",
         ("run.name=a",): "which pipeline? pipeline=laptop needs no network",
         ("pipeline=none.yaml",): "there is no such pipeline",
-        ("pipeline=laptop", "stf.optimizer.lr=1e-4"): "there is no stage stf; did you mean sft? (pretrain, sft, dpo, ",
+        ("pipeline=laptop", "stf.optimizer.lr=1e-4"): "there is no stage stf; did you mean sft? (pretrain, sft, ",
         ("pipeline=laptop", "optimizr.lr=1e-4"): "there is no key 'optimizr.lr'; did you mean optimizer.lr",
     }.items():
         ended = run("pipeline", *argv)

@@ -115,7 +115,7 @@ class Samples(pl.Callback):
             row = {"step": step, "prompt": prompt.shown, "text": text}
             row |= {"reference": prompt.reference} if prompt.reference is not None else {}
             row |= {"is_answer": True} if self.end_ids else {}
-            said = reading(prompt.shown + text, self.cfg.reading) if self.cfg.reading is not None else None
+            said = reading(prompt.shown + text) if self.cfg.reading is not None else None
             row |= {"reading": said} if said is not None else {}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json_line(row))

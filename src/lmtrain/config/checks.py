@@ -177,7 +177,7 @@ def _check_targets(c: Config) -> None:
 def _check_source(source: str, allow_target: list[str]) -> None:
     """Raises UserError unless a data source's class is one of lmtrain's or in a package of run.allow_target."""
     check_allowed("data.source", source, allow_target)
-    own = ("lmtrain.data.sources.sums", "lmtrain.data.sources.stories")
+    own = ("lmtrain.data.sources.sums",)
     if not any(source.startswith(f"{package}.") for package in (*allow_target, *own)):
         raise UserError(f"data.source={source}: name a class of your own package, and run.allow_target=[that]")
 

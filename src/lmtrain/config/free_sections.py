@@ -8,7 +8,7 @@ from lmtrain.config.constraints import Open, only
 REWARDS = only(
     "weight", "column", "after", "reference_after", "right", "wrong", "pattern", "whole", "thought", "answer", "most",
     "least", "scale", "name_or_path", "batch_size",
-    of=("lmtrain.rewards.text", "lmtrain.rewards.stories", "lmtrain.rewards.model"),
+    of=("lmtrain.rewards.text", "lmtrain.rewards.model"),
 )  # fmt: skip
 LOGGERS = only("flush_secs", "project", "name", "mode", "tags", "group", "notes", "experiment_name", "run_name")
 METRICS = only("", of=("lmtrain.generation.text_metrics",))

@@ -240,7 +240,7 @@ class SamplesConfig:
     temperature: Annotated[float, SHOWN, not_negative]
     top_k: Annotated[int | None, SHOWN, at_least(1)]
     no_repeat: Annotated[int | None, SHOWN, at_least(2)]
-    reading: Annotated[str | None, SHOWN, choice("python", "stories")]
+    reading: Annotated[str | None, SHOWN, choice("python")]
     rows: Annotated[int, SHOWN, not_negative]  # validation rows with generated answers shown beside their references
     # Metrics of those answers: bleu, rouge, exact_match, or {_target_: ...}
     metrics: Annotated[list[Any], SHOWN, METRICS]

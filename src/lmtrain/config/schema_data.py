@@ -104,9 +104,7 @@ class DataConfig:
     min_val_rows: Annotated[int, PREPARED, CONTENT, not_negative, _CUT_OFF] = 0
     num_samples: Annotated[int | None, PREPARED, at_least(1)]
     # Arguments of the class that source names.
-    source_options: Annotated[
-        dict[str, Any] | None, PREPARED, only("rows", "number", "held_out", "seed", "asked"), _OF_CLASS
-    ] = None
+    source_options: Annotated[dict[str, Any] | None, PREPARED, only("number", "held_out", "seed"), _OF_CLASS] = None
     streaming: Annotated[bool, SHOWN, _IS_STREAM]
     num_proc: Annotated[int | None, SHOWN, at_least(1)]
     cache_dir: Annotated[str, SHOWN, CACHE, not_empty]

@@ -18,6 +18,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,11 +146,12 @@ def _module_of(target: str, key: str, allow_target: Sequence[str]) -> tuple[str,
     except (ImportError, ValueError) as error:
         raise UserError(f"{key}: _target_={target} can't be imported: {error}") from None
     if spec is None and parts[0] not in sys.modules:
-        raise UserError(f"{key}: _target_={target} can't be imported: No module named '{parts[0]}'")
+        looked = "modules are looked for in the folder where python -m is started and on PYTHONPATH"
+        raise UserError(f"{key}: _target_={target} can't be imported: No module named '{parts[0]}'; {looked}")
     inside = _folders(sys.modules.get(parts[0], spec))
     for length in range(1, len(parts)):
         name = ".".join(parts[: length + 1])
-        below = sys.modules.get(name) or importlib.machinery.PathFinder.find_spec(name, inside)
+        below = sys.modules.get(name) or _found_in(inside, name)
         if below is None:
             break
         inside = _folders(below)
@@ -158,6 +160,16 @@ def _module_of(target: str, key: str, allow_target: Sequence[str]) -> tuple[str,
     name, attributes = ".".join(parts[:length]), parts[length:]
     _check_place(name, target, key, allow_target)
     return name, attributes
+
+
+def _found_in(folders: list[str], name: str) -> importlib.machinery.ModuleSpec | None:
+    """Returns the spec of a module or package below one whose `folders` are given, which needn't be imported."""
+    try:
+        return importlib.machinery.PathFinder.find_spec(name, folders)
+    except KeyError:  # a folder without __init__.py, for which Python looks up the package above it in sys.modules
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [os.path.join(folder, name.rpartition(".")[2]) for folder in folders]
+        return spec
 
 
 def _folders(found: ModuleType | importlib.machinery.ModuleSpec | None) -> list[str]:

@@ -12,7 +12,6 @@ from transformers import AutoModel, AutoTokenizer
 
 from lmtrain.config.targets import build_target
 from lmtrain.data.chat.turns import is_exact
-from lmtrain.data.sources import story_world
 from lmtrain.errors import UserError
 
 
@@ -25,27 +24,8 @@ class ExactMatch(MeanMetric):
         )
 
 
-class StoryConsistency(MeanMetric):
-    """The share of sentences that contradict nothing told before, in stories that continue openings of data=stories.
-
-    A sentence that is not one of these stories' counts as inconsistent: `data.sources.story_world.consistent_share`.
-    """
-
-    takes_prompts = True  # `update` gets the openings too
-
-    def update(self, preds: list[str], target: list[str], prompts: list[str]) -> None:  # type: ignore[override]
-        shares = [story_world.consistent_share(text, opening) for text, opening in zip(preds, prompts, strict=True)]
-        super().update(torch.tensor(shares, dtype=torch.float32))
-
-
-def reading(text: str, kind: str) -> str:
-    """Says how much of a text is right: the lines of its longest beginning that parses as Python, or its sentences.
-
-    kind: python, or stories (`data.sources.story_world`). The last line, which may be cut off, is left out.
-    """
-    if kind == "stories":
-        found = story_world.read(text)
-        return f"consistent: {sum(not one.wrong for one in found)} of {len(found)} sentences"
+def reading(text: str) -> str:
+    """Says how many lines the longest beginning of a text has that parses as Python; a last, cut line is left out."""
     lines = text.splitlines()[:-1]
     right = next((n for n in range(len(lines), 0, -1) if _parses("\n".join(lines[:n]))), 0)
     return f"parses: {right} of {len(lines)} lines"

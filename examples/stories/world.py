@@ -1,17 +1,18 @@
 """The world of the stories: what is true at each point of one, and a checker that reads stories.
 
-The kinds of sentences in stories.yaml serve both directions: `Story` writes them, and `read` recognises them and
+The kinds of sentences in world.yaml serve both directions: `Story` writes them, and `read` recognises them and
 follows what is true, so that it can say which sentences of a story, such as a model's, contradict what was told before.
 """
 
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmtrain.config import safe_yaml
+import yaml
 
-_DATA = safe_yaml.table(__file__, "stories.yaml")
+_DATA = yaml.safe_load(Path(__file__).with_name("world.yaml").read_text(encoding="utf-8"))
 WORDS = _DATA["words"]
 NAMES = {**dict.fromkeys(WORDS["girls"], "girl"), **dict.fromkeys(WORDS["boys"], "boy")}
 NUMBERS: list[str] = WORDS["numbers"]
@@ -21,7 +22,7 @@ Slots = dict[str, Any]
 
 
 class Kind(NamedTuple):
-    """A kind of sentence, an entry of stories.yaml."""
+    """A kind of sentence, an entry of world.yaml."""
 
     slots: list[str]
     sentences: list[str]
@@ -58,7 +59,7 @@ def gendered(name: str) -> dict[str, str]:
 
 
 class World:
-    """What is true at a point of a story; each change of stories.yaml is a method, each condition in `_HOLDS`."""
+    """What is true at a point of a story; each change of world.yaml is a method, each condition in `_HOLDS`."""
 
     def __init__(self) -> None:
         self.at: dict[str, str] = {}  # the places of people and animals

@@ -1,6 +1,6 @@
 """Stories of a small simulated world, with questions whose right answers are known, computed on the fly.
 
-People walk, find, lose, forget, give and swap things; what is true after each sentence is known (`story_world.World`),
+People walk, find, lose, forget, give and swap things; what is true after each sentence is known (`world.World`),
 so answers can be scored by the truth. The ideas are those of bAbI's simulated tasks (Weston et al. 2015,
 arXiv:1502.05698) and of TinyStories (Eldan & Li 2023, arXiv:2305.07759): text so simple that a small model learns it.
 
@@ -13,10 +13,10 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from examples.stories import world as facts
+from examples.stories.world import Slots, World
 from lmtrain.data.order import mix64
-from lmtrain.data.sources import story_world as facts
 from lmtrain.data.sources.pieces import Piece
-from lmtrain.data.sources.story_world import Slots, World
 from lmtrain.errors import UserError
 
 VERSION = 4  # to be raised when the same arguments give other rows than before

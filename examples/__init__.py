@@ -1,0 +1,1 @@
+"""Programs as users of lmtrain write them; run from the folder above."""

@@ -1,0 +1,1 @@
+"""A source of stories, a metric, rewards and an environment: README.md."""
