@@ -1,5 +1,6 @@
 """trainer.precision=auto on a CPU: what is faster there, measured once and kept; a continued run keeps its own."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -23,6 +24,18 @@ def test_what_is_measured_is_kept_per_shape(tmp_path: Path) -> None:
     precision.speedup_of_bf16(48, 64, tmp_path)
     assert len(json.loads((tmp_path / "machine.json").read_text())) == 2
     assert torch.equal(before, torch.get_rng_state())  # a measurement must not change what a run draws
+
+
+def test_a_pause_of_the_process_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five seconds pass in the first counted round of fp32; all others take a millisecond in either precision."""
+    calls = itertools.count(1)
+
+    def clock() -> float:
+        call = next(calls)
+        return 1e-3 * call + (5 if call >= 7 else 0)
+
+    monkeypatch.setattr(precision.time, "perf_counter", clock)
+    assert precision.speedup_of_bf16(32, 64, None) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", '{"x": 1', "null"])

@@ -87,6 +87,7 @@ def test_a_number_of_updates_sets_the_epochs(model: Path, pairs: Path) -> None:
     updates.ranks.note_typed([*words, "budget.updates=400"])
     updates.settle(config)
     assert config.trainer.max_epochs == -(-400 * 4 // 54)
+    assert config.trainer.precision == "auto"  # the faster one for the planned rows, so it is chosen later
 
 
 def test_text_has_no_examples(corpus: Path) -> None:

@@ -1,5 +1,6 @@
 """Datasets whose items are whole optimizer steps (training) or micro-batches (validation), and their loader workers."""
 
+import itertools
 import resource
 import signal
 import sys
@@ -97,6 +98,7 @@ class StepDataset(Dataset):
     rank: int
     world_size: int
     lengths: Stages | None = None  # row length in tokens at each step, to which rows of text are cut; None: not cut
+    joined_tokens: int | None = None  # up to how many, micro-batches of short padded rows are joined; None: never
 
     def row_ids(self, step: int) -> np.ndarray:
         """Returns the (epoch, row) pairs of the whole step over all ranks, int64 [n, 2]."""
@@ -114,7 +116,14 @@ class StepDataset(Dataset):
             alone = len(chosen) == 1 and step > 0
             others = self.row_ids(step - 1)[-1:, 1] if alone else np.roll(chosen[:, 1], 1)
             chosen = np.column_stack([chosen, others])
-        return order.rank_share(self.by_length(chosen), self.rank, self.world_size, self.micro_batch_size)
+        chosen, size = self.by_length(chosen), self.micro_batch_size
+        shares = order.rank_share(chosen, self.rank, self.world_size, size)
+        lengths = getattr(self.rows, "lengths", None)
+        if lengths is None or self.joined_tokens is None:
+            return shares
+        longest = lengths[chosen[:: size * self.world_size, 1]].tolist()  # over all ranks, which have to join alike
+        starts = order.joins(longest, size, self.joined_tokens)
+        return [np.concatenate(shares[i:j]) for i, j in itertools.pairwise([*starts, len(shares)])]
 
     def __getitem__(self, step: int) -> dict[str, Any]:
         chosen = self.row_ids(step)
@@ -154,21 +163,39 @@ class ValidationDataset(Dataset):
     """A dataset whose item i is this rank's i-th micro-batch of the validation rows; ranks share no rows.
 
     `limit` counts the micro-batches of all ranks together, so the number of rows evaluated does not depend on theirs.
-    These rows are spaced evenly over the split and are the same in every validation.
+    These rows are spaced evenly over the split and are the same in every validation. Those of short padded rows are
+    joined up to `joined_tokens`, as in training.
     """
 
-    def __init__(self, rows: Rows, *, micro_batch_size: int, limit: int | None, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        micro_batch_size: int,
+        limit: int | None,
+        rank: int,
+        world_size: int,
+        joined_tokens: int | None = None,
+    ) -> None:
         self.rows, self.rank, self.world_size = rows, rank, world_size
         self.micro_batch_size = micro_batch_size
         self.total = seen_rows(rows, micro_batch_size, limit)
+        span = micro_batch_size * world_size
+        lengths = getattr(rows, "lengths", None)
+        self.batches = list(range(-(-self.total // span)))  # the micro-batches that items begin with
+        if lengths is not None and joined_tokens is not None and self.total:
+            seen = lengths[np.arange(self.total) * len(rows) // self.total]
+            longest = np.maximum.reduceat(seen, np.arange(0, self.total, span)).tolist()
+            self.batches = order.joins(longest, micro_batch_size, joined_tokens)
 
     def __len__(self) -> int:
-        return -(-self.total // (self.micro_batch_size * self.world_size))
+        return len(self.batches)
 
     def share(self, index: int) -> np.ndarray:
         """Returns this rank's `index`-th micro-batch, as an argument of `Rows.read`; the last ones may be empty."""
-        places = validation_places(index, self.micro_batch_size, self.rank, self.world_size)
-        places = places[places < self.total]
+        span = self.micro_batch_size * self.world_size
+        stop = self.batches[index + 1] * span if index + 1 < len(self) else self.total
+        places = np.arange(self.batches[index] * span, stop)[self.rank :: self.world_size]
         rows, others = (at % self.total * len(self.rows) // self.total for at in (places, places - 1))
         return coupled(self.rows, np.stack([np.zeros_like(rows), rows], axis=1), others)
 

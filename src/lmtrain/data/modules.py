@@ -53,10 +53,12 @@ class TokenDataModule(pl.LightningDataModule):
         limit_val_batches: int | None = None,
         val_sets: dict[str, Rows] | None = None,
         lengths: Stages | None = None,
+        joined_tokens: int | None = None,
     ) -> None:
         """
         Args:
             sizes: number of rows in each step.
+            micro_batch_size: rows of a forward pass; of short padded rows more, up to `joined_tokens` tokens, if given.
             val_sets: further validation sets, each with a loader of its own.
             lengths: length of a training row in tokens at each step, if it grows.
         """
@@ -64,7 +66,7 @@ class TokenDataModule(pl.LightningDataModule):
         self.train_rows, self.val_rows = train_rows, val_rows
         self.seed, self.total_steps, self.max_epochs = seed, total_steps, max_epochs
         self.sizes, self.micro_batch_size, self.lengths = sizes, micro_batch_size, lengths
-        self.limit_val_batches, self.num_workers = limit_val_batches, num_workers
+        self.limit_val_batches, self.num_workers, self.joined_tokens = limit_val_batches, num_workers, joined_tokens
         own = {"": val_rows} if val_rows is not None else {}
         self.val_sets: dict[str, Rows] = own | (val_sets or {})  # by name; the validation split's name is empty
 
@@ -105,10 +107,11 @@ class TokenDataModule(pl.LightningDataModule):
         dataset = self._step_dataset(self.max_epochs if stop == self.total_steps else None)
         return self._loader(dataset, StepSampler(items, lambda: trainer.global_step, stop))
 
-    def _share(self) -> dict[str, int]:
-        """Returns which of the rows this rank reads, as arguments of both datasets."""
+    def _share(self) -> dict[str, Any]:
+        """Returns which of the rows this rank reads, and in which micro-batches, as arguments of both datasets."""
         part = data_parallel(self.trainer)
-        return {"micro_batch_size": self.micro_batch_size, "rank": part.rank, "world_size": part.size}
+        return {"micro_batch_size": self.micro_batch_size, "joined_tokens": self.joined_tokens, "rank": part.rank,
+                "world_size": part.size}  # fmt: skip
 
     def _step_dataset(self, max_epochs: int | None) -> StepDataset:
         share = self._share()

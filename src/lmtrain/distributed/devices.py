@@ -14,9 +14,23 @@ from torch import Tensor
 
 from lmtrain.config.effect import width_of
 from lmtrain.config.schema import Config, TrainerConfig
-from lmtrain.config.strategies import SHARING, adopt_file
-from lmtrain.distributed import precision, spinning
+from lmtrain.config.strategies import SHARING, adopt_file, ranks_per_part
+from lmtrain.distributed import precision, ranks, spinning
 from lmtrain.errors import UserError
+
+
+def readers(config: Config) -> int:
+    """Returns how many devices, or groups of devices, will read different rows; leaves the `auto` values unresolved.
+
+    The precision, for one, is chosen by the rows that a forward pass has, which may follow from this number.
+    """
+    layout, t = ranks.find(), config.trainer
+    if layout is not None:
+        return max(1, layout.per_node * layout.nodes // ranks_per_part(t))
+    here = t.devices
+    if here == "auto":
+        here = torch.cuda.device_count() if t.accelerator != "cpu" and torch.cuda.is_available() else 1
+    return max(1, int(here) * t.num_nodes // ranks_per_part(t))
 
 
 def resolve_auto(config: Config) -> None:

@@ -10,7 +10,6 @@ import os
 import platform
 import time
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from lmtrain.errors import RunError
 from lmtrain.files import write_atomic
 
 WIDTH, TOKENS = 768, 1024  # if the config doesn't say; more tokens per forward pass are measured as these
-_ROUNDS, _SECONDS = 15, 0.5  # at most, beyond two rounds
+_LEAST_ROUNDS, _ROUNDS, _SECONDS = 4, 15, 0.5  # one pause of a second must not decide, so some rounds are always taken
 _KEPT = "machine.json"
 
 
@@ -72,10 +71,10 @@ def _measured(width: int, tokens: int) -> float:
 
     times: list[tuple[float, float]] = []
     ends = time.perf_counter() + _SECONDS
-    while len(times) < 2 or (len(times) < _ROUNDS and time.perf_counter() < ends):
+    while len(times) <= _LEAST_ROUNDS or (len(times) < _ROUNDS and time.perf_counter() < ends):
         times.append((seconds(False), seconds(True)))  # in turns, so that other programs delay both alike
     fp32, bf16 = zip(*times[1:], strict=True)  # the first allocates memory and chooses kernels
-    return median(fp32) / median(bf16)
+    return min(fp32) / min(bf16)  # of a machine that does much else, the median tells about the others
 
 
 def _processor() -> str:

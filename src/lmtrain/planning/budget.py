@@ -25,7 +25,6 @@ from lmtrain.config.effect import EPOCHS, LENGTHS
 from lmtrain.config.keys import value_of
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
-from lmtrain.config.strategies import ranks_per_part
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
 from lmtrain.data.loaders import seen_rows
 from lmtrain.data.val_sets import build_val_sets
@@ -186,7 +185,7 @@ def _split(config: Config, typed: Mapping[str, Any]) -> None:
     """Fits untyped rows of model=dial to the devices: as many on each, and in forward passes that fit their memory."""
     if config.model.name != dial.NAME:
         return
-    data, parts = config.data, int(config.trainer.devices) * config.trainer.num_nodes // ranks_per_part(config.trainer)
+    data, parts = config.data, devices.readers(config)
     rows = -(-data.global_batch_size // parts) * parts
     if rows != data.global_batch_size and "data.global_batch_size" not in typed:
         terminal.say_once(f"data.global_batch_size={rows} instead of {data.global_batch_size}: as many on each device")

@@ -57,6 +57,8 @@ from lmtrain.terminal import quiet_libraries
 
 Schedule = Callable[[int, int], float]
 
+_JOINED_ON_CPU = 1024  # tokens; beyond, a CPU's caches are too small: benchmarks/RESULTS.md, "Short rows"
+
 
 @dataclass
 class Run:
@@ -103,6 +105,8 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     fit_to_model(config, corpus, model.unpacked_because, model.lengths.limit, more)
     most = total_steps if config.budget.minutes is None else at_most(config, rows_to_train(config, corpus))
     datamodule = build_datamodule(config, corpus, most, val_sets)
+    if model.has_router:
+        datamodule.joined_tokens = None  # the balance of experts is judged within a micro-batch
     bytes_per_token = {"": corpus.val_bytes_per_token, **{n: s.bytes_per_token for n, s in val_sets.items()}}
     numbers = StepNumbers(config.data, rows_to_train(config, corpus), config.trainer.max_epochs)
     metrics = Metrics(Records(run_dir.metrics), config, objective.model.model, numbers, bytes_per_token)
@@ -181,6 +185,7 @@ def build_datamodule(
         seed=config.seed,
         sizes=step_sizes(config.data),
         micro_batch_size=config.data.micro_batch_size,
+        joined_tokens=joined_tokens(config),
         total_steps=total_steps,
         max_epochs=config.trainer.max_epochs,
         limit_val_batches=config.trainer.limit_val_batches,
@@ -188,6 +193,15 @@ def build_datamodule(
         val_sets={name: val_set.rows for name, val_set in (val_sets or {}).items()},
         lengths=row_lengths(config.data),
     )
+
+
+def joined_tokens(config: Config) -> int:
+    """Returns how many tokens short padded rows may have together in a forward pass.
+
+    They are no more than full rows have, so that joining needs no memory that the run doesn't need anyway.
+    """
+    most = config.data.micro_batch_size * config.data.seq_len
+    return min(most, _JOINED_ON_CPU) if config.trainer.accelerator == "cpu" else most
 
 
 def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: StopRequest | None = None) -> Objective:

@@ -94,7 +94,8 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
         *(("mixers", f"{n} layers read each packed document as a row of its own") for n in [by_rows(model)] if n),
         ("data", "\n".join([*corpus.words, *corpus.notes])),
         ("tokenizer", f"{c.tokenizer.kind}, {len(corpus.tokenizer):,} tokens"),
-        ("batch", f"{split} = {tokens_per_step:,} tokens a step{updates.examples_words(c, corpus)}"),
+        ("batch", f"{split}{joined_words(run)} = {tokens_per_step:,} tokens a step"
+                  f"{updates.examples_words(c, corpus)}"),
         *growth_rows(c),
         ("length", f"{counted(run.total_steps, 'step')}{f' x {tokens_per_step:,}' if len(sizes.values) == 1 else ''}"
                    f" = {si(tokens)} tokens = {tokens / corpus.epoch_tokens:.2f} "
@@ -115,6 +116,15 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
         ("run", str(run.dir.path)),
         ("start", resumed_from or ("from scratch" if c.model.init == "scratch" else "pretrained weights")),
     ]  # fmt: skip
+
+
+def joined_words(run: Run) -> str:
+    """Describes how many tokens short padded rows may have in a forward pass, if that lets them be more."""
+    tokens, size = run.datamodule.joined_tokens, run.config.data.micro_batch_size
+    lengths = getattr(run.datamodule.train_rows, "lengths", None)
+    if tokens is None or lengths is None or 2 * size > min(run.config.data.global_batch_size, tokens / lengths.min()):
+        return ""
+    return f" (of short ones more, up to {tokens:,} tokens)"
 
 
 def growth_rows(c: Config) -> list[tuple[str, str]]:

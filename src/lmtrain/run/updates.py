@@ -18,7 +18,6 @@ from lmtrain.config.effect import LENGTHS, positions_of
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
-from lmtrain.config.strategies import ranks_per_part
 from lmtrain.data.corpus import Corpus, build_corpus
 from lmtrain.data.hub import optional_file
 from lmtrain.distributed import devices, ranks
@@ -104,7 +103,7 @@ def rows_of(config: Config, size: int, mean: float, longest: int) -> dict[str, A
     Args:
         mean, longest: the tokens of an example.
     """
-    data, parts = config.data, _parts(config)
+    data, parts = config.data, devices.readers(config)
     length = data.seq_len
     if data.packing in (None, "off"):
         rows, length = -(-size // parts), longest
@@ -120,17 +119,6 @@ def rows_of(config: Config, size: int, mean: float, longest: int) -> dict[str, A
 
 def _up_to_multiple(tokens: float) -> int:
     return math.ceil(tokens / _ROW_MULTIPLE) * _ROW_MULTIPLE
-
-
-def _parts(config: Config) -> int:
-    """Returns the number of devices, or of groups of devices, that read different rows."""
-    layout = ranks.find()
-    if layout is not None:
-        devices_here, nodes = layout.per_node, layout.nodes
-    else:
-        devices.resolve_auto(config)
-        devices_here, nodes = int(config.trainer.devices), config.trainer.num_nodes
-    return max(1, devices_here * nodes // ranks_per_part(config.trainer))
 
 
 def learning_rate(config: Config, tokenizer: Any) -> float:
