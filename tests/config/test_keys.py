@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import shutil
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,11 +137,28 @@ def told(
     return said
 
 
-@pytest.mark.parametrize("key", [k for k in ALL if k.shapes is PREPARED and not k.by_content], ids=lambda k: k.name)
-def test_what_shapes_the_tokens_makes_another_folder(key: Key, configs: dict[str, Config]) -> None:
-    config = set_in(configs, key)
-    changed = with_value(config, key.name, another(value_of(config, key.name)))
-    assert folder_key(config.data, config.tokenizer) != folder_key(changed.data, changed.tokenizer)
+def changed_one_by_one(configs: dict[str, Config], *kinds: Shapes) -> Iterator[tuple[Key, Config, Config]]:
+    """Yields each key of these kinds with a config that has it, and the same config with another value."""
+    for key in (k for k in ALL if k.shapes in kinds):
+        config = set_in(configs, key)
+        yield key, config, with_value(config, key.name, another(value_of(config, key.name)))
+
+
+def wrong_keys(check: Callable[..., None], cases: Iterable[tuple[Key, Config, Config]]) -> dict[str, str]:
+    """Returns what is wrong with each key that a check fails for: one test names them all."""
+    wrong = {}
+    for key, config, changed in cases:
+        try:
+            check(key, config, changed)
+        except (AssertionError, UserError, pytest.fail.Exception) as error:
+            wrong[key.name] = str(error)
+    return wrong
+
+
+def test_what_shapes_the_tokens_makes_another_folder(configs: dict[str, Config]) -> None:
+    for key, config, changed in changed_one_by_one(configs, PREPARED):
+        differ = folder_key(config.data, config.tokenizer) != folder_key(changed.data, changed.tokenizer)
+        assert differ or key.by_content, key.name
 
 
 def test_nothing_else_makes_another_folder(configs: dict[str, Config]) -> None:
@@ -151,46 +169,41 @@ def test_nothing_else_makes_another_folder(configs: dict[str, Config]) -> None:
         assert same, key.name
 
 
-@pytest.mark.parametrize("key", [k for k in ALL if k.shapes in (MODEL, TRAJECTORY)], ids=lambda k: k.name)
-def test_what_is_learned_is_refused_by_name_with_both_values(
-    key: Key, configs: dict[str, Config], tmp_path: Path
-) -> None:
-    config = set_in(configs, key)
-    then = value_of(config, key.name)
-    now = another(then)
-    changed = with_value(config, key.name, now)
-    contents = dict(CONTENTS)
-    if key.by_content:
-        assert told(tmp_path, config, changed) == [], "another name for the same"
-        contents[TOLD_BY.get(key.name, key.name)] = "another"
-    with pytest.raises(UserError) as refusal:
-        told(tmp_path, config, changed, contents)
-    words = f"{key.name} then {then}, now {now}" if key.by_content else f"{key.name} (then {then}, now {now})"
-    assert words in str(refusal.value)
-    assert str(refusal.value).count("(then") == 1, "nothing else is refused"
-    assert told(tmp_path, config, changed, contents, allow=key.name) == []
+def test_what_is_learned_is_refused_by_name_with_both_values(configs: dict[str, Config], tmp_path: Path) -> None:
+    def check(key: Key, config: Config, changed: Config) -> None:
+        then, now = value_of(config, key.name), value_of(changed, key.name)
+        contents = dict(CONTENTS)
+        if key.by_content:
+            assert told(tmp_path, config, changed) == [], "another name for the same"
+            contents[TOLD_BY.get(key.name, key.name)] = "another"
+        with pytest.raises(UserError) as refusal:
+            told(tmp_path, config, changed, contents)
+        words = f"{key.name} then {then}, now {now}" if key.by_content else f"{key.name} (then {then}, now {now})"
+        assert words in str(refusal.value)
+        assert str(refusal.value).count("(then") == 1, "nothing else is refused"
+        assert told(tmp_path, config, changed, contents, allow=key.name) == []
+
+    assert wrong_keys(check, changed_one_by_one(configs, MODEL, TRAJECTORY)) == {}
 
 
-@pytest.mark.parametrize("key", [k for k in ALL if k.shapes in (RATE, MACHINE)], ids=lambda k: k.name)
-def test_what_may_change_is_said_with_both_values(key: Key, configs: dict[str, Config], tmp_path: Path) -> None:
-    config = set_in(configs, key)
-    then = value_of(config, key.name)
-    now = another(then)
-    changed = with_value(config, key.name, now)
-    assert fingerprint(config, CONTENTS) == fingerprint(changed, CONTENTS)
-    assert told(tmp_path, config, changed) == [f"changed since this run's last start: {key.name} {then} -> {now}"]
+def test_what_may_change_is_said_with_both_values(configs: dict[str, Config], tmp_path: Path) -> None:
+    def check(key: Key, config: Config, changed: Config) -> None:
+        then, now = value_of(config, key.name), value_of(changed, key.name)
+        assert fingerprint(config, CONTENTS) == fingerprint(changed, CONTENTS)
+        assert told(tmp_path, config, changed) == [f"changed since this run's last start: {key.name} {then} -> {now}"]
+
+    assert wrong_keys(check, changed_one_by_one(configs, RATE, MACHINE)) == {}
 
 
-@pytest.mark.parametrize("key", [k for k in ALL if k.shapes in (SHOWN, PREPARED)], ids=lambda k: k.name)
-def test_what_is_shown_or_in_the_tokens_themselves_is_no_matter(
-    key: Key, configs: dict[str, Config], tmp_path: Path
-) -> None:
+def test_what_is_shown_or_in_the_tokens_themselves_is_no_matter(configs: dict[str, Config], tmp_path: Path) -> None:
     """Keys that shape the tokens are compared by the tokens, so moved data counts as the same data."""
-    config = set_in(configs, key)
-    changed = with_value(config, key.name, another(value_of(config, key.name)))
-    assert fingerprint(config, CONTENTS) == fingerprint(changed, CONTENTS)
-    if key.name != "run.allow_change":
-        assert told(tmp_path, config, changed) == []
+
+    def check(key: Key, config: Config, changed: Config) -> None:
+        assert fingerprint(config, CONTENTS) == fingerprint(changed, CONTENTS)
+        if key.name != "run.allow_change":
+            assert told(tmp_path, config, changed) == []
+
+    assert wrong_keys(check, changed_one_by_one(configs, SHOWN, PREPARED)) == {}
 
 
 def test_a_precomputed_reference_is_of_the_model_alone(configs: dict[str, Config]) -> None:
