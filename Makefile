@@ -104,7 +104,7 @@ test: env lint
 	wait $$types && exit $$tests
 
 test-all: env env-trl env-gguf env-lm-eval env-triton
-	$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "slow and not nightly" $(ARGS)
+	$(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and not nightly" $(ARGS)
 
 # Longer than a change can wait for: the whole corpus of hostile inputs, kills of every verb, the grid's long walk, every model of
 # transformers (docs/models.md).

@@ -54,7 +54,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Says how many of the chosen tests ran, and names those that LMTRAIN_TESTS_END or an interruption left out."""
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") or config.option.collectonly:
         return
     scheduler = getattr(config.pluginmanager.get_plugin("dsession"), "sched", None)  # with -n, which collects elsewhere
     session = terminalreporter._session
