@@ -1,5 +1,6 @@
 """Ids from fastokens equal those of the tokenizers library for every text, or it is not used and the log says so."""
 
+import functools
 import itertools
 import random
 from pathlib import Path
@@ -47,17 +48,24 @@ PRE_TOKENIZERS |= {
 }
 
 
-def trained(normalizer, pre_tokenizer, text: str, alphabet=None) -> Tokenizer:
+@functools.cache
+def trained_once(kind: str, text: str, alphabet: tuple[str, ...]) -> str:
+    normalizer, pre_tokenizer = PRE_TOKENIZERS[kind]
     backend = Tokenizer(models.BPE())
     if normalizer is not None:
         backend.normalizer = normalizer
     if pre_tokenizer is not None:
         backend.pre_tokenizer = pre_tokenizer
-    letters = sorted(BYTES.alphabet()) if alphabet is None else alphabet
     trainer = trainers.BpeTrainer(
-        vocab_size=1500, special_tokens=["<end>"], initial_alphabet=letters, show_progress=False
+        vocab_size=1500, special_tokens=["<end>"], initial_alphabet=list(alphabet), show_progress=False
     )
     backend.train_from_iterator([text], trainer)
+    return backend.to_str()
+
+
+def trained(kind: str, text: str, without: str = "") -> Tokenizer:
+    """Returns a BPE of 1,500 tokens trained on a text, that has all bytes but those that the letter stands for."""
+    backend = Tokenizer.from_str(trained_once(kind, text, tuple(sorted({*BYTES.alphabet()} - {without}))))
     backend.encode_special_tokens = True
     return backend
 
@@ -72,6 +80,7 @@ def prose() -> str:
     return " ".join(rng.choices(words, weights=[1 / n for n in range(1, 401)], k=20_000))
 
 
+@functools.cache
 def odd_texts(prose: str) -> list[str]:
     """Returns texts of words, digits, symbols, white space, letters of many scripts and the name of a special token."""
     rng = random.Random(1)
@@ -100,7 +109,7 @@ def assert_alike(fast: TextIds, backend: Tokenizer, texts: list[str]) -> None:
 @pytest.mark.parametrize("special_as_text", [True, False])
 @pytest.mark.parametrize("kind", PRE_TOKENIZERS)
 def test_ids_are_the_librarys(kind: str, special_as_text: bool, prose: str) -> None:
-    backend = trained(*PRE_TOKENIZERS[kind], prose[:3000] if kind == "none" else prose)
+    backend = trained(kind, prose[:3000] if kind == "none" else prose)
     backend.encode_special_tokens = special_as_text
     ids = TextIds(backend)
     ids.hurry([prose])
@@ -111,7 +120,7 @@ def test_ids_are_the_librarys(kind: str, special_as_text: bool, prose: str) -> N
 @pytest.mark.parametrize("kind", ["gpt2", "smollm2", "qwen2", "llama3"])
 def test_words_end_where_the_librarys_do(kind: str, prose: str) -> None:
     """Words end as in the library, in all texts of up to five characters of each kind and in contraction-like ones."""
-    backend = trained(*PRE_TOKENIZERS[kind], prose[:3000])
+    backend = trained(kind, prose[:3000])
     texts = ["".join(text) for n in range(6) for text in itertools.product("lS1.' \n\t", repeat=n)]
     texts += ["".join(text) for text in itertools.product("rve'l é", repeat=5)]
     texts += ["a" + "1" * n + end for n in range(12) for end in ("", "b", " 1")]
@@ -120,7 +129,7 @@ def test_words_end_where_the_librarys_do(kind: str, prose: str) -> None:
 
 def test_characters_of_every_script(prose: str) -> None:
     """6,000 Unicode characters, some of them new or changed by NFC, give the library's ids."""
-    backend = trained(*PRE_TOKENIZERS["qwen2"], prose)
+    backend = trained("qwen2", prose)
     characters = random.Random(0).sample([chr(n) for n in range(0x20000) if not 0xD800 <= n < 0xE000], 6000)
     texts = ["a" + "".join(characters[n : n + 6]) + " b" for n in range(0, len(characters), 6)]
     assert_alike(fast_of(backend), backend, texts)
@@ -150,7 +159,7 @@ def test_published_tokenizers(name: str, prose: str) -> None:
 def test_one_that_gives_other_ids_is_not_used(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that reads one character of the data differently is left out, and `by` says so."""
     pytest.importorskip("fastokens")
-    backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
+    backend = trained("gpt2", prose)
     real = fast_ids._fast
 
     def differing(backend: Tokenizer):
@@ -171,13 +180,13 @@ def test_one_that_is_missing_or_refuses_is_said(prose: str, monkeypatch: pytest.
     assert words.by.startswith("tokenizers, as fastokens can't load this tokenizer (")
     assert words(["3 4"])[0].tolist() == [3, 4]
     monkeypatch.setattr(fast_ids, "fastokens", None)
-    missing = TextIds(trained(*PRE_TOKENIZERS["gpt2"], prose))
+    missing = TextIds(trained("gpt2", prose))
     missing.hurry([prose])
     assert missing.by == "tokenizers, as fastokens can't load this tokenizer (it is not installed)"
 
 
 def test_a_text_that_it_refuses_is_left_to_the_library(prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
+    backend = trained("gpt2", prose)
     ids = fast_of(backend)
 
     def refuse(texts: list[str]) -> list[np.ndarray]:
@@ -190,7 +199,7 @@ def test_a_text_that_it_refuses_is_left_to_the_library(prose: str, monkeypatch: 
 
 def test_long_text_is_encoded_as_short_text_is(prose: str) -> None:
     """Text that is long enough for fastokens, with a run of spaces longer than a part, gets the library's ids."""
-    backend = trained(*PRE_TOKENIZERS["smollm2"], prose, sorted(set(BYTES.alphabet()) - {"Ą"}))
+    backend = trained("smollm2", prose, without="Ą")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     documents = [prose[n : n + 9000] + ("\x04" if n % 7 == 0 else "") for n in range(0, len(prose), 9000)]
     documents = [*documents * (encode.PART // len(prose) + 1), " " * encode.PART + "x"]
@@ -206,7 +215,7 @@ def test_long_text_is_encoded_as_short_text_is(prose: str) -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "smollm2", "qwen2", "llama3", "lowercase", "prefix_space", "whitespace"])
 def test_characters_of_tokens_are_the_librarys(kind: str, special_as_text: bool, prose: str) -> None:
     """Also where NFC or a lost byte make the tokens' bytes differ from the text's."""
-    backend = trained(*PRE_TOKENIZERS[kind], prose, sorted(set(BYTES.alphabet()) - {"Ą"}))
+    backend = trained(kind, prose, without="Ą")
     backend.encode_special_tokens = special_as_text
     ids = TextIds(backend)
     ids.hurry([prose])
@@ -217,7 +226,7 @@ def test_characters_of_tokens_are_the_librarys(kind: str, special_as_text: bool,
 
 def test_offsets_without_white_space(prose: str) -> None:
     """A post-processor that leaves white space out of offsets, as RoBERTa's, keeps doing so."""
-    backend = trained(*PRE_TOKENIZERS["gpt2"], prose)
+    backend = trained("gpt2", prose)
     text = f"{prose[:60]}  "
     whole = backend.encode(text).offsets
     backend.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=True)
@@ -233,7 +242,7 @@ def test_conversations_are_encoded_as_by_the_library(
     train_on: str, prose: str, data_config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("fastokens")
-    backend = trained(*PRE_TOKENIZERS["qwen2"], prose)
+    backend = trained("qwen2", prose)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     cfg = data_config("chat", chat_template="zephyr", max_length=None, train_on=train_on)
     said = [text or "nothing" for text in odd_texts(prose)[:40]]
