@@ -165,7 +165,7 @@ def test_documents_stay_apart() -> None:
     assert difference[1:].max() < 1e-6
 
 
-@pytest.mark.parametrize("how", ["checkpointing", "compilation"])
+@pytest.mark.parametrize("how", ["checkpointing", pytest.param("compilation", marks=pytest.mark.slow)])
 def test_other_ways_to_compute_change_no_gradient(how: str) -> None:
     expected_model = LanguageModel(with_memory("gpt2", layers=(1,)), objective())
     model = LanguageModel(copy.deepcopy(expected_model.model), objective())

@@ -199,6 +199,7 @@ assert signal.getsignal(signal.SIGCHLD) is tell
 """
 
 
+@pytest.mark.slow
 def test_children_that_die_in_a_save_are_told_of_after_it(tmp_path: Path) -> None:
     """Raised within the save, the error would make torch abort: its writer, when collected, writes to a closed file."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, tmp_path], capture_output=True, text=True, timeout=600)

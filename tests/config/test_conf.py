@@ -328,7 +328,7 @@ def chosen_by(names: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "names", thinned([(run,) for run in runs_of_options()], 4), ids=lambda n: " ".join(chosen_by(n))
+    "names", thinned([(run,) for run in runs_of_options()], 8), ids=lambda n: " ".join(chosen_by(n))
 )
 @pytest.mark.usefixtures("hf_cache")
 def test_every_option_runs(
@@ -388,7 +388,9 @@ def test_the_hubs_datasets_by_their_own_names(name: str) -> None:
     assert "data.path=" in ended.err
 
 
-@pytest.mark.parametrize("name", [o for o in in_group("model") if Path(o).stem not in ("pretrained", "custom")])
+@pytest.mark.parametrize(
+    "name", thinned([o for o in in_group("model") if Path(o).stem not in ("pretrained", "custom")], 2)
+)
 def test_every_model_in_its_full_size(name: str) -> None:
     """Every model builds in full size on the meta device, and its yaml's comments give its number of parameters."""
     option = Path(name).stem

@@ -38,7 +38,7 @@ def copy_out(name: str, folder: Path) -> None:
         to.write_text(text)
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", [pytest.param("kto", marks=pytest.mark.slow), "mdlm"])
 def test_it_trains_as_in_the_tree(name: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_out(name, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

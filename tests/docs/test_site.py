@@ -28,6 +28,7 @@ def defaults() -> set[str]:
     return {key for key in keys - sections if key.rpartition(".")[2] not in ("name", "_target_", "defaults")}
 
 
+@pytest.mark.slow
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason='needs mkdocs: pip install "lmtrain[docs]"')
     done = subprocess.run(

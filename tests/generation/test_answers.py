@@ -358,7 +358,7 @@ def test_bleu_and_rouge_are_sacrebleus_and_rouge_scores(tmp_path: Path) -> None:
     assert 0.1 < theirs["bleu"] < 0.9
 
 
-@pytest.mark.parametrize("kind", ["completion", "chat"])
+@pytest.mark.parametrize("kind", [pytest.param("completion", marks=pytest.mark.slow), "chat"])
 def test_tags_that_are_tokens_are_read_by_samples_metrics_chat_and_rewards(kind: str, tmp_path: Path) -> None:
     """tokenizer.add_tokens makes special tokens, and a decoder that skips special tokens would hide them everywhere."""
     said = "<think>so</think><answer>1</answer>"
