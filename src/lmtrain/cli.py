@@ -224,7 +224,8 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
         print(config.to_yaml(composed, args.package), end="", flush=True)
     checked = config.check(composed)  # after printing, so that --cfg shows invalid configs too
     terminal.be_quiet(checked.run.quiet)
-    effect.refuse(verb, read.typed, checked, default)
+    # A recipe for training, as budget.updates, is proposed for every verb that reads the data.
+    effect.refuse(verb, [word for word in read.typed if word not in read.proposed], checked, default)
     return checked
 
 

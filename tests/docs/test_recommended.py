@@ -84,7 +84,7 @@ def not_ours(text: str) -> bool:
 
 def is_an_example(text: str) -> bool:
     """Returns whether a setting has a concrete value and not a placeholder."""
-    place = re.search(r"=[A-Z]{2}|NAME|<[a-z ]+>|\.\.\.|\$\{stage", text)
+    place = re.search(r"=[A-Z]{2}|=\?\?\?|NAME|<[a-z ]+>|\.\.\.|\$\{stage", text)
     return place is None and not text.endswith("=")
 
 

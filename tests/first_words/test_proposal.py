@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from inprocess import run
 from lmtrain.config.compose import check, compose
 from lmtrain.config.override_text import typed_keys
 from lmtrain.data import tokenizers
@@ -140,3 +141,15 @@ def test_columns_that_other_signs_separate(sign: str, tmp_path: Path) -> None:
     proposal = propose([str(file)], [])
     assert typed_keys(proposal.overrides)["data"] == "chat_jsonl"
     assert f"its columns are separated by {sign!r}" in proposal.says
+
+
+@pytest.mark.parametrize("verb", ["train", "prepare", "inspect", "tune", "verify", "estimate"])
+def test_every_verb_that_reads_data_takes_what_is_proposed(verb: str, tmp_path: Path) -> None:
+    """budget.updates, of which most of them read nothing, is refused where it is typed only."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    shown = run(verb, str(file), "model=x/y", "--cfg")
+    assert shown.code == 0, shown.err
+    assert "updates: auto" in shown.out
+    typed = run(verb, str(file), "model=x/y", "budget.updates=50", "--cfg")
+    assert typed.code == (0 if verb == "train" else 2), typed.err

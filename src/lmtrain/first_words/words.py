@@ -44,6 +44,7 @@ class Read:
     overrides: list[str]  # all overrides, those of a config file first
     typed: list[str]  # the overrides without those of a config file
     of_file: list[str] = field(default_factory=list)
+    proposed: list[str] = field(default_factory=list)  # those among them that stand for data files
     says: str = ""
     config: Path | None = None  # the yaml file that was named
 
@@ -85,7 +86,7 @@ def read(
         of_file = [o for o in file_words(configs[0], typed) if o.lstrip("+").partition("=")[0] not in keys]
     found = propose(data, [*of_file, *typed]) if data else Proposal([], "")
     typed = [*found.overrides, *typed]
-    return Read([*of_file, *typed], typed, of_file, found.says, next(iter(configs), None))
+    return Read([*of_file, *typed], typed, of_file, found.overrides, found.says, next(iter(configs), None))
 
 
 def _is_config(path: Path) -> bool:
