@@ -16,6 +16,7 @@ from lmtrain.data import loaders
 from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.data.examples import row_counts
 from lmtrain.data.examples.pair_rows import PairRows, common_prompt, fit_pair, lay_answers, margins_of, pad_answers
+from lmtrain.data.examples.prompt_rows import PromptRowEncoder
 from lmtrain.data.examples.row_counts import Counts
 from lmtrain.data.examples.unpaired_rows import UnpairedRows, _parted, _with_completion
 from lmtrain.data.stream import ring
@@ -294,6 +295,16 @@ def test_labels_do_not_cross_the_end_of_a_document() -> None:
     nothing = empty_window(3, True)
     assert (nothing["labels"].tolist(), nothing["cu_seqlens"].tolist()) == ([[IGNORE] * 3], [0, 3])
     assert empty_window(3, False).keys() == {"input_ids", "labels"}
+
+
+# Prompts
+
+
+def test_no_prompts_are_of_no_tokens() -> None:
+    for lengths, words in (([], "0 prompts of up to 0 tokens"), ([3, 1200], "2 prompts of up to 1,200 tokens")):
+        held: Any = Held([answer([0] * n, 0) for n in lengths])
+        held.lengths = np.array(lengths, dtype=np.int64)
+        assert PromptRowEncoder.make_rows(held, None, None)[1] == words  # type: ignore[arg-type]
 
 
 # Steps and validation

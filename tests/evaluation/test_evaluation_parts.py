@@ -242,7 +242,10 @@ class Manager:
 
     def __init__(self, include_path: str | None, include_defaults: bool = True) -> None:
         Manager.made.append((include_path, include_defaults))
-        self.all_tasks = [*(["mine"] if include_path else []), *(["arc_easy", "hellaswag"] if include_defaults else [])]
+        self.all_tasks = [
+            *(["mine"] if include_path else []),
+            *(["arc_easy", "hellaswag", "hellaswap", "hellaswam", "hellaswat"] if include_defaults else []),
+        ]
         self.task_index = dict.fromkeys(self.all_tasks)
 
 
@@ -281,12 +284,14 @@ def test_tasks_are_looked_for_in_the_folder_first() -> None:
     folder = "evaluate.task_folder=tasks"
     assert tasks("evaluate.tasks=[mine]", folder) == ["mine"]
     assert Manager.made == [("tasks", False)], "without the harness's thousands"
-    assert tasks("evaluate.tasks=[mine,arc_easy]", folder) == ["mine", "arc_easy", "hellaswag"]
+    assert tasks("evaluate.tasks=[mine,arc_easy]", folder)[:2] == ["mine", "arc_easy"]
     Manager.made.clear()
-    assert tasks("evaluate.tasks=[arc_easy]") == ["arc_easy", "hellaswag"]
+    assert "mine" not in tasks("evaluate.tasks=[arc_easy]")
     assert Manager.made == [(None, True)]
-    with pytest.raises(UserError, match=r"lm-eval 9\.9 has no task 'helloswag'; did you mean hellaswag"):
-        tasks("evaluate.tasks=[helloswag]")
+    with pytest.raises(
+        UserError, match=r"lm-eval 9\.9 has no task 'hellaswa'; did you mean hellaswa. or hellaswa. or hellaswa.\?"
+    ):
+        tasks("evaluate.tasks=[hellaswa]")
     with pytest.raises(UserError, match=r"lm-eval 9\.9 and tasks has no task 'minee'"):
         tasks("evaluate.tasks=[minee]", folder)
 
