@@ -5,7 +5,8 @@ make mutants N=20 FILES="src/lmtrain/losses src/lmtrain/data/order.py" ARGS="--s
 
 A mutant changes one comparison, operator, boolean or number, swaps two arguments, or removes a statement. The tests
 that execute the line, by the contexts in .coverage (make coverage writes it), run on it, in a fork of one process that
-has imported torch, on a copy of the tree. Mutants that no test can notice, since the program does the same, are in
+has imported torch, on a copy of the tree. For a line that none executes, which may run in processes that tests start,
+all tests of its package run. Mutants that no test can notice, since the program does the same, are in
 tests/mutants_equivalent.txt, with the reason, and not tried.
 
 mutmut 3 and cosmic-ray were looked at: neither removes statements, swaps arguments or samples; mutmut wraps every
@@ -193,8 +194,9 @@ def tried(mutant: Mutant, data: CoverageData, folder: Path) -> str:
     source = file.read_bytes()
     file.write_bytes(source[: mutant.start] + mutant.new.encode() + source[mutant.stop :])
     try:
-        tests = executing(mutant, data)
-        ended = in_fork(tree, tests, folder / "log") if tests else "passed"
+        tests, package = executing(mutant, data), f"tests/{mutant.path.parts[2]}"
+        some = tests or [package] * Path(package).is_dir()
+        ended = in_fork(tree, some, folder / "log") if some else "passed"
         if ended != "passed":
             lines = (folder / "log").read_text(errors="replace").splitlines()
             first = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), ended)
