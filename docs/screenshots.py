@@ -80,7 +80,7 @@ def look_at_chat(browser: Browser, runs: Path, shots: Path) -> list[str]:
             browser.resize(width, 700)
             browser.go(address)
             browser.wait("return document.querySelectorAll('section').length == 2")
-            for question in (STORY, "Why was Mia sad?"):
+            for question in (STORY, "Where is Mia?"):
                 browser.run("question.value = arguments[0]; document.forms[0].requestSubmit()", question)
                 browser.wait(SENT, 120)
             browser.screenshot(shots / f"chat_{width}.png", whole=False)

@@ -43,7 +43,6 @@ PARTS = {name.split()[0]: (name.split()[1:], lines) for name, lines in _DATA["pa
 SHAPES: dict[str, list[str]] = _DATA["shapes"]
 UNSEEN: dict[str, list[str]] = _DATA["unseen"]
 EVENTS: dict[str, list[str]] = _DATA["events"]
-REASONS: dict[str, str] = _DATA["reasons"]
 
 
 def article(words: str) -> str:
