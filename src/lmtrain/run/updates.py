@@ -25,8 +25,8 @@ from lmtrain.errors import UserError
 from lmtrain.terminal import counted
 
 # (fewer examples than this, examples per update): few examples need small batches to give enough updates.
-_BATCHES = ((100, 4), (1_000, 8), (10_000, 16), (math.inf, 32))
-_LEAST = 150  # updates that the epochs are raised for, as far as _MOST_EPOCHS
+_BATCHES = ((1_000, 4), (10_000, 16), (math.inf, 32))
+_LEAST = 300  # updates that the epochs are raised for, as far as _MOST_EPOCHS
 _EPOCHS, _MOST_EPOCHS = 3, 12  # more passes memorise the examples instead of learning from them
 _FEW = 50  # updates below which the plan warns
 _VALIDATIONS = 8
@@ -34,6 +34,7 @@ _FORWARD_TOKENS = 4096  # tokens of a forward pass: longer ones are not faster o
 _ROW_MULTIPLE = 64
 _RATE_TIMES_WIDTH = 0.1  # 1.6e-3 for 64 channels, 1.7e-4 for 576, 2.4e-5 for 4,096
 _ADAPTERS, _MOST_RATE = 10, 1e-3
+_VERY_FEW, _THEIR_RATE = 100, 1 / 3  # fewer examples are learned by heart soon, and other text is forgotten for them
 
 
 def settle(config: Config) -> None:
@@ -74,7 +75,7 @@ def settle(config: Config) -> None:
     plan["trainer.val_before_training"] = True  # to see at the end whether the loss has fallen
     # Preferences and rewards need rates of their own, and so do other optimizers.
     if config.objective.rows == "conversations" and config.optimizer.name in ("adamw", "adamw_8bit"):
-        plan["optimizer.lr"] = learning_rate(config, corpus.tokenizer)
+        plan["optimizer.lr"] = learning_rate(config, corpus.tokenizer, number)
     for key, value in plan.items():
         if key not in typed:
             section, name = key.split(".")
@@ -121,8 +122,8 @@ def _up_to_multiple(tokens: float) -> int:
     return math.ceil(tokens / _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
-def learning_rate(config: Config, tokenizer: Any) -> float:
-    """Returns the rate for fine-tuning: inverse to the model's width, and ten times that for adapters.
+def learning_rate(config: Config, tokenizer: Any, number: int) -> float:
+    """Returns the rate to fine-tune with: inverse to the width, ten times that for adapters, less for few examples.
 
     Wider layers need smaller updates of each weight (muP, Yang et al. 2022, arXiv:2203.03466); the factor for adapters
     is that of "LoRA Without Regret" (Schulman et al. 2025). Two digits, so that the plan can be read.
@@ -133,6 +134,8 @@ def learning_rate(config: Config, tokenizer: Any) -> float:
     rate = _RATE_TIMES_WIDTH / width
     if config.peft.method != "none":
         rate = min(_ADAPTERS * rate, _MOST_RATE)
+    if number < _VERY_FEW:
+        rate *= _THEIR_RATE
     return float(f"{rate:.1e}")
 
 
