@@ -126,6 +126,7 @@ def test_preferences() -> None:
     assert graphs() == 4  # blocks and loss, each with and without gradients
 
 
+@pytest.mark.slow
 def test_preferences_of_an_adapter() -> None:
     """The policy runs with its adapter, the reference without; in validation the policy has no gradients either."""
     model = LanguageModel(tiny("llama"), objective())

@@ -90,6 +90,7 @@ def test_recomputed_activations_change_nothing(variant: Variant) -> None:
     assert step(again, packed()) == pytest.approx(step(plain, packed()), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_short_convolutions_change_nothing() -> None:
     plain, _ = both(SHORT)
     compiled = copy.deepcopy(plain)

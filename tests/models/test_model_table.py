@@ -9,13 +9,14 @@ from safetensors.torch import load_file
 
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
+from support import thinned
 
 SIX = ("gemma3", "qwen3_5", "lfm2", "granitemoehybrid", "nemotron_h", "falcon_h1")
 NINE = (*SIX, "gpt_oss", "bloom", "mamba")  # ways in which families differ
 QUICK = ("trains", "packs", "exports", "reloads")
 
 
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.parametrize("name", thinned(NINE, 3))
 def test_a_family_trains_and_comes_back(name: str, tmp_path: Path) -> None:
     trial = Trial(name, tmp_path)
     found = {column: getattr(trial, column)() for column in QUICK}
