@@ -138,7 +138,8 @@ def test_every_verb_is_a_module_with_help(capsys: pytest.CaptureFixture[str]) ->
         assert f"  {verb} " in listed
         assert cli.main([verb, "--help"]) == 0
         text = capsys.readouterr().out
-        assert f"python -m lmtrain.{verb} " in text
+        needs = {"chat": "MODEL", "evaluate": "MODEL", "generate": 'MODEL "PROMPT"', "export": "RUN"}
+        assert f"\nusage: python -m lmtrain.{verb} {needs.get(verb, '[DATA] [CONFIG]')} [group=option" in text
         for group in (REPO / "conf").iterdir():
             of_runs = group.is_dir() and group.name != "pipeline"
             assert not of_runs or f"\n  {group.name} " in text

@@ -82,14 +82,16 @@ def folder_door(verb: str, place: str, meaning: str, default: str | None = None,
     """
 
     def main(argv: list[str] | None = None) -> int:
-        parser = argparse.ArgumentParser(prog=f"python -m lmtrain.{verb}", description=OTHERS[verb])
-        parser.add_argument("folder", type=Path, nargs="?" if default else None, default=default, help=meaning)
-        folder = parser.parse_args(argv).folder.expanduser()
+        parser = Parser(prog=f"python -m lmtrain.{verb}", description=OTHERS[verb])
+        parser.add_argument("folder", type=Path, nargs="?", default=default, help=meaning)
 
         def action() -> int:
+            folder = parser.parse_args(argv).folder
+            if folder is None:
+                raise UserError(f"which folder? {meaning}: python -m lmtrain.{verb} FOLDER")
             if doing:
                 say_first(verb, doing)
-            return int(_named(place)(folder))
+            return int(_named(place)(folder.expanduser()))
 
         return plain(action)
 
@@ -187,14 +189,18 @@ def _run(verb: str, action: Callable[["Config"], int], words: list[str]) -> int:
     read = _read_words(verb, args, words)
     if args.multirun:
         return _sweep(verb, args)
-    checked = _composed(verb, args, read)
-    if args.cfg:
-        return errors.FINISHED
+    from lmtrain.config.override_text import typed_keys
     from lmtrain.first_words import words as first
     from lmtrain.run import beforehand
 
+    if not args.cfg:
+        beforehand.refuse_typed(verb, typed_keys(read.typed))
+    checked = _composed(verb, args, read)
+    if args.cfg:
+        return errors.FINISHED
+
     if checked.run_dir is None and verb in first.OF_MODELS:
-        raise UserError(first.which_model(verb))
+        raise UserError(first.which_model(verb, named=typed_keys(read.typed).get("model")))
     beforehand.refuse(verb, checked)
     return action(checked)
 
@@ -298,7 +304,9 @@ def _show_info(args: argparse.Namespace) -> int:
     return errors.FINISHED
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are messages like all others."""
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help says how)")
 
@@ -324,7 +332,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     """Parses flags and overrides, in any order."""
-    parser = _Parser(prog=f"python -m lmtrain.{verb}", add_help=False, allow_abbrev=False)
+    parser = Parser(prog=f"python -m lmtrain.{verb}", add_help=False, allow_abbrev=False)
     add_flags(parser)
     parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("--info", "-i", action="store_true")
@@ -359,6 +367,16 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     return args
 
 
+_MODEL = "MODEL is a run's folder, an exported folder or a name of the hub, OWNER/NAME"
+_NEEDS = {  # what a verb takes besides settings, and what that is
+    "chat": ("MODEL", _MODEL),
+    "evaluate": ("MODEL", _MODEL),
+    "generate": ('MODEL "PROMPT"', _MODEL),
+    "export": ("RUN", "RUN is a run's folder"),
+}
+_TAKES = ("[DATA] [CONFIG]", "DATA is files or a folder of text or rows, CONFIG a yaml of settings")
+
+
 def help_text(verb: str) -> str:
     """Returns the text of `--help`: usage, the groups with their options, the most used keys."""
     folder = conf_dir()
@@ -369,7 +387,10 @@ def help_text(verb: str) -> str:
     )
     text = (HELP / "verb.txt").read_text(encoding="utf-8").removesuffix("\n")
     usage, verbs = verb_help(verb, folder), ", ".join(VERBS)
-    return text.format(verb=verb, what=VERBS[verb], usage=usage, folder=folder, groups=groups, verbs=verbs)
+    needs, about = _NEEDS.get(verb, _TAKES)
+    return text.format(
+        verb=verb, what=VERBS[verb], needs=needs, about=about, usage=usage, folder=folder, groups=groups, verbs=verbs
+    )
 
 
 def _no_verb(word: str, rest: list[str]) -> str:

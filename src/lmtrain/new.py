@@ -1,16 +1,15 @@
 """Creates the skeleton of a custom class with its test: `python -m lmtrain.new objective my_thing`."""
 
-import argparse
 import keyword
 import re
 from pathlib import Path
 from string import Template
 
 from lmtrain import cli, errors
-from lmtrain.errors import UserError
+from lmtrain.errors import UserError, did_you_mean
 
 SKELETONS = Path(__file__).with_name("skeletons")  # <kind>.txt and <kind>_test.txt
-KINDS = ("objective", "model", "optimizer", "schedule", "callback", "metric")
+KINDS = ("reward", "dataset", "environment", "objective", "model", "optimizer", "schedule", "callback", "metric")
 
 
 def write(kind: str, name: str) -> int:
@@ -20,7 +19,7 @@ def write(kind: str, name: str) -> int:
         UserError: the kind is unknown, the name is no valid module name, or a file exists already.
     """
     if kind not in KINDS:
-        raise UserError(f"there is no skeleton of {kind!r}: {', '.join(KINDS)}")
+        raise UserError(f"there is no skeleton of {kind!r}{did_you_mean(kind, KINDS)} ({', '.join(KINDS)})")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise UserError(f"{name!r} can't name a module: use small letters, digits and _, no word of Python's: my_thing")
     cls = "".join(part.capitalize() for part in name.split("_"))
@@ -35,11 +34,18 @@ def write(kind: str, name: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lmtrain.new", description=cli.OTHERS["new"])
-    parser.add_argument("kind", help=", ".join(KINDS))
-    parser.add_argument("name", help="of the module, such as my_thing; its class is MyThing")
-    args = parser.parse_args(argv)
-    return cli.plain(lambda: write(args.kind, args.name))
+    parser = cli.Parser(prog="python -m lmtrain.new", description=cli.OTHERS["new"])
+    parser.add_argument("kind", nargs="?", help=", ".join(KINDS))
+    parser.add_argument("name", nargs="?", help="of the module, such as my_thing; its class is MyThing")
+
+    def action() -> int:
+        args = parser.parse_args(argv)
+        if args.name is None and (args.kind is None or args.kind in KINDS):
+            kind = args.kind or KINDS[0]
+            raise UserError(f"which kind and name? python -m lmtrain.new {kind} my_thing (kinds: {', '.join(KINDS)})")
+        return write(args.kind, args.name)
+
+    return cli.plain(action)
 
 
 cli.run_as_program(__name__, main)

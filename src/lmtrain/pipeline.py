@@ -20,6 +20,9 @@ def run(args: argparse.Namespace) -> int:
     from lmtrain.stages import definition, plan
     from lmtrain.stages import run as stages
 
+    named = next((word for word in args.overrides if "=" not in word and word[:1] != "~"), None)
+    if named is not None and not any(word.startswith("pipeline=") for word in args.overrides):
+        args.overrides[args.overrides.index(named)] = f"pipeline={named}"  # `pipeline laptop`
     environment.trust(args.trust)
     words = [*trust.of_files(args.trust), *args.overrides]
     pipeline = definition.read(definition.find(definition.pipeline_of(words), args.config_dir))

@@ -258,7 +258,26 @@ ANSWERED: dict[str, tuple[str, ...]] = {
     "evaluate outputs/first/config.yaml": ("lmtrain.evaluate", "outputs/first"),
     "export Qwen/Qwen3-0.6B": ("python -m lmtrain.export outputs/NAME",),
     "export base": ("is not a run",),
-    "pipeline laptop": ("python -m lmtrain.pipeline pipeline=laptop",),
+    # commands without their first word
+    "chat": ("which model? python -m lmtrain.chat outputs/",),
+    "generate": ("which model? python -m lmtrain.generate outputs/", '"Once upon a time"'),
+    "chat model=outputs/first": ("python -m lmtrain.chat outputs/first",),
+    "report": ("which run? python -m lmtrain.report outputs/NAME",),
+    "sweep_report": ("python -m lmtrain.sweep_report FOLDER",),
+    "new": ("python -m lmtrain.new reward my_thing",),
+    "new environment": ("python -m lmtrain.new environment my_thing",),
+    "new objectiv x": ("did you mean objective?",),
+    "pipeline": ("pipeline=laptop",),
+    # values and spaces
+    "train --device=cpu --compile=False --batch_size=12": (
+        "python -m lmtrain.train trainer.accelerator=cpu data.micro_batch_size=12 data.global_batch_size=12;",
+        "--compile=False is trainer.compile, to be left as it is"),
+    "train trainer.max_steps = 10": ("python -m lmtrain.train trainer.max_steps=10",),
+    "train trainer.max_steps =10 seed=1": ("python -m lmtrain.train trainer.max_steps=10 seed=1",),
+    "train trainer.max_steps= 10": ("python -m lmtrain.train trainer.max_steps=10",),
+    "train trainer.max_steps=1e3": ("write trainer.max_steps=1000",),
+    "train my_bok.txt optimizer.lrr=3": ("did you mean python -m lmtrain.train my_book.txt optimizer.lrr=3?",),
+    "train data.path=my_bok.txt optimizer.lrr=3": ("no such file or folder; did you mean data.path=my_book.txt?",),
 }  # fmt: skip
 
 
@@ -287,6 +306,10 @@ def test_is_answered_with_the_command_that_does(command: str, typed: Said) -> No
     assert (ended.code, ended.out) == (2, "")
     for part in ANSWERED[command]:
         assert part in ended.err, ended.err
+
+
+def test_a_pipeline_is_named_by_its_first_word() -> None:
+    assert run("pipeline", "laptop", "--cfg").out == run("pipeline", "pipeline=laptop", "--cfg").out != ""
 
 
 def test_names_with_a_space_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

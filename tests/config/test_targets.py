@@ -98,6 +98,15 @@ def attacks(tmp_path: Path, marker: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("how", ["", "nested ", "deep ", "positional "])
 @pytest.mark.parametrize("what", ["load", "hub", "run", "build_target", "popen", "handler"])
+class PlainModule(pl.LightningModule):
+    """As users bring it from another project."""
+
+
+def test_a_lightning_module_is_shown_the_way() -> None:
+    with pytest.raises(UserError, match=r"derive it from lmtrain\.objectives\.base\.Objective; .* docs/lightning\.md"):
+        find_class(f"{__name__}.PlainModule", "objective", Objective, [__name__])  # type: ignore[type-abstract]
+
+
 def test_an_attack_runs_nothing(how: str, what: str, tmp_path: Path, marker: Path) -> None:
     entry = attacks(tmp_path, marker)[how + what]
     with pytest.raises(

@@ -166,7 +166,8 @@ def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str
         if absent(key) is not None:
             left_out.append(f"{flag} is not an option: {absent(key)}")
         elif key:
-            settings.append(_setting(key, given))
+            setting = _setting(key, given)
+            (left_out if _AS_IT_IS in setting else settings).append(setting)
     if not settings and left_out:
         return left_out[0]
     if len(settings) > 1:
@@ -180,6 +181,9 @@ def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str
     return f"{wrong} is not an option: settings are written without dashes, {example} (--help lists all)"
 
 
+_AS_IT_IS = ", to be left as it is"
+
+
 def _as_command(settings: Sequence[str]) -> str:
     """Joins settings into the arguments of a command, preceded by the options that some of them need."""
     bare = [re.sub(r" \(.*\)", "", setting) for setting in settings]
@@ -191,6 +195,8 @@ def _setting(key: str, value: str | None) -> str:
     """Returns key=value for a flag of another program, or key=... if the value doesn't mean the same in lmtrain."""
     here = used_here(key, ()) or key
     found = with_value(key, here, value)
+    if found.endswith(_AS_IT_IS):
+        return f"--{key}={value} is {found}"
     name, _, rest = found.partition(" ")
     if "=" in name:
         return found
@@ -332,6 +338,8 @@ def wrong_type(error: OmegaConfBaseException, tree: Any, valid: Iterable[str]) -
     value = OmegaConf.select(tree, key, default=None)
     if isinstance(value, float) and key in aliases.SHARES:
         return f"{key}={value}: a whole number is needed: {aliases.SHARES[key]}"
+    if isinstance(value, float) and value.is_integer() and "whole number" in wanted:
+        return f"{key}={value}: {wanted}: write {key}={value:.0f}"
     if key == "trainer.devices" and OmegaConf.is_list(value):
         which = ",".join(map(str, value))
         there = f"CUDA_VISIBLE_DEVICES={which} and {key}={len(value)}"

@@ -74,7 +74,9 @@ def find_class(target: str, key: str, kind: type[T], allow_target: Sequence[str]
     """
     cls = class_named(target, key, allow_target)
     if not issubclass(cls, kind):
-        raise UserError(f"{key}: _target_={target} is not {a_or_an(kind.__name__)}: derive it from {_path(kind)}")
+        is_module = any(base.__name__ == "LightningModule" for base in cls.__mro__)
+        own = "; as it is, it trains on lmtrain's data with your own Trainer: docs/lightning.md" if is_module else ""
+        raise UserError(f"{key}: _target_={target} is not {a_or_an(kind.__name__)}: derive it from {_path(kind)}{own}")
     members = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
     names = sorted(name for name, value in members.items() if getattr(value, "__isabstractmethod__", False))
     if names:

@@ -4,6 +4,7 @@
 other word raises a UserError with the command that was probably meant. Imports no torch.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ def read(
     Raises:
         UserError: the verb doesn't accept a word; the message has the command that was probably meant.
     """
+    _refuse_spaces(verb, words)
     bare, typed = [w for w in words if is_bare(w)], [w for w in words if not is_bare(w)]
     if bare and verb in OF_MODELS:
         return Read(overrides := [*typed, *_of_model(verb, bare, typed)], overrides)
@@ -79,7 +81,7 @@ def read(
     data = [w for w in bare if Path(w).expanduser() not in configs[:1]]
     for word in data:
         if not _is_data(word):
-            raise UserError(_no_data(verb, word, bare, folders))
+            raise UserError(_no_data(verb, word, bare, folders, typed))
     of_file = list[str]()
     if configs:
         keys = typed_keys(typed)
@@ -87,6 +89,14 @@ def read(
     found = propose(data, [*of_file, *typed]) if data else Proposal([], "")
     typed = [*found.overrides, *typed]
     return Read([*of_file, *typed], typed, of_file, found.overrides, found.says, next(iter(configs), None))
+
+
+def _refuse_spaces(verb: str, words: Sequence[str]) -> None:
+    """Raises UserError for `key = value` with spaces, of which each part is a word of its own."""
+    for word, after in itertools.pairwise([*words, "a=b"]):
+        if word.startswith("=") or after.startswith("=") or (word.endswith("=") and is_bare(after)):
+            joined = re.sub(r" ?= ?", "=", " ".join(words))
+            raise UserError(f"no space stands beside the = of a setting: python -m lmtrain.{verb} {joined}")
 
 
 def _is_config(path: Path) -> bool:
@@ -167,8 +177,13 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
     raise UserError(f"{word}: no such folder, and a name of the hub is owner/model; {hint}")
 
 
-def which_model(verb: str, prompt: str = "Once upon a time") -> str:
-    """Returns the message for a command without a model, with one that names the run that changed last."""
+def which_model(verb: str, prompt: str = "Once upon a time", named: str | None = None) -> str:
+    """Returns the message for a command without a model, with one that names the run that changed last.
+
+    named: what was typed as model=..., if anything.
+    """
+    if named is not None:
+        return f"`lmtrain {verb}` takes its model as the first word: python -m lmtrain.{verb} {quote(named)}"
     runs = [p.parent for p in Path("outputs").glob("*/config.yaml")]
     newest = max(runs, key=lambda p: p.stat().st_mtime, default=Path("outputs/NAME"))
     text = f' "{prompt}"' if verb == "generate" else ""
@@ -177,7 +192,7 @@ def which_model(verb: str, prompt: str = "Once upon a time") -> str:
     return f"which model? python -m lmtrain.{verb} {quote(str(newest))}{text}{found}{others}"
 
 
-def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> str:
+def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path], typed: Sequence[str]) -> str:
     """Returns the message for a word that names no data, with the command that was probably meant."""
     command, path = f"python -m lmtrain.{verb}", Path(word).expanduser()
     if path.is_dir():
@@ -199,7 +214,8 @@ def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path]) -> 
         return f"{word} is a device, pipe or socket: name a file or a folder"
     near = nearest(path)
     if near is not None and not _HUB_NAME.fullmatch(word):
-        return f"{word}: no such file or folder; did you mean {command} {quote(near)}?"
+        rest = "".join(f" {shell_word(*w.split('=', 1))}" if "=" in w else f" {w}" for w in typed)
+        return f"{word}: no such file or folder; did you mean {command} {quote(near)}{rest}?"
     if _HUB_NAME.fullmatch(word) and not path.suffix[1:].isalpha() and not path.parent.is_dir():
         return (
             f"{word}: no such file or folder. A model of the hub: {command} model={word} data.path=YOUR_TEXT. "

@@ -8,6 +8,7 @@ import difflib
 import importlib.util
 import runpy
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from lmtrain.config.schema import Config
@@ -16,6 +17,7 @@ from lmtrain.data.sources.addresses import is_address
 from lmtrain.errors import UserError
 
 _ON_DEVICES = ("train", "tune", "verify", "evaluate")
+_FILES = ("text", "jsonl", "parquet", "chat_jsonl", "preference_jsonl", "prompts_jsonl", "unpaired_jsonl", "bins")
 _READ_DATA = (*_ON_DEVICES, "inspect", "prepare")
 
 
@@ -39,6 +41,14 @@ def _refuse_misspelt(config: Config, key: str, name: str) -> None:
     is_of_a_set = name.startswith(tuple(f"val/{set_}/" for set_ in config.data.val_sets))
     if name not in known and not is_of_a_set and (near or not name.startswith("val/")):
         raise UserError(f"{key}={name}: no validation reports that; set {key}={(near or known)[0]}")
+
+
+def refuse_typed(verb: str, typed: Mapping[str, str]) -> None:
+    """Raises UserError for a typed data.path that isn't there, before all else, of which much follows from it."""
+    path = typed.get("data.path", "").strip("'\"")
+    of_files = "data.source" not in typed and typed.get("data", "text") in _FILES
+    if verb in _READ_DATA and of_files and path and path[0] not in "[$":
+        _refuse_missing(path, "data.path")
 
 
 def _refuse_missing(path: str | list[str] | None, key: str) -> None:

@@ -200,9 +200,6 @@ class Typed:
 def pipeline_of(words: list[str]) -> str:
     """Returns the value of pipeline=... on the command line. Raises UserError if there is none."""
     named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
-    bare = next((word for word in words if "=" not in word and not word.startswith("~")), None)
-    if not named and bare is not None:
-        raise UserError(f"which pipeline? if {bare} is one: python -m lmtrain.pipeline pipeline={bare}")
     if not named or not named[-1]:
         raise UserError("which pipeline? pipeline=laptop needs no network; pipeline=my_stages.yaml is one of yours")
     return named[-1].strip("'\"")
