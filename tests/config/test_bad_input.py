@@ -154,7 +154,7 @@ WRONG_VALUES = {
     "callbacks.extra=3": "a list is needed",
     "callbacks.extra=[3]": "a mapping is needed",
     "callbacks.early_stopping=3": "set its keys one by one",
-    "checkpoint.monitor=val/los": "val/loss, val/perplexity, val/bits_per_byte",
+    "checkpoint.monitor=val/los": "no validation reports that; set checkpoint.monitor=val/loss",
     "run.name=a/../b": "no '.' or '-' in front",
     "run.name='a b'": "use a-z",
     "run.name=-rf": "no '.' or '-' in front",
@@ -478,9 +478,9 @@ def test_a_misspelt_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 OTHER_VERBS = {
-    ("generate",): "set run_dir=",
+    ("generate",): "which model? python -m lmtrain.generate outputs/NAME",
     ("generate", "run_dir=./nowhere"): "./nowhere: no such folder",
-    ("export",): "set run_dir=",
+    ("export",): "which model? python -m lmtrain.export outputs/NAME",
     ("export", "run_dir=nowhere"): "nowhere",
     ("prepare", "data=bins"): "data=bins is prepared already",
     ("prepare", "data=text", "data.path=nowhere.txt"): "nowhere.txt",

@@ -270,7 +270,7 @@ ANSWERED: dict[str, tuple[str, ...]] = {
     "pipeline": ("pipeline=laptop",),
     # values and spaces
     "train --device=cpu --compile=False --batch_size=12": (
-        "python -m lmtrain.train trainer.accelerator=cpu data.micro_batch_size=12 data.global_batch_size=12;",
+        "python -m lmtrain.train trainer.accelerator=cpu data.global_batch_size=12 data.micro_batch_size=12;",
         "--compile=False is trainer.compile, to be left as it is"),
     "train trainer.max_steps = 10": ("python -m lmtrain.train trainer.max_steps=10",),
     "train trainer.max_steps =10 seed=1": ("python -m lmtrain.train trainer.max_steps=10 seed=1",),

@@ -6,6 +6,7 @@ Whatever passes is checked again where it is used. Imports no torch.
 import ctypes
 import difflib
 import importlib.util
+import re
 import runpy
 import sys
 from collections.abc import Mapping
@@ -17,13 +18,13 @@ from lmtrain.data.sources.addresses import is_address
 from lmtrain.errors import UserError
 
 _ON_DEVICES = ("train", "tune", "verify", "evaluate")
-_FILES = ("text", "jsonl", "parquet", "chat_jsonl", "preference_jsonl", "prompts_jsonl", "unpaired_jsonl", "bins")
+_FILES = ("text", "jsonl", "parquet", "chat_jsonl", "preference_jsonl", "prompts_jsonl", "unpaired_jsonl")
 _READ_DATA = (*_ON_DEVICES, "inspect", "prepare")
 
 
 def refuse(verb: str, config: Config) -> None:
     """Raises UserError for what is wrong with the files, the metrics or the device that the command would use."""
-    if verb in _READ_DATA and "." not in config.data.source:  # a class of the user's own reads what it likes
+    if verb in _READ_DATA and config.data.source == "files":
         _refuse_missing(config.data.path, "data.path")
         _refuse_missing(config.data.val_path, "data.val_path")
     if verb in _ON_DEVICES and config.trainer.accelerator in ("gpu", "cuda"):
@@ -40,14 +41,14 @@ def _refuse_misspelt(config: Config, key: str, name: str) -> None:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
     is_of_a_set = name.startswith(tuple(f"val/{set_}/" for set_ in config.data.val_sets))
     if name not in known and not is_of_a_set and (near or not name.startswith("val/")):
-        raise UserError(f"{key}={name}: no validation reports that; set {key}={(near or known)[0]}")
+        raise UserError(f"{key}={name}: no validation reports that; set {key}={' or '.join(near or known)}")
 
 
 def refuse_typed(verb: str, typed: Mapping[str, str]) -> None:
     """Raises UserError for a typed data.path that isn't there, before all else, of which much follows from it."""
     path = typed.get("data.path", "").strip("'\"")
     of_files = "data.source" not in typed and typed.get("data", "text") in _FILES
-    if verb in _READ_DATA and of_files and path and path[0] not in "[$":
+    if verb in _READ_DATA and of_files and re.fullmatch(r"[\w./~ -]+", path):
         _refuse_missing(path, "data.path")
 
 
