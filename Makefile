@@ -136,7 +136,7 @@ size:
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
-# Screenshots of every page that lmtrain makes, and the pictures of the docs; needs Chromium and chromedriver, takes a quarter of an hour.
+# Screenshots of every page that lmtrain makes, and the pictures of the docs; needs Chromium, takes a quarter of an hour.
 screenshots: env
 	$(PY) docs/screen.py docs/screen.svg
 	$(PY) docs/screenshots.py /tmp/lmtrain_screenshots --docs

@@ -50,7 +50,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(browser.CHROMIUM is None or browser.DRIVER is None, reason=browser.MISSING)
+@pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.MISSING)
 def test_no_page_cuts_a_line_of_code_or_is_wider_than_its_window(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason='needs mkdocs: pip install "lmtrain[docs]"')
     with browser.open_browser() as window:

@@ -214,7 +214,7 @@ def test_a_long_run_is_small_and_hostile_samples_are_text(long_run: Path) -> Non
     assert (loss["x"][0], loss["x"][-1]) == (1, 20_000)
 
 
-@pytest.mark.skipif(browser.CHROMIUM is None or browser.DRIVER is None, reason=browser.MISSING)
+@pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.MISSING)
 def test_a_browser_draws_it(long_run: Path) -> None:
     """The script draws axes and curves, samples run no code, and nothing is wider than the screen."""
     assert run("report", f"run_dir={long_run}").code == 0

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lmtrain.callbacks.records import Records, Row
 from lmtrain.callbacks.step_numbers import MACHINE, StepNumbers, machine_numbers
+from lmtrain.config.batch import logged_every
 from lmtrain.config.schema import Config
 from lmtrain.distributed.devices import total
 from lmtrain.errors import RunError, UserError
@@ -62,14 +63,16 @@ class Metrics(pl.Callback):
         model: PreTrainedModel,
         numbers: StepNumbers,
         bytes_per_token: dict[str, float | None],
+        total_steps: int,
     ) -> None:
         """
         Args:
             model: whole on every rank, so that its FLOPs can be counted now.
             numbers: computes further numbers of a step's record.
             bytes_per_token: of each validation set, by its name; '' is the validation split.
+            total_steps: as planned; a short run logs every step.
         """
-        self.records, self.log_every_n_steps = records, config.trainer.log_every_n_steps
+        self.records, self.log_every_n_steps = records, logged_every(config.trainer, total_steps)
         self.shows_steps = bool(config.callbacks.extra)  # whether others' callbacks may read trainer.callback_metrics
         self.numbers, self.bytes_per_token = numbers, bytes_per_token
         self.flops_per_token = {length: flops.flops_per_token(model, length) for length in numbers.lengths.values}

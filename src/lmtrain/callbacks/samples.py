@@ -21,7 +21,7 @@ from lmtrain.data.corpus import Corpus
 from lmtrain.distributed import process_group as world
 from lmtrain.files import json_line
 from lmtrain.generation.prompts import Prompt, prompts_of
-from lmtrain.generation.sampling import sample_text
+from lmtrain.generation.sampling import Continuation, continuations
 from lmtrain.generation.text_metrics import TextMetrics, reading
 from lmtrain.objectives.base import Objective
 from lmtrain.secrets import hide
@@ -50,7 +50,7 @@ class Samples(pl.Callback):
         self.early = math.ceil(every / 3) if timed and every is not None else None
         self.early_seconds = 0.0  # that this took
         self.validations = 0
-        self.texts: list[str] = []  # generated in this validation
+        self.written: list[Continuation] = []  # in this validation
 
     def state_dict(self) -> dict[str, Any]:
         return {"validations": self.validations}
@@ -60,7 +60,7 @@ class Samples(pl.Callback):
 
     def write(self, trainer: pl.Trainer, module: Objective) -> dict[str, float]:
         """Generates the texts if they are due and returns their scores; every rank must call it at each validation."""
-        self.texts, places = [], list(range(len(self.prompts)))
+        self.written, places = [], list(range(len(self.prompts)))
         # The validation before training is not counted, and always generates samples.
         if trainer.global_step > 0 and trainer.state.fn == TrainerFn.FITTING:
             self.validations += 1
@@ -68,22 +68,24 @@ class Samples(pl.Callback):
             return {}
         if sharding.is_sharded(module.model):  # generation needs all ranks
             with sharding.root_gathered(module.model):
-                self.texts = [self._continue(module, i, True) for i in places]
+                self.written = [self._continue(module, i, True) for i in places]
         else:
-            self.texts = world.shared_out(places, lambda i: self._continue(module, i, False))
+            self.written = world.shared_out(places, lambda i: self._continue(module, i, False))
         pairs = [
-            (t, p.reference, p.shown) for t, p in zip(self.texts, self.prompts, strict=True) if p.reference is not None
+            (made.text, p.reference, p.shown)
+            for made, p in zip(self.written, self.prompts, strict=True)
+            if p.reference is not None
         ]
         if not pairs or not self.text_metrics.metrics:
             return {}
         return world.from_first(lambda: self.text_metrics.score(*map(list, zip(*pairs, strict=True))))
 
-    def _continue(self, module: Objective, place: int, together: bool) -> str:
+    def _continue(self, module: Objective, place: int, together: bool) -> Continuation:
         prompt = self.prompts[place]
-        return sample_text(
+        [written] = continuations(
             module.model.model,
             self.tokenizer,
-            prompt.given,
+            [prompt.given],
             max_new_tokens=self.cfg.max_new_tokens,
             temperature=self.cfg.temperature if prompt.reference is None else 0.0,
             top_k=self.cfg.top_k,
@@ -92,13 +94,14 @@ class Samples(pl.Callback):
             together=together,
             no_repeat=self.cfg.no_repeat if prompt.reference is None else None,
         )
+        return written
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         if trainer.global_step == self.early and trainer.world_size == 1:
             assert isinstance(pl_module, Objective)
             began = time.perf_counter()
             with self.clock.pause():
-                self.texts = [self._continue(pl_module, i, False) for i in range(len(self.prompts))]
+                self.written = [self._continue(pl_module, i, False) for i in range(len(self.prompts))]
                 self._show(trainer)
             self.early_seconds = time.perf_counter() - began
 
@@ -106,20 +109,22 @@ class Samples(pl.Callback):
         self._show(trainer)
 
     def _show(self, trainer: pl.Trainer) -> None:
-        if not self.texts or not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
+        if not self.written or not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
             return
         step = trainer.global_step
         prompts = [replace(p, shown=hide(p.shown), reference=p.reference and hide(p.reference)) for p in self.prompts]
-        told = list(zip(prompts, map(hide, self.texts), strict=True))
-        for prompt, text in told:
+        told = list(zip(prompts, (hide(made.text) for made in self.written), strict=True))
+        for (prompt, text), made in zip(told, self.written, strict=True):
             row = {"step": step, "prompt": prompt.shown, "text": text}
             row |= {"reference": prompt.reference} if prompt.reference is not None else {}
             row |= {"is_answer": True} if self.end_ids else {}
+            # A text goes on for ever, an answer has an end.
+            row |= {"cut_off": True} if self.end_ids and made.cut else {}
             said = reading(prompt.shown + text) if self.cfg.reading is not None else None
             row |= {"reading": said} if said is not None else {}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json_line(row))
-            title = f"{'answer' if self.end_ids else 'sample'} at step {step}"
+            title = f"{'answer' if self.end_ids else 'sample'} at step {step}{', cut off' if 'cut_off' in row else ''}"
             if self.console.is_terminal:
                 panel = Panel(self._shown(prompt, text), title=title, title_align="left", subtitle=said)
                 self.console.print(panel)

@@ -8,7 +8,7 @@ import bisect
 import math
 from dataclasses import dataclass
 
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import check_devices, ranks_per_part
 from lmtrain.errors import UserError
@@ -186,3 +186,11 @@ def horizon(max_steps: int | None, max_epochs: int | None, rows: int, sizes: Sta
     if steps < 1:
         raise UserError("the run has no steps: the training data has no rows")
     return steps
+
+
+_SHORT, _LOGGED = 100, 10  # steps of a run that logs each of them, and after how many a longer one logs
+
+
+def logged_every(trainer: TrainerConfig, total_steps: int) -> int:
+    """Returns after how many steps a run of `total_steps` logs, where trainer.log_every_n_steps leaves it open too."""
+    return trainer.log_every_n_steps or (1 if total_steps <= _SHORT else _LOGGED)

@@ -199,7 +199,7 @@ class TrainerConfig:
     val_check_interval: Annotated[int | None, SHOWN, at_least(1), TRAINING]
     val_before_training: Annotated[bool, SHOWN]
     limit_val_batches: Annotated[int | None, VALIDATION, at_least(1)]
-    log_every_n_steps: Annotated[int, SHOWN, at_least(1), TRAINING]
+    log_every_n_steps: Annotated[int | None, SHOWN, at_least(1), TRAINING]
     save_every_n_steps: Annotated[int | None, SHOWN, at_least(1), TRAINING]
     gradient_clip_val: Annotated[float | None, TRAJECTORY, TRAINING]
     max_bad_steps: Annotated[int, RATE, at_least(1)]

@@ -24,7 +24,7 @@ from lmtrain.errors import UserError
 from lmtrain.evaluation import data, subject
 from lmtrain.evaluation.results import Evaluated, Scores
 from lmtrain.evaluation.subject import Subject
-from lmtrain.generation.sampling import positions, sample_texts
+from lmtrain.generation.sampling import Continuation, continuations, positions
 from lmtrain.generation.text_metrics import ExactMatch, TextMetrics
 from lmtrain.losses.preferences import LOSSES, Pairs, bradley_terry, preference_losses
 from lmtrain.models.attention import generation_mode
@@ -210,17 +210,19 @@ def _add_answers(
     e = config.evaluate
     metrics = TextMetrics(e.metrics, config.run.allow_target, "evaluate.metrics")  # raises before answers are made
 
-    def answer(some: list[dict[str, Any]]) -> list[str]:
+    def answer(some: list[dict[str, Any]]) -> list[Continuation]:
         prompts = [q["prompt_ids"] for q in some]
-        return sample_texts(
+        return continuations(
             who.model.model, who.tokenizer, prompts, max_new_tokens=e.max_new_tokens, temperature=0.0, end_ids=end_ids
         )
 
     batches = [questions[start : start + e.batch_size] for start in range(0, len(questions), e.batch_size)]
-    answers = [text for texts in world.shared_out(batches, answer) for text in texts]
+    made = [one for some in world.shared_out(batches, answer) for one in some]
+    answers = [one.text for one in made]
     references, prompts = [q["reference"] for q in questions], [q["prompt"] for q in questions]
     scores.whole |= world.from_first(lambda: metrics.score(answers, references, prompts))
     scores.texts |= {"prompt": prompts, "answer": answers, "reference": references}
+    scores.columns["cut_off"] = np.array([one.cut for one in made], dtype=float)
     if isinstance(metrics.metrics.get("exact_match"), ExactMatch):
         same = [is_exact(a, r) for a, r in zip(answers, references, strict=True)]
         scores.columns |= {"exact": np.array(same, dtype=float), "answers": np.ones(len(same))}

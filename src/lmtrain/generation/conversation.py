@@ -75,6 +75,8 @@ class Talk:
             raise UserError("generate.system_prompt: the tokenizer has no chat template, so there are no turns")
         self.end_ids = end_ids(tokenizer, self.template)
         self.turns: list[dict[str, str]] = []
+        self.left_out = 0  # the oldest turns, which the model can't take any more
+        self.cut_by: str | None = None  # the limit that cut off the last answer
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -82,35 +84,40 @@ class Talk:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def reset(self) -> None:
-        self.turns = []
+        self.turns, self.left_out = [], 0
 
     def ask(self, text: str, write: Callable[[str], None], say: Callable[[str], None]) -> str:
         """Returns the answer to `text`, streaming it to `write`; generation stops where the model ends its turn.
 
-        If the conversation exceeds the model's positions, the oldest turns are dropped and `say` gets a message. If
-        generation fails or is interrupted, the conversation is restored to its state before the call.
+        If the conversation exceeds the model's positions, the model no longer sees the oldest turns, and `say` gets a
+        message when that begins. If generation fails or is interrupted, the
+        conversation is restored to its state before the call.
         """
-        before = list(self.turns)
+        turns, left_out = list(self.turns), self.left_out
         self.turns.append({"role": "user", "content": text})
         try:
-            ids = self._prompt(say)
+            ids = self._prompt()
+            if self.left_out and not left_out:
+                say("the oldest turns are left out from here on: the model can't take more")
             answer = self._generate(ids, write)
         except BaseException:
-            self.turns = before
+            self.turns, self.left_out = turns, left_out
             raise
         self.turns.append({"role": "assistant", "content": answer})
         return answer
 
-    def _prompt(self, say: Callable[[str], None]) -> list[int]:
+    def _prompt(self) -> list[int]:
+        """Returns the ids that the model sees, and sets left_out."""
         most = positions(self.model)
         room = most - min(self.settings.max_new_tokens, most // 2)  # if positions are few, half are kept for the answer
         if self.template is None:
             ids = prompt_tokens(self.tokenizer, self.turns[-1]["content"])
             return framing.last_of(ids, max(1, room), framing.start_of(self.tokenizer))
-        ids = self._ids(0)
+        ids = self._ids(self.left_out)
         if len(ids) <= max(1, room):
             return ids
-        fewest, most_left_out = 1, (len(self.turns) - 1) // 2  # bisection: a page may send thousands of turns
+        # Bisection, as a page may send thousands of turns.
+        fewest, most_left_out = self.left_out // 2 + 1, (len(self.turns) - 1) // 2
         while fewest < most_left_out:
             pairs = (fewest + most_left_out) // 2
             fits = len(self._ids(2 * pairs)) <= max(1, room)
@@ -118,8 +125,7 @@ class Talk:
         ids = self._ids(2 * most_left_out)
         if len(ids) > max(1, room):
             raise UserError(f"{len(ids):,} tokens are more than the model can take: it has {most:,} positions")
-        say("the oldest turns were left out: the model can't take more")
-        self.turns = self.turns[2 * most_left_out :]
+        self.left_out = 2 * most_left_out
         return ids
 
     def _ids(self, left_out: int) -> list[int]:
@@ -137,7 +143,10 @@ class Talk:
         g, seed = self.settings, self.seed + len(self.turns)
         streamer = Streamer(AnswerDecoder(self.tokenizer, self.end_ids), write, ids)
         settings = sampling(g.temperature, g.top_k, self.end_ids) | {"streamer": streamer}
-        continued(self.model, self.tokenizer, [ids], g.max_new_tokens, seed, **settings)
+        [written] = continued(self.model, self.tokenizer, [ids], g.max_new_tokens, seed, **settings)
+        by_positions = positions(self.model) - len(ids) < g.max_new_tokens
+        limit = f"the model's {positions(self.model):,} positions" if by_positions else "generate.max_new_tokens"
+        self.cut_by = limit if written.cut and self.template is not None else None  # a text has no end to reach
         return streamer.text.strip()
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -206,4 +215,4 @@ def turn(talk: Talk, line: str) -> None:
         print(HELP if talk.template is not None else HELP_OF_TEXT)
     elif line:
         talk.ask(line, lambda text: print(visible(text), end="", flush=True), lambda words: print(f"({words})"))
-        print()
+        print(f"\n(cut off by {talk.cut_by})" if talk.cut_by else "")

@@ -18,7 +18,7 @@ from lmtrain.data.sources.lines import BOM
 from lmtrain.distributed.ranks import typed
 from lmtrain.errors import UserError, reason, writing
 from lmtrain.files import json_line
-from lmtrain.generation.sampling import positions, sample_text, sample_texts, settings_of
+from lmtrain.generation.sampling import continuations, positions, sample_texts, settings_of
 from lmtrain.run_folder import trained
 
 
@@ -37,9 +37,11 @@ def generate(config: Config) -> int:
         return many(model, tokenizer, config)
     prompt, ends = as_conversation(tokenizer, config, g.prompt)
     for i in range(g.num_samples):
-        text = sample_text(model, tokenizer, prompt, seed=config.seed + i, end_ids=ends, **settings_of(g))
-        whole = secrets.hide(text if ends is not None else f"{g.prompt}{text}")
+        [made] = continuations(model, tokenizer, [prompt], seed=config.seed + i, end_ids=ends, **settings_of(g))
+        whole = secrets.hide(made.text if ends is not None else f"{g.prompt}{made.text}")
         print(f"--- {i + 1}\n{whole}" if g.num_samples > 1 else whole)
+        if ends is not None and made.cut:  # a text has no end to reach
+            print("(the answer is cut off: generate.max_new_tokens=N lets it go on)", file=sys.stderr, flush=True)
     return errors.FINISHED
 
 

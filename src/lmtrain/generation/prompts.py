@@ -1,5 +1,6 @@
 """Prompts for the samples written during training: set by the user, questions of the data, or excerpts of its text."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from lmtrain.data.order import Rows
 from lmtrain.errors import UserError
 
 _TOKENS = 24  # of a prompt that is taken from a text
+_SENTENCE = re.compile(r"(?:(?<=[.!?])\s+|\n\s*)(?=\S)")  # what stands before one, or before a line
+_WORD = re.compile(r"\s+(?=\S)")
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,17 @@ def prompts_of(settings: SamplesConfig, corpus: Corpus, system_prompt: str | Non
 
 
 def a_prompt(rows: Rows, tokenizer: Any) -> str:
-    """Returns the start of the middle row: files tend to begin with a licence, which says little about a model."""
-    batch = rows.read(np.array([[0, len(rows) // 2]]))
-    return AnswerDecoder(tokenizer, ()).decode(batch["input_ids"][0, :_TOKENS].tolist())
+    """Returns a few words of the middle row: files tend to begin with a licence, which says little about a model.
+
+    A row may begin inside a word, so they are those from its first sentence, line or word on, up to a token's end.
+    """
+    ids = rows.read(np.array([[0, len(rows) // 2]]))["input_ids"][0, : 2 * _TOKENS].tolist()
+    decoder = AnswerDecoder(tokenizer, ())
+    ends = [len(decoder.decode(ids[:count])) for count in range(len(ids) + 1)]  # of the text, after so many tokens
+    text, half = decoder.decode(ids), ends[min(_TOKENS, len(ids) // 2)]
+    begins = next((m.end() for found in (_SENTENCE, _WORD) for m in found.finditer(text) if m.end() <= half), 0)
+    before = next(count for count, end in enumerate(ends) if end >= begins)
+    return text[begins : ends[min(before + _TOKENS, len(ids))]]
 
 
 def continuations(rows: Rows, tokenizer: Any, count: int, new_tokens: int) -> list[Prompt]:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,22 +17,36 @@ from lmtrain.models.blocks import evaluating
 from lmtrain.models.denoising import mask_token
 
 
+class Continuation(NamedTuple):
+    """What a model wrote after a prompt. cut: its tokens were used up before it had written one that ends a text."""
+
+    text: str
+    cut: bool
+
+
 def positions(model: PreTrainedModel) -> int:
     """Returns the maximum number of tokens the model accepts, or 2**31 if it has no position limit (Mamba)."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
 def settings_of(g: GenerateConfig) -> dict[str, Any]:
-    """Returns the arguments of `sample_texts` that config.generate sets."""
+    """Returns the arguments of `continuations` that config.generate sets."""
     return {"max_new_tokens": g.max_new_tokens, "temperature": g.temperature, "top_k": g.top_k}
 
 
 def sample_text(model: PreTrainedModel, tokenizer: Any, prompt: str | list[int], **settings: Any) -> str:
-    """Returns the continuation of one prompt; takes the keyword arguments of `sample_texts`."""
+    """Returns the continuation of one prompt; takes the keyword arguments of `continuations`."""
     return sample_texts(model, tokenizer, [prompt], **settings)[0]
 
 
 def sample_texts(
+    model: PreTrainedModel, tokenizer: Any, prompts: Sequence[str | list[int]], **settings: Any
+) -> list[str]:
+    """Returns the texts of `continuations`, whose arguments it takes."""
+    return [found.text for found in continuations(model, tokenizer, prompts, **settings)]
+
+
+def continuations(
     model: PreTrainedModel,
     tokenizer: Any,
     prompts: Sequence[str | list[int]],
@@ -44,7 +58,7 @@ def sample_texts(
     end_ids: list[int] | None = None,
     together: bool = False,
     no_repeat: int | None = None,
-) -> list[str]:
+) -> list[Continuation]:
     """Returns the continuations (without the prompts) of up to max_new_tokens tokens each; temperature 0 is greedy.
 
     A masked diffusion model generates the texts one after the other. All other models generate them as one batch with
@@ -77,7 +91,7 @@ def sample_texts(
 
 def continued(
     model: PreTrainedModel, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, seed: int, **settings: Any
-) -> list[str]:
+) -> list[Continuation]:
     """Returns the continuations of rows of token ids, as one batch; `settings` are arguments of `model.generate`.
 
     A model that can't be given positions may count the padding (BART), or read it (RWKV): then each row is a batch.
@@ -93,25 +107,30 @@ def continued(
         [[0] * (longest - len(row)) + [1] * len(row) for row in rows], dtype=torch.int64, device=model.device
     )
     devices = [model.device] if model.device.type == "cuda" else []
+    most = max(1, min(max_new_tokens, positions(model) - longest))
     with torch.random.fork_rng(devices), torch.no_grad(), generation_mode(model):
         torch.manual_seed(seed)
         output = model.generate(
             input_ids,
             attention_mask=mask,
-            max_new_tokens=max(1, min(max_new_tokens, positions(model) - longest)),
+            max_new_tokens=most,
             pad_token_id=tokenizer.eos_token_id,
             tokenizer=tokenizer,  # for stop strings in the model's own generation config
             **settings,
         )
     ends = settings.get("eos_token_id", model.generation_config.eos_token_id)
-    decoder = AnswerDecoder(tokenizer, ends if isinstance(ends, list) else [ends])
-    return [decoder.decode(ids, row) for row, ids in zip(rows, output[:, longest:].tolist(), strict=True)]
+    ends = ends if isinstance(ends, list) else [ends]
+    decoder, written = AnswerDecoder(tokenizer, ends), output[:, longest:].tolist()
+    return [
+        Continuation(decoder.decode(ids, row), cut=len(ids) >= most and not set(ends) & set(ids))
+        for row, ids in zip(rows, written, strict=True)
+    ]
 
 
 def _denoised(
     model: PreTrainedModel, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, end_ids: list[int] | None,
     **settings: Any,
-) -> list[str]:  # fmt: skip
+) -> list[Continuation]:  # fmt: skip
     """Generates each text at the full allowed length and truncates it at the first end token."""
     ends = set(end_ids if end_ids is not None else [tokenizer.eos_token_id])
     texts, decoder = [], AnswerDecoder(tokenizer, list(ends))
@@ -119,7 +138,7 @@ def _denoised(
         length = max(1, min(max_new_tokens, positions(model) - len(row)))
         ids = denoise(model, row, length, n_ids=len(tokenizer), **settings)
         end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-        texts.append(decoder.decode(ids[:end], row))
+        texts.append(Continuation(decoder.decode(ids[:end], row), cut=end == len(ids)))
     return texts
 
 

@@ -39,8 +39,8 @@ _LONGEST = 1_000_000  # maximum size of a conversation in bytes
 _PATIENCE = 2  # seconds that answers in progress are given when the server ends
 _ANSWERS = "answer"  # the name of threads that generate one
 _POLICY = (
-    "default-src 'none'; connect-src 'self'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; connect-src 'self'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
@@ -205,7 +205,7 @@ def _asked(body: bytes, talks: list[Talk]) -> tuple[Talk, str, int]:
 
 
 async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock, turns: _Turns) -> AsyncIterator[str]:
-    """Yields the events of an answer: {"text"} pieces, {"note"} messages, then {"end", "tokens", ...} or {"error"}.
+    """Yields the events of an answer: {"text"} pieces, then {"end", "tokens", ...} or {"error"}.
 
     Generation runs in a thread and ends soon after the page has closed the connection. The server's end waits for no
     thread that can't be interrupted.
@@ -229,9 +229,10 @@ async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock, turns: _Tu
             turns.pass_on()
 
         with turns:
-            talk.ask(text, write, lambda note: send({"note": note}))
+            talk.ask(text, write, lambda _: None)
         speed = round(tokens / (time.perf_counter() - began), 1)
-        send({"end": True, "tokens": tokens, "tokens_per_s": speed})
+        told = {"cut_by": talk.cut_by, "left_out": talk.left_out}  # the number of turns that the model has not seen
+        send({"end": True, "tokens": tokens, "tokens_per_s": speed, **told})
 
     def answer() -> None:
         with contextlib.suppress(RuntimeError):  # the server has ended, and the event loop with it

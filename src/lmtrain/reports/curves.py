@@ -45,7 +45,7 @@ def charts(rows: Iterable[dict[str, Any]]) -> dict[str, list[Curve]]:
             if number and key not in _LEFT_OUT:
                 curves.setdefault(key, Curve(key)).add(int(row["step"]), float(value))
     found: dict[str, list[Curve]] = {}
-    for key, curve in curves.items():
+    for key, curve in sorted(curves.items(), key=lambda one: one[0].startswith("val/")):  # training first
         found.setdefault(_chart_of(key), []).append(thinned(curve))
     order = [*FIRST, *sorted(set(found) - set(FIRST))]
     return {name: found[name] for name in order if name in found}

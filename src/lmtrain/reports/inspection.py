@@ -23,6 +23,13 @@ from lmtrain.reports.token_view import TokenPiece, has_colour, legend, marked, p
 from lmtrain.run_folder import trained
 
 _PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
+_HEADLINE = (
+    "examples",
+    "documents",
+    "tokens",
+    "learned",
+    "bytes",
+)  # facts that the page begins with, if they are there
 _BINS, _BAR = 16, 48  # of the histogram: number of bars, and length of the longest in characters
 
 
@@ -248,7 +255,8 @@ def _show_lengths(found: Inspection, console: Console) -> None:
 
 def page(found: Inspection) -> str:
     """Builds a self-contained HTML page that loads no other files and follows the reader's light or dark mode."""
-    bars = found.histogram() if found.lengths is not None else []
+    bars, facts = found.histogram() if found.lengths is not None else [], dict(found.rows)
     lengths = {"percentiles": found.percentiles(), "most": max(bar[2] for bar in bars)} if bars else {}
-    body = rendered("inspect.html", found=found, bars=bars, **lengths)
-    return document(f"{found.split} split", "inspection.css", body)
+    headline = [(facts[name], name) for name in _HEADLINE if name in facts][:3]
+    body = rendered("inspect.html", found=found, bars=bars, headline=headline, **lengths)
+    return document(f"{found.split} split", body)

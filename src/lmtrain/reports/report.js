@@ -10,8 +10,12 @@ function smoothed(y, weight) {  // exponential moving average, its start correct
 function ticks(low, high, number) {
   const rough = (high - low) / number || 1, size = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map(m => m * size).find(s => s >= rough), found = [];
-  for (let v = Math.ceil(low / step) * step; v <= high + step * 1e-9; v += step) found.push(v);
+  for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step) found.push(v);
   return found;
+}
+function round_ends(low, high, number) {  // the ticks around the values, so that an axis ends with numbers
+  const [first, second] = ticks(low, high, number), step = second - first || high - low;
+  return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
 }
 function words(v) {
   const a = Math.abs(v);
@@ -72,20 +76,23 @@ function chart(figure) {
     let [low, high] = range_of(values.map(scale), find("whole").checked);
     if (low === 0 && high === 0) high = 1;
     if (low === high) { low -= Math.abs(low) * .1 || 1; high += Math.abs(high) * .1 || 1; }
-    const pad = (high - low) * .04;
-    low -= pad; high += pad;
+    [low, high] = round_ends(low, high, 7);
     X = x => L + (x - left) / (right - left) * (W - L - R);
     toX = p => left + (p - L) / (W - L - R) * (right - left);
     const Y = v => H - B - (scale(v) - low) / (high - low) * (H - T - B);
     svg.replaceChildren();
-    const area = element(svg, "svg", { x: L, y: T, width: W - L - R, height: H - T - B, viewBox: `${L} ${T} ${W - L - R} ${H - T - B}` });
-    for (const t of ticks(low, high, 5)) {
+    const room = 5;  // a dot at an end of an axis is whole
+    const box = { x: L - room, y: T - room, width: W - L - R + 2 * room, height: H - T - B + 2 * room };
+    const area = element(svg, "svg", { ...box, viewBox: Object.values(box).join(" ") });
+    for (const t of ticks(low, high, 7)) {
       const v = log ? 10 ** t : t;
       element(area, "line", { class: "grid", x1: L, x2: W - R, y1: Y(v), y2: Y(v) });
       element(svg, "text", { x: L - 6, y: Y(v) + 4, "text-anchor": "end" }, words(v));
     }
-    for (const v of ticks(left, right, W / 100)) if (axis !== "step" || Number.isInteger(v))
-      element(svg, "text", { x: X(v), y: H - 24, "text-anchor": "middle" }, words(v));
+    const inner = ticks(left, right, W / 70).filter(v => Math.min(X(v) - L, W - R - X(v)) > 40);
+    for (const v of [left, ...inner, right]) if (axis !== "step" || Number.isInteger(v) || range)
+      element(svg, "text", { class: "x", x: X(v), y: H - 24, "text-anchor": "middle" },
+        words(axis === "step" ? Math.round(v) : v));
     element(svg, "text", { class: "axis", x: (L + W - R) / 2, y: H - 6, "text-anchor": "middle" }, axis);
     element(svg, "text", { class: "axis", transform: `translate(13 ${(T + H - B) / 2}) rotate(-90)`,
       "text-anchor": "middle" }, figure.dataset.axis);
@@ -94,7 +101,7 @@ function chart(figure) {
       s.x.forEach((x, i) => { if (inside(x)) d += (d ? "L" : "M") + X(x).toFixed(1) + " " + Y(s.y[i]).toFixed(1); });
       if (s.x.length === 1) d += "h.1";
       const look = `var(--c${s.line.colour})`;
-      element(area, "path", { d, class: s.raw ? "raw" : "", stroke: look, "stroke-dasharray": s.line.dash,
+      element(area, "path", { d, class: s.raw ? "raw" : s.line.pale ? "pale" : "", stroke: look, "stroke-dasharray": s.line.dash,
         "stroke-width": s.line.val ? 2.4 : 1.5 });
       if (s.line.val && !s.raw && s.x.length <= 60)
         s.x.forEach((x, i) => { if (inside(x)) element(area, "circle", { cx: X(x), cy: Y(s.y[i]), r: 3, fill: look }); });

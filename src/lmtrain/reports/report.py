@@ -92,7 +92,8 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         facts = _facts(trained, listed, summary, rows)
         names = listing.headline(run, summary)
         best = listing.best_row(run, summary, monitor, "max" if higher else "min")
-        headline = _headline(best, names, summary, rows)
+        lead = [name for name in names if name != "bits_per_byte"] or ["loss"]  # whose curve has the loss's shape
+        headline = _headline(best, lead, summary, rows)
         compared = what_is_compared(config, monitor, higher)
     objective, model, data = trained
     return Told(
@@ -109,10 +110,11 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         checkpoints=_checkpoints(run),
         history=history,
         how_to_use=_how_to_use(run, config.get("objective", {})),
+        monitor=monitor,
         score=None if best is None else best[monitor],
         higher_is_better=higher,
         compared=compared,
-        lead=[name for name in names if name != "bits_per_byte"] or ["loss"],  # whose curve has the loss's shape
+        lead=lead,
         clock=clock,
     )
 
@@ -127,6 +129,7 @@ def _facts(
         ("step", listed.steps()),
         ("best", listed.best),
         ("model", model),
+        ("parameters", _parameters(summary)),
         ("objective", objective),
         ("data", str(data)),
         ("tokens seen", _number(tokens)),
@@ -134,10 +137,27 @@ def _facts(
         ("minutes", _number(summary["wall_seconds"] / 60) if summary.get("wall_seconds") else None),
         ("devices", summary.get("device")),
         ("precision", summary.get("precision")),
+        ("command", summary.get("command")),
+        ("commit", _commit(summary)),
         ("lmtrain", summary.get("versions", {}).get("lmtrain")),
         ("error", summary.get("error")),
     ]
     return [(name, str(value)) for name, value in found if value]
+
+
+def _parameters(summary: dict[str, Any]) -> str:
+    known = summary.get("speed_of", {})
+    total, trained = (listing.whole(known.get(name)) for name in ("parameters", "trained"))
+    if not total:
+        return ""
+    return f"{total:,}" if trained in (None, total) else f"{total:,}, of which {trained:,} are trained"
+
+
+def _commit(summary: dict[str, Any]) -> str:
+    git = summary.get("git")
+    if not isinstance(git, dict):
+        return ""
+    return f"{git.get('commit')}{' with changes that are not committed' if git.get('dirty') else ''}"
 
 
 def what_is_compared(config: dict[str, Any], monitor: str, higher: bool) -> str:
@@ -155,13 +175,15 @@ def what_is_compared(config: dict[str, Any], monitor: str, higher: bool) -> str:
 def _headline(
     best: dict[str, Any] | None, names: list[str], summary: dict[str, Any], rows: list[dict[str, Any]]
 ) -> list[tuple[str, str]]:
-    """Returns the scores that the objective or the user names, tokens and time, as far as the folder has them."""
+    """Returns the scores `names`, whose charts come first, tokens and time, as far as the folder has them."""
     found, last = list[tuple[str, str]](), {key: value for row in rows for key, value in row.items()}
     step = last.get("step", 0)
     if best is not None:
         wanted = [name for name in names if name != "loss"][:2] or ["loss"]
         for key, value in dict.fromkeys(listing.lead(best, [name, *names]) for name in wanted):
-            found.append((_shown(key, value), f"{_title(key)} of the best checkpoint, step {best['step']:,}"))
+            bits = best.get("val/bits_per_byte") if key == "val/loss" else None
+            too = f" ({_shown('', bits)} bits per byte)" if isinstance(bits, int | float) else ""
+            found.append((_shown(key, value), f"{_title(key)} of the best checkpoint, step {best['step']:,}{too}"))
     else:
         trained = [key for key in (f"train/{name}" for name in (*names, "loss")) if key in last][:1]
         found += [(_shown(key, last[key]), f"{key} at step {step:,}") for key in trained]
@@ -252,6 +274,7 @@ def _samples(run: RunDir) -> dict[str, list[ShownSample]]:
         heading = prompt if reward is None else f"{row.get('which')} completion of a rollout"
         if heading in found or len(found) < _PROMPTS:
             is_answer = bool(row.get("is_answer")) or reward is not None
+            notes += ["cut off: it had used up its tokens"] if row.get("cut_off") else []
             sample = ShownSample(step, prompt, str(row.get("text", "")), reference, is_answer, notes)
             found.setdefault(heading, []).append(sample)
     return {heading: _spread(texts) for heading, texts in found.items()}

@@ -20,6 +20,9 @@ from lmtrain.reports.curves import FIRST, LEVELS, Curve, HeatMap, paths
 from lmtrain.terminal import visible
 
 _LONG = 3000  # maximum number of characters shown of a sample
+_MOST, _LABEL = 4, 40  # keys in the label of a compared run, characters of each value
+# Of keys that nobody typed, those that tell runs apart first.
+_TELLING = ("model.name", "objective", "optimizer", "peft", "schedule", "data", "model", "trainer")
 # Values of stroke-dasharray that are distinguishable in black and white; the first is solid.
 DASHES = ("", "8 4", "2 3", "12 3 2 3", "5 2", "1 5", "14 5", "6 2 2 2 2 2")
 
@@ -47,8 +50,8 @@ class Told:
     subtitle: status, step, objective, model and data. headline: up to three (number, description) for the top of the
     page. typed: (key, value, default) of command-line overrides. changed: (key, default, value) of all keys that differ
     from the defaults, whatever set them. samples: {heading: samples along the training}. evaluations: (name, {score:
-    value}). history: lines about starts and stops. score: value by which runs are ranked; lower is better unless
-    `higher_is_better`. compared: what the score measures; runs are ranked among those with the same. lead: the
+    value}). history: lines about starts and stops. score: value of `monitor`, by which runs are ranked; lower is better
+    unless `higher_is_better`. compared: what the score measures; runs are ranked among those with the same. lead: the
     charts shown first. clock: (step, tokens seen, minutes of training) of about 300 steps.
     """
 
@@ -65,6 +68,7 @@ class Told:
     typed: list[tuple[str, str, str]]
     heat_maps: list[HeatMap]
     how_to_use: list[str]
+    monitor: str
     score: float | None
     higher_is_better: bool
     compared: str
@@ -75,19 +79,18 @@ class Told:
 def page(runs: Sequence[Told]) -> str:
     """Builds the whole document; several runs are shown best first, among those that can be compared."""
     runs, one = ranked(runs), len(runs) == 1
-    names = _names(runs)
-    curves = overlaid(runs, names)
-    lead = [chart for chart in map(visible, runs[0].lead) if chart in curves][: None if one else 1]
+    curves = overlaid(runs)
+    lead = [chart for chart in map(visible, runs[0].lead) if chart in curves] or list(curves)[:1]
+    lead = lead if one else lead[:1]
     others = {chart: lines for chart, lines in curves.items() if chart not in lead}
-    values = _one(runs, names) if one else _several(runs, names)
+    values = _one(runs[0]) if one else _several(runs)
     body = rendered("run.html" if one else "compared.html", curves=curves, lead=lead, others=others, **values)
     title = runs[0].name if one else f"{len(runs)} runs compared"
-    clocks = {name: run.clock for name, run in zip(names, runs, strict=True)}
-    return document(title, "report.css", body, curves, clocks)
+    clocks = {run.name: run.clock for run in runs}
+    return document(title, body, curves, clocks)
 
 
-def _one(runs: Sequence[Told], names: list[str]) -> dict[str, Any]:
-    run = runs[0]
+def _one(run: Told) -> dict[str, Any]:
     scores = list(dict.fromkeys(name for _, found in run.evaluations for name in found))
     rows = [(name, *(f"{found[n]:.4f}" if n in found else "" for n in scores)) for name, found in run.evaluations]
     newest = [texts[-1] for texts in run.samples.values() if texts]
@@ -95,17 +98,23 @@ def _one(runs: Sequence[Told], names: list[str]) -> dict[str, Any]:
     return {"run": run, "scores": scores, "evaluations": rows, "newest": newest}
 
 
-def _several(runs: Sequence[Told], names: list[str]) -> dict[str, Any]:
-    label, facts = dict(zip(map(id, runs), names, strict=True)), ("status", "step", "best", "tokens/s")
+def _several(runs: Sequence[Told]) -> dict[str, Any]:
+    differences = _differences(runs)
+    labels = _labels(runs, differences)
     outcomes = [
-        (what, [(r.name, label[id(r)], *(dict(r.facts).get(f, "") for f in facts)) for r in some])
-        for what, some in itertools.groupby(runs, key=lambda run: run.compared)
+        (what, some[0].monitor, [_outcome(run, labels[run.name]) for run in some])
+        for what, some in ((what, list(some)) for what, some in itertools.groupby(runs, key=lambda run: run.compared))
     ]
-    prompts = {prompt: [(label[id(r)], r.samples[prompt][-1]) for r in runs if r.samples.get(prompt)]
+    prompts = {prompt: [(r.name, r.samples[prompt][-1]) for r in runs if r.samples.get(prompt)]
                for run in runs for prompt in run.samples}  # fmt: skip
     shared = [(prompt, texts) for prompt, texts in prompts.items() if len(texts) > 1][:4]
-    return {"runs": runs, "outcomes": outcomes, "shared": shared, "differences": _differences(runs),
+    return {"runs": runs, "labels": labels, "outcomes": outcomes, "shared": shared, "differences": differences,
             "names": [r.name for r in runs]}  # fmt: skip
+
+
+def _outcome(run: Told, label: str) -> tuple[str, ...]:
+    facts, score = dict(run.facts), "" if run.score is None else f"{run.score:.4f}"
+    return (run.name, label, score, facts.get("step", ""), facts.get("status", ""), facts.get("tokens/s", ""))
 
 
 def _differences(runs: Sequence[Told]) -> list[tuple[str, ...]]:
@@ -116,24 +125,46 @@ def _differences(runs: Sequence[Told]) -> list[tuple[str, ...]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def _names(runs: Sequence[Told]) -> list[str]:
-    """Returns what the curves of each run are called: what was typed and differs, if that tells them apart."""
-    typed = {key for run in runs for key, _, _ in run.typed}
-    rows = [row for row in _differences(runs) if row[0] in typed]
-    names = [", ".join(f"{row[0].rpartition('.')[2]}={row[i + 1]}" for row in rows) for i in range(len(runs))]
-    tells = 0 < len(rows) <= 3 and len(set(names)) == len(names)
-    return names if tells else [run.name for run in runs]
+def _labels(runs: Sequence[Told], differences: list[tuple[str, ...]]) -> dict[str, str]:
+    """Returns, by its name, what tells each run from the others: typed keys that differ, then values of recipes."""
+    typed = dict.fromkeys(key for run in runs for key, _, _ in run.typed)
+    by_key = {row[0]: row for row in differences}
+    chosen = [by_key[found] for key in typed for found in (key, f"{key}.name") if found in by_key][:_MOST]
+    rest = sorted((row for row in differences if row not in chosen), key=_place)
+    for row in rest:
+        if len(chosen) < _MOST and _told_apart([*chosen, row]) > _told_apart(chosen):
+            chosen.append(row)
+    words = [
+        ", ".join(f"{row[0].removesuffix('.name').rpartition('.')[2]}={_short(row[i])}" for row in chosen)
+        for i in range(1, len(runs) + 1)
+    ]
+    return {run.name: label or "the same settings" for run, label in zip(runs, words, strict=True)}
+
+
+def _place(row: tuple[str, ...]) -> int:
+    return next((i for i, begins in enumerate(_TELLING) if row[0].startswith(begins)), len(_TELLING))
+
+
+def _told_apart(rows: list[tuple[str, ...]]) -> int:
+    """Returns how many runs differ in these rows of (key, the value of each run)."""
+    return len(set(zip(*(row[1:] for row in rows), strict=True))) if rows else 1
+
+
+def _short(value: str) -> str:
+    """Shortens a path to its last part, and a value that is too long for a label."""
+    value = value.rpartition("/")[2] or value
+    return value if len(value) <= _LABEL else f"{value[:_LABEL]}..."
 
 
 def document(
-    title: str, style: str, body: str, curves: Any = None, clocks: dict[str, list[tuple[int, int, float]]] | None = None
+    title: str, body: str, curves: Any = None, clocks: dict[str, list[tuple[int, int, float]]] | None = None
 ) -> str:
-    """Builds a complete HTML document around `body`, markup, with the style sheet `style` of this folder.
+    """Builds a complete HTML document around `body`, which is markup.
 
     Args:
         curves: the data of the charts in it, which a script draws, by each run's clock; None: there are none.
     """
-    return rendered("page.html", title=title, style=style, body=Markup(body), curves=curves, clocks=clocks or {})
+    return rendered("page.html", title=title, body=Markup(body), curves=curves, clocks=clocks or {})
 
 
 def write_page(page: str, path: str) -> Path:
@@ -164,17 +195,20 @@ def ranked(runs: Sequence[Told]) -> list[Told]:
     return sorted(runs, key=place)
 
 
-def overlaid(runs: Sequence[Told], names: list[str]) -> dict[str, list[dict[str, Any]]]:
+def overlaid(runs: Sequence[Told]) -> dict[str, list[dict[str, Any]]]:
     """Returns {chart: its lines} for the page's script; with several runs, each run has one colour and one stroke.
 
-    The script finds a chart's lines by its name in the page, where control characters are visible.
+    Beside a validation's line, that of the training is pale. The script finds a chart's lines by its name in the page,
+    where control characters are visible.
     """
     found: dict[str, list[dict[str, Any]]] = {}
-    for number, (run, label) in enumerate(zip(runs, names, strict=True)):
+    for number, run in enumerate(runs):
         for chart, lines in run.charts.items():
             for i, curve in enumerate(lines):
-                name, n = (curve.name, i) if len(runs) == 1 else (f"{label}: {curve.name}", number)
-                found.setdefault(visible(chart), []).append({**line_of(curve, visible(name), n), "run": label})
+                name, n = (curve.name, i) if len(runs) == 1 else (f"{run.name}: {curve.name}", number)
+                line = {**line_of(curve, visible(name), n), "run": run.name}
+                line["pale"] = len(runs) > 1 and not line["val"] and any(c.name.startswith("val/") for c in lines)
+                found.setdefault(visible(chart), []).append(line)
     return found
 
 
@@ -203,6 +237,7 @@ _PAGES.filters |= {
     "broken": broken,
     "cut": lambda text: text if len(text) <= _LONG else f"{text[:_LONG]} ... ({len(text) - _LONG:,} more characters)",
     "sparse": lambda text: re.sub(r"\n\s*\n", "\n\n", text),  # models that have learned little write many empty lines
+    "by_run": lambda lines: [(name, list(some)) for name, some in itertools.groupby(lines, key=lambda one: one["run"])],
     "paths": paths,
     "visible": visible,
     "title": lambda chart: FIRST.get(chart, (chart, ""))[0],

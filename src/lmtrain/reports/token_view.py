@@ -148,4 +148,4 @@ def _write_chapters(path: str, words: list[str], read: dict[int, list[list[int]]
         most = Counter(chosen[0] for chosen in chapters).most_common(_IN_LEGEND)
         layers.append((layer, tokens, [(chapter, _rgb(chapter), times) for chapter, times in most]))
     body = rendered("chapters.html", title=title, about=about, layers=layers)
-    write_page(document(title, "inspection.css", body), path)
+    write_page(document(title, body), path)

@@ -24,7 +24,7 @@ from lmtrain.callbacks.stopping import Preemption
 from lmtrain.callbacks.time_budget import ENDLESS, Length
 from lmtrain.checkpoints import retention
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
-from lmtrain.config.batch import check_reached, horizon, rate_factor, row_lengths, step_sizes
+from lmtrain.config.batch import check_reached, horizon, logged_every, rate_factor, row_lengths, step_sizes
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.fingerprint import Fingerprint, fingerprint
 from lmtrain.config.options import over_layers
@@ -109,7 +109,7 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
         datamodule.joined_tokens = None  # the balance of experts is judged within a micro-batch
     bytes_per_token = {"": corpus.val_bytes_per_token, **{n: s.bytes_per_token for n, s in val_sets.items()}}
     numbers = StepNumbers(config.data, rows_to_train(config, corpus), config.trainer.max_epochs)
-    metrics = Metrics(Records(run_dir.metrics), config, objective.model.model, numbers, bytes_per_token)
+    metrics = Metrics(Records(run_dir.metrics), config, objective.model.model, numbers, bytes_per_token, total_steps)
     writes = config.callbacks.samples.every_n_validations > 0 and corpus.val is not None
     writes = writes and not config.objective.scalar_head
     samples = Samples(run_dir.samples, config, corpus, console, metrics.clock) if writes else None
@@ -295,7 +295,7 @@ def build_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False if records is None else build_loggers(config.logger, run_dir, records),
-        log_every_n_steps=t.log_every_n_steps,
+        log_every_n_steps=logged_every(t, total_steps),
         callbacks=callbacks,
         plugins=[FolderCheckpointIO(background=config.checkpoint.async_save), environment, *plugins],
         default_root_dir=Path(run_dir.path),

@@ -24,6 +24,7 @@ from lmtrain.callbacks.stopping import BadSteps, Preemption
 from lmtrain.callbacks.stream import FeedStream
 from lmtrain.callbacks.time_budget import Forecast, Length, TimeBudget
 from lmtrain.callbacks.validation import EarlyStopping, Validation
+from lmtrain.config.batch import logged_every
 from lmtrain.config.effect import TRIAL
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.schema import CheckpointConfig, Config, EarlyStoppingConfig
@@ -128,7 +129,7 @@ def build_callbacks(
         metrics,
         Routing(metrics.records, config.router.warn_after_steps, config.memory.router_noise),
         Rollouts(metrics, run_dir, options, config.data, console) if isinstance(options, GRPOOptions) else None,
-        BadSteps(run_dir.path, t.max_bad_steps, t.log_every_n_steps),
+        BadSteps(run_dir.path, t.max_bad_steps, logged_every(t, length.steps)),
         *_users_callbacks(config),  # before the validation, as in Lightning: what they do to the weights is judged
         average,
         validation,

@@ -64,7 +64,10 @@ def near(path: Path) -> str:
 
 
 def _prompt(run: Run) -> str:
-    """Returns the first words of a validation row of text if they are printable, else a common opening of stories."""
+    """Returns the recipe's prompt or the first words of a validation row of text, else a common opening of stories."""
+    given = run.config.callbacks.samples.prompts[:1]
+    if given and given[0].isprintable() and given[0].strip() and not given[0].startswith("-"):
+        return given[0]
     if run.config.data.rows == "text" and run.corpus.val is not None:
         text = re.sub(r"\s+", " ", a_prompt(run.corpus.val, run.corpus.tokenizer)).strip()
         words = text if len(text) <= _PROMPT else text[:_PROMPT].rpartition(" ")[0]

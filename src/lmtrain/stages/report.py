@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from lmtrain import terminal
 from lmtrain.data.chat.turns import is_exact
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl, read_regular, strict_json, write_atomic
-from lmtrain.reports import report_page
+from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import charts
-from lmtrain.reports.listing import headline
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import shown
 from lmtrain.stages.plan import PipelinePlan, PlannedStage
@@ -26,8 +26,9 @@ from lmtrain.stages.state import State
 Row = list[str]
 Score = tuple[float, float | None]  # a value and its standard error
 Answers = dict[str, dict[str, list[dict[str, Any]]]]  # rows by evaluation, whose prompts its stages share, and stage
-_STAGES = ["stage", "status", "steps", "tokens", "val/loss", "time"]
+_STAGES = ["stage", "status", "steps", "tokens", "best", "time"]
 _ANSWERS = 6  # prompts whose answers are shown side by side; one where a single stage answers
+_SHORT = 160  # characters of a prompt or a reference that is shown unfolded
 _NORMAL = 1.96  # standard errors from a mean to the end of its 95 % interval
 
 
@@ -106,13 +107,24 @@ def _rows_of(scores: dict[tuple[str, str], dict[str, Score]], names: list[str]) 
 def _stages(plan: PipelinePlan, state: State) -> list[Row]:
     rows = []
     for one in plan.stages:
-        summary = RunDir(one.run).read_summary() or {}
+        run = RunDir(one.run)
+        summary = run.read_summary() or {}
         row = state.rows.get(one.name)
         seconds = terminal.time_in_words(row.seconds) if row is not None else ""
-        loss, tokens = (summary.get("validation") or {}).get("val/loss"), summary.get("tokens")
+        tokens = summary.get("tokens")
         rows.append([one.name, str(summary.get("status", "")), f"{summary.get('step', 0):,}",
-                     f"{tokens:,}" if isinstance(tokens, int) else "", _number(loss), seconds])  # fmt: skip
+                     f"{tokens:,}" if isinstance(tokens, int) else "", _best(one, run, summary), seconds])  # fmt: skip
     return rows
+
+
+def _best(one: PlannedStage, run: RunDir, summary: dict[str, Any]) -> str:
+    """Returns name and value of the best checkpoint's score that the stage's objective puts first: a reward of GRPO."""
+    monitor, mode = one.config.checkpoint.monitor, one.config.checkpoint.mode
+    best = listing.best_row(run, summary, monitor, mode)
+    if best is None:
+        return ""
+    name, value = listing.lead(best, listing.headline(run, summary))
+    return f"{name} {value:.4f}"
 
 
 def _seconds(state: State) -> float:
@@ -163,13 +175,14 @@ def _page(plan: PipelinePlan, state: State, stages: list[Row], scores: list[Row]
         header=_STAGES,
         stages=stages,
     )
-    return report_page.document(title, "report.css", body, charts or None)
+    return report_page.document(title, body, charts or None)
 
 
 def _facts(plan: PipelinePlan, state: State, stages: list[Row], answers: Answers) -> list[tuple[str, str]]:
     """Returns the numbers at the top: right answers or the loss of the last stage, time, parameters."""
     last = plan.stages[-1]
-    facts = [(stages[-1][4] or stages[-1][1], f"val/loss of {last.name}" if stages[-1][4] else last.name)]
+    score, _, value = stages[-1][4].rpartition(" ")
+    facts = [(value, f"{score} of {last.name}") if value else (stages[-1][1], last.name)]
     for name, of in answers.items():
         stage, rows = list(of.items())[-1]
         if any(map(_right, rows)):
@@ -189,7 +202,7 @@ def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
     for one in plan.stages:
         run = RunDir(one.run)
         drawn = charts(read_jsonl(run.metrics))
-        for chart in headline(run, run.told_summary()):
+        for chart in listing.headline(run, run.told_summary()):
             if chart in drawn:
                 found[f"{one.name}: {chart}"] = [report_page.line_of(c, c.name, i) for i, c in enumerate(drawn[chart])]
     return found
@@ -211,15 +224,37 @@ def _right(row: dict[str, Any]) -> bool:
 
 
 def _side_by_side(answers: Answers) -> list[dict[str, Any]]:
-    """Returns prompts with each stage's answer and whether it is right, None if no answer of the evaluation is."""
+    """Returns prompts with each stage's answer, whether it is right, None if no answer of the evaluation is, and cut.
+
+    What several stages answer comes first. Of a long prompt, the question at its end is apart from what it is about.
+    """
     found = []
-    for of in answers.values():
+    for of in sorted(answers.values(), key=len, reverse=True):
         exact = any(_right(row) for rows in of.values() for row in rows)
         for asked in list(zip(*of.values(), strict=False))[: _ANSWERS if len(of) > 1 else 1]:
-            shown = [(name, row["answer"], _right(row) if exact else None) for name, row in zip(of, asked, strict=True)]
-            prompt, reference = str(asked[0].get("prompt")), asked[0].get("reference")
-            found.append({"prompt": prompt, "answers": shown, "reference": reference and str(reference)})
+            shown = [
+                (name, row["answer"], _right(row) if exact else None, bool(row.get("cut_off")))
+                for name, row in zip(of, asked, strict=True)
+            ]
+            question, about = _split(str(asked[0].get("prompt")))
+            reference = str(asked[0].get("reference") or "")
+            short = len(reference) <= _SHORT
+            found.append(
+                {"question": question, "about": about, "answers": shown, "reference": reference, "short": short}
+            )
     return found
+
+
+def _split(prompt: str) -> tuple[str, str]:
+    """Returns the question at the end of a prompt and what stands before it; a short prompt is all question."""
+    prompt = prompt.strip()
+    if len(prompt) <= _SHORT and "\n" not in prompt:
+        return prompt, ""
+    begins = max((found.end() for found in re.finditer(r"\n|[.!?]\W?\s", prompt)), default=0)
+    about, question = prompt[:begins], prompt[begins:]
+    if question.endswith("?") or ("\n" in about and len(question) <= _SHORT):
+        return question, about.strip()
+    return f"{prompt[:_SHORT].rpartition(' ')[0]} ...", prompt
 
 
 def _by_first_word(answers: Answers, names: list[str]) -> dict[str, list[Row]]:
