@@ -27,8 +27,9 @@ import uvicorn
 from inprocess import message, run
 from lmtrain.config import compose as rules
 from lmtrain.data.chat.templates import ChatTemplate, end_ids, own_template
+from lmtrain.generation import conversation
 from lmtrain.generation.conversation import Talk
-from lmtrain.generation.sampling import sample_text
+from lmtrain.generation.sampling import Continuation, sample_text
 from lmtrain.generation.web import _events, _Turns, application
 from lmtrain.run_folder import trained
 from support import TINY
@@ -194,6 +195,38 @@ def test_thousands_of_turns_are_cut_to_what_fits(talk: Talk) -> None:
     assert len(asked.turns) == 10_001, "what is saved is whole"
 
 
+def test_turns_that_are_left_out_are_said_once_and_repeat_no_seed(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed counts all turns; what is saved is whole; and an answer that used up its tokens says so."""
+    seeds: list[int] = []
+
+    def continued(model: Any, tokenizer: Any, rows: Any, new: int, seed: int, **settings: Any) -> list[Continuation]:
+        seeds.append(seed)
+        settings["streamer"].put(torch.tensor(rows))
+        settings["streamer"].put(torch.tensor(tokenizer("b" * 30)["input_ids"]))
+        return [Continuation("b" * 30, cut=len(seeds) % 2 == 0)]
+
+    monkeypatch.setattr(conversation, "continued", continued)
+    asked, said = copy.copy(talk), list[str]()
+    asked.turns, asked.left_out = [], 0
+    cuts = []
+    for _ in range(12):
+        asked.ask("a" * 60, lambda _: None, said.append)
+        cuts.append(asked.cut_by)
+    assert asked.left_out > 2
+    assert len(said) == 1
+    assert len(set(seeds)) == 12
+    assert len(asked.turns) == 24
+    assert cuts == [None, "generate.max_new_tokens"] * 6
+
+
+def test_the_page_hears_what_was_left_out_and_cut(port: int) -> None:
+    _, text, _ = ask(port, "/answer", question(*["a" * 100] * 9))
+    events = [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n") if part]
+    assert events[-1]["left_out"] in (4, 6, 8)
+    assert events[-1]["cut_by"] in (None, "generate.max_new_tokens")
+    assert not any("note" in event for event in events)
+
+
 def test_a_template_that_loops_is_ended_and_the_next_question_answered(
     talk: Talk, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +319,13 @@ def test_code_and_lists_are_drawn_and_markup_is_text(port: int) -> None:
     text = f"Two ways:\n- a `b < c`\n- **d**\n\n1. one\n```python\nif x < 1:\n    pass\n```\n{HOSTILE}"
     with browser.open_browser() as page:
         page.go(f"http://127.0.0.1:{port}")
+        page.wait("return document.querySelectorAll('section').length == 1")
+        assert page.said == [], "the icon, say, is blocked by the page's own policy"
+        divide = """const list = columns[0].list;
+            for (const turn of [0, 2, 4]) add(list, "div", "turn user", "q" + turn).dataset.turn = turn;
+            divide(list, 2); divide(list, 4);
+            const told = [...list.children].map(e => e.textContent.slice(0, 14)); list.replaceChildren(); return told"""
+        assert page.run(divide) == ["q0", "q2", "The model can'", "q4"], "one line, before the first turn that is seen"
         shown = "const box = document.createElement('div'); render(box, arguments[0]); return box.innerHTML"
         html = page.run(shown, text).replace(' class=""', "")
         assert html.startswith("<p>Two ways:</p><ul><li>a <code>b &lt; c</code></li>")

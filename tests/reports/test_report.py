@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from inprocess import message, run, train_tiny
+from lmtrain.config import compose as rules
+from lmtrain.config.batch import logged_every
 from lmtrain.reports.curves import Curve, thinned
 from lmtrain.reports.report import told, write_own
 from lmtrain.run_folder import lock
@@ -27,21 +29,30 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text, self.script = "", dict[str, str]()
+        self.rows: list[list[str]] = []  # of all tables, one after the other
+        self._in_cell = False
         self._in = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
         self._in = (dict(attrs).get("id") or tag) if tag in ("script", "style") else self._in
+        self.rows += [[]] if tag == "tr" else []
+        if tag in ("td", "th"):
+            self._in_cell = True
+            self.rows[-1].append("")
 
     def handle_endtag(self, tag: str) -> None:
         self._in = "" if tag in ("script", "style") else self._in
+        self._in_cell = self._in_cell and tag not in ("td", "th")
 
     def handle_data(self, data: str) -> None:
         if self._in:
             self.script[self._in] = self.script.get(self._in, "") + data
         else:
             self.text += data
+        if self._in_cell:
+            self.rows[-1][-1] += data
 
 
 def assert_self_contained(page: Page) -> None:
@@ -69,7 +80,9 @@ def test_a_run_ends_with_its_page(corpus: Path, tmp_path: Path) -> None:
     assert best == next(
         r["val/bits_per_byte"] for r in rows(tmp_path / "a" / "metrics.jsonl") if "val/loss" in r and r["step"] == 2
     )
-    for number in (f"{best:.4g}bits per byte of the best", str(summary["tokens"]), "2 steps"):
+    loss = summary["best_metric"]["val/loss"]
+    chosen = f"{loss:.4g}val/loss of the best checkpoint, step 2 ({best:.4g} bits per byte)"
+    for number in (chosen, str(summary["tokens"]), "2 steps"):
         assert number in first, number
     sample = rows(tmp_path / "a" / "samples.jsonl")[-1]
     newest = page.text[page.text.index("Newest sample, step 2") :]
@@ -79,6 +92,10 @@ def test_a_run_ends_with_its_page(corpus: Path, tmp_path: Path) -> None:
     assert "trainer.accelerator" not in set_, "which nobody has typed"
     for words in ("optimizer.lr", "0.01", "step_00000002 (best) (last)", "AutoModelForCausalLM", ": began"):
         assert words in page.text, words
+    about = page.text[page.text.index("About this run") : page.text.index("Checkpoints")]
+    assert f"parameters{summary['speed_of']['parameters']:,}" in about
+    assert summary["command"] in about
+    assert summary["git"] is None or summary["git"]["commit"] in about
     assert "data.cache_dir" not in page.text
     assert train_tiny(corpus, f"run.dir={tmp_path / 'b'}").code == 0
     assert not (tmp_path / "b" / "report.html").exists()
@@ -99,20 +116,21 @@ def test_a_resumed_run_says_so_and_runs_are_compared(corpus: Path, tmp_path: Pat
     assert ended.code == 0, ended.err
     page = Page((tmp_path / "both.html").read_text())
     assert_self_contained(page)
-    names = {
+    labels = {
         "a": "hidden_size=32, lr=0.01, max_steps=4",
         "b": "hidden_size=16, lr=1e-05, max_steps=2",
     }  # what was typed and differs
-    drawn = {line["name"] for line in json.loads(page.script["curves"])["loss"]}
-    assert {f"{name}: train/loss" for name in names.values()} <= drawn
-    clock = json.loads(page.script["clocks"])[names["a"]]
+    assert {row[0]: row[1] for row in page.rows if len(row) == 6 and row[0] != "run"} == labels
+    drawn = {line["name"]: line["pale"] for line in json.loads(page.script["curves"])["loss"]}
+    assert drawn == {f"{name}: {split}/loss": split == "train" for name in "ab" for split in ("train", "val")}
+    clock = json.loads(page.script["clocks"])["a"]
     logged = [row for row in rows(tmp_path / "a" / "metrics.jsonl") if "tokens_seen" in row]
     assert [(step, tokens) for step, tokens, _ in clock] == [(row["step"], row["tokens_seen"]) for row in logged]
     starts = [row["time"] for row in rows(tmp_path / "a" / "starts.jsonl")]
     idle = starts[1] - max(row["time"] for row in logged if row["time"] < starts[1])
     assert clock[-1][2] == pytest.approx((logged[-1]["time"] - starts[0] - idle) / 60, abs=2e-3)
     prompt = rows(tmp_path / "a" / "samples.jsonl")[-1]["prompt"]
-    assert page.text.count(visible(prompt)) >= 3, "the prompt, and its continuations side by side"
+    assert page.text.count(visible(prompt).strip()) == 1, "the prompt once, and its continuations side by side"
     table = page.text[page.text.index("Outcome") :]
     assert table.index("4 of 4") < table.index("2 of 2")  # the better run comes first
     assert "model.hidden_size" in page.text
@@ -140,9 +158,10 @@ def test_runs_are_ranked_among_those_that_measure_the_same(tmp_path: Path) -> No
         assert run("report", *[str(tmp_path / name) for name in names], "--out", str(tmp_path / "all.html")).code == 0
         texts.append((tmp_path / "all.html").read_text())
     assert texts[0] == texts[1]
-    page = Page(texts[0]).text
-    tables = page[page.index("best first") : page.index("smoothing")].split("first: ")[1:]
-    found = [[name for name in sorted(runs, key=table.find) if f"{name}interrupted" in table] for table in tables]
+    found: list[list[str]] = []
+    for row in (row for row in Page(texts[0]).rows if len(row) == 6 and row[0] != "key"):
+        found += [[]] if row[0] == "run" else []
+        found[-1] += [row[0]] if row[0] != "run" else []
     assert sorted(found) == [["dpo"], ["dpo_b", "dpo_a"], ["other_text"], ["text_b", "text_a"]]
 
 
@@ -212,6 +231,82 @@ def test_a_long_run_is_small_and_hostile_samples_are_text(long_run: Path) -> Non
     assert len(loss["x"]) < 2_000
     assert loss["y"][loss["x"].index(7_777)] == 99.0
     assert (loss["x"][0], loss["x"][-1]) == (1, 20_000)
+
+
+def test_a_short_run_draws_every_step_and_a_page_has_no_empty_card(corpus: Path, tmp_path: Path) -> None:
+    """Nobody types trainer.log_every_n_steps for twelve steps; and a run that has no metrics yet has no chart."""
+    words = ["trainer.max_steps=12", "trainer.log_every_n_steps=null", "report.enabled=true", f"run.dir={tmp_path}/a"]
+    assert train_tiny(corpus, *words).code == 0
+    page = Page((tmp_path / "a" / "report.html").read_text())
+    train, val = json.loads(page.script["curves"])["loss"]
+    assert (train["name"], train["x"]) == ("train/loss", list(range(1, 13)))
+    assert val["name"] == "val/loss"
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.yaml").write_text("objective: {name: sft}\n")
+    (tmp_path / "b" / "summary.json").write_text(json.dumps({"status": "failed", "step": 0}))
+    assert run("report", str(tmp_path / "b")).code == 0
+    tags = Page((tmp_path / "b" / "report.html").read_text()).tags
+    classes = {(attributes.get("class") or "").strip() for _, attributes in tags}
+    assert not classes & {"numbers", "lead", "lead two", "sample", "controls"}
+    assert logged_every(rules.check(rules.compose([])).trainer, 101) == 10
+
+
+def test_an_answer_that_was_cut_off_is_marked(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("objective: {name: sft}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+    row = {"step": 1, "text": "Mia has", "reference": "Mia has a hat.", "is_answer": True}
+    asked = [{**row, "prompt": "Who?", "cut_off": True}, {**row, "prompt": "What?", "text": "Mia has a hat."}]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    shown = told(RunDir(tmp_path)).samples
+    assert ["cut off" in " ".join(shown[prompt][0].notes) for prompt in ("Who?", "What?")] == [True, False]
+
+
+def test_runs_of_recipes_are_told_apart_by_the_recipes_values(tmp_path: Path) -> None:
+    """What was typed is the same word or none; two runs with all the same are said to be so."""
+    for name, lr, width in (("a", 0.1, 8), ("b", 0.2, 8), ("c", 0.2, 16), ("d", 0.2, 16)):
+        (tmp_path / name).mkdir()
+        tree = {"objective": {"name": "sft"}, "optimizer": {"lr": lr}, "model": {"name": f"m{width}", "width": width}}
+        (tmp_path / name / "config.yaml").write_text(json.dumps(tree))
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+    folders = [str(tmp_path / name) for name in "abcd"]
+    assert run("report", *folders, "--out", f"{tmp_path}/page.html").code == 0
+    labels = {row[0]: row[1] for row in Page((tmp_path / "page.html").read_text()).rows if row[0] in "abcd"}
+    assert labels == {
+        "a": "model=m8, lr=0.1",
+        "b": "model=m8, lr=0.2",
+        "c": "model=m16, lr=0.2",
+        "d": "model=m16, lr=0.2",
+    }
+    assert run("report", *folders[2:], "--out", f"{tmp_path}/page.html").code == 0
+    labels = {row[0]: row[1] for row in Page((tmp_path / "page.html").read_text()).rows if row[0] in ("c", "d")}
+    assert set(labels.values()) == {"the same settings"}
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.MISSING)
+def test_axes_end_with_the_data_and_no_dot_is_cut(tmp_path: Path) -> None:
+    """In both colour schemes, at both widths, and without a complaint in the browser's console."""
+    (tmp_path / "config.yaml").write_text("objective: {name: sft}\n")
+    logged = [{"step": n, "train/loss": 6.09 - 0.07 * n} for n in range(1, 78)]
+    logged += [{"step": n, "val/loss": 5.0 - 0.06 * n} for n in (20, 77)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+    assert run("report", str(tmp_path)).code == 0
+    labels = "[...document.querySelectorAll('figure text:not(.axis)')]"
+    ticks = f"return {labels}.map(t => [t.getAttribute('class'), +t.textContent])"
+    with browser.open_browser() as page:
+        for width in (1280, 400):
+            page.resize(width, 900)
+            page.prefer("dark" if width == 400 else "light")
+            page.go((tmp_path / "report.html").as_uri())
+            found = page.run(ticks)
+            steps, losses = ([value for kind, value in found if (kind == "x") is x] for x in (True, False))
+            assert (steps[0], steps[-1]) == (1, 77)
+            assert losses[0] <= 5.0 - 0.06 * 77
+            assert 6.02 <= losses[-1] < 8
+            whole = """return [...document.querySelectorAll('figure circle')].map(dot => {
+                const a = dot.getBoundingClientRect(), b = dot.ownerSVGElement.getBoundingClientRect();
+                return a.left >= b.left && a.right <= b.right && a.top >= b.top && a.bottom <= b.bottom; })"""
+            assert page.run(whole) == [True, True]
+        assert page.said == []
 
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.MISSING)

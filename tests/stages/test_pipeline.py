@@ -275,8 +275,8 @@ def test_only_answers_to_the_same_prompts_stand_side_by_side(tree: Tree) -> None
         file.write_text(json.dumps({"prompt": f"asked in {one.evaluation.name}", "answer": f"of {one.name}."}) + "\n")
     shown = report._side_by_side(report._written(made))
     for one, name, stages_ in zip(shown, ("answers", "more"), (("pretrain", "sft"), ("sft", "dpo")), strict=True):
-        assert one["prompt"] == f"asked in {name}"
-        assert one["answers"] == [(stage, f"of {name}-{stage}.", None) for stage in stages_]
+        assert one["question"] == f"asked in {name}"
+        assert one["answers"] == [(stage, f"of {name}-{stage}.", None, False) for stage in stages_]
 
 
 def test_answers_that_equal_their_reference_are_marked_and_counted_by_question(tree: Tree) -> None:
@@ -294,7 +294,39 @@ def test_answers_that_equal_their_reference_are_marked_and_counted_by_question(t
     # The standard error of a share p of n rows is sqrt(p (1 - p) / n): of 1 in 2, 0.354.
     table = page[page.index("exact, by the question") :]
     for cell in ("Who ...?", "50.0% ± 35.4%", "100.0% ± 0.0%", "Where ...?", "0.0% ± 0.0%"):
-        assert f"<td>{cell}</td>" in table
+        assert f">{cell}</td>" in table
+    first = page[page.index("<h3>") : page.index("asked about")]  # the question leads, what it is about is folded
+    assert first.startswith("<h3>Who has it?</h3>")
+    assert "reference: Mia." in first
+    assert "<h4>reference" not in page
+    assert "hat" not in first
+
+
+def test_a_stage_is_told_by_the_score_of_its_own_objective(tree: Tree) -> None:
+    """The loss of policy gradients says nothing about the model: the reward does."""
+    made = planned(tree)
+    for one, names in zip(made.stages, (["bits_per_byte", "loss"], ["loss"], ["reward"]), strict=True):
+        one.run.mkdir(parents=True)
+        (one.run / "starts.jsonl").write_text(json.dumps({"time": 0.0, "step": 0, "headline": names}) + "\n")
+        scores = {"val/loss": -0.25, "val/bits_per_byte": 1.5, "val/reward": 0.75}
+        (one.run / "metrics.jsonl").write_text(json.dumps({"step": 4, **scores}) + "\n")
+        (one.run / "summary.json").write_text(json.dumps({"status": "finished", "step": 4, "validation": scores}))
+    rows = report._stages(made, state.State(made.folder))
+    assert "val/loss" not in report._STAGES
+    assert [row[4] for row in rows] == ["val/bits_per_byte 1.5000", "val/loss -0.2500", "val/reward 0.7500"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "question", "about"),
+    [
+        ("Who ran?", "Who ran?", ""),
+        ("Tom ran.\nWho ran?", "Who ran?", "Tom ran."),
+        (f"{'Tom ran. ' * 30}Who ran?", "Who ran?", ("Tom ran. " * 30).strip()),
+        (f"{'Tom ran. ' * 30}", f"{('Tom ran. ' * 30)[:160].rpartition(' ')[0]} ...", ("Tom ran. " * 30).strip()),
+    ],
+)
+def test_a_question_is_apart_from_what_it_is_about(prompt: str, question: str, about: str) -> None:
+    assert report._split(prompt) == (question, about)
 
 
 def test_a_stage_that_fails_ends_the_pipeline(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:

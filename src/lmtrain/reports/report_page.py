@@ -127,9 +127,8 @@ def _differences(runs: Sequence[Told]) -> list[tuple[str, ...]]:
 
 def _labels(runs: Sequence[Told], differences: list[tuple[str, ...]]) -> dict[str, str]:
     """Returns, by its name, what tells each run from the others: typed keys that differ, then values of recipes."""
-    typed = dict.fromkeys(key for run in runs for key, _, _ in run.typed)
-    by_key = {row[0]: row for row in differences}
-    chosen = [by_key[found] for key in typed for found in (key, f"{key}.name") if found in by_key][:_MOST]
+    typed = {key for run in runs for key, _, _ in run.typed}
+    chosen = [row for row in differences if typed & {row[0], row[0].removesuffix(".name")}][:_MOST]
     rest = sorted((row for row in differences if row not in chosen), key=_place)
     for row in rest:
         if len(chosen) < _MOST and _told_apart([*chosen, row]) > _told_apart(chosen):
