@@ -303,8 +303,9 @@ def test_axes_end_with_the_data_and_no_dot_is_cut(tmp_path: Path) -> None:
             assert losses[0] <= 5.0 - 0.06 * 77
             assert 6.02 <= losses[-1] < 8
             whole = """return [...document.querySelectorAll('figure circle')].map(dot => {
-                const a = dot.getBoundingClientRect(), b = dot.ownerSVGElement.getBoundingClientRect();
-                return a.left >= b.left && a.right <= b.right && a.top >= b.top && a.bottom <= b.bottom; })"""
+                const seen = dot.ownerSVGElement.viewBox.baseVal, at = name => dot[name].baseVal.value;
+                return at('cx') - at('r') >= seen.x && at('cx') + at('r') <= seen.x + seen.width
+                    && at('cy') - at('r') >= seen.y && at('cy') + at('r') <= seen.y + seen.height; })"""
             assert page.run(whole) == [True, True]
         assert page.said == []
 

@@ -257,6 +257,12 @@ def page(found: Inspection) -> str:
     """Builds a self-contained HTML page that loads no other files and follows the reader's light or dark mode."""
     bars, facts = found.histogram() if found.lengths is not None else [], dict(found.rows)
     lengths = {"percentiles": found.percentiles(), "most": max(bar[2] for bar in bars)} if bars else {}
-    headline = [(facts[name], name) for name in _HEADLINE if name in facts][:3]
+    headline = [(_shortened(facts[name]), name) for name in _HEADLINE if name in facts]
     body = rendered("inspect.html", found=found, bars=bars, headline=headline, **lengths)
     return document(f"{found.split} split", body)
+
+
+def _shortened(number: str) -> str:
+    """Returns a number that is too long for a narrow window with a prefix, 306 M say."""
+    digits = number.replace(",", "")
+    return terminal.si(int(digits)) if digits.isdigit() and int(digits) >= 1_000_000 else number
