@@ -23,13 +23,7 @@ from lmtrain.reports.token_view import TokenPiece, has_colour, legend, marked, p
 from lmtrain.run_folder import trained
 
 _PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
-_HEADLINE = (
-    "examples",
-    "documents",
-    "tokens",
-    "learned",
-    "bytes",
-)  # facts that the page begins with, if they are there
+_HEADLINE = ("examples", "documents", "tokens", "learned")  # facts that the page begins with, if they are there
 _BINS, _BAR = 16, 48  # of the histogram: number of bars, and length of the longest in characters
 
 
