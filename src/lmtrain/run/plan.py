@@ -5,7 +5,6 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
 from rich.console import Group
 from rich.panel import Panel
 from rich.table import Column, Table
@@ -22,7 +21,7 @@ from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8, overruled
 from lmtrain.data.chat.templates import leaves_out_bos
-from lmtrain.data.loaders import rows_of_step, seen_rows
+from lmtrain.data.loaders import seen_rows
 from lmtrain.data.text import repeats
 from lmtrain.data.text.windows import Windows
 from lmtrain.data.val_sets import count
@@ -33,20 +32,13 @@ from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.mixers import by_rows
 from lmtrain.optim.groups import table_rows
 from lmtrain.optim.skipping import can_skip
-from lmtrain.reports.inspection import row_mask
-from lmtrain.reports.token_view import has_colour, legend, marked, pieces
 from lmtrain.run import plan_costs, updates
 from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
+from lmtrain.run.first_row import clipped, first_row
 from lmtrain.secrets import shown
 from lmtrain.strategies import sharding
-from lmtrain.terminal import counted, si, visible
-
-_SHOWN = 160  # tokens of the first row of text that are shown
-_AROUND = 320  # characters before the first token that is trained on, and as many from it on, that are shown
-_TRIED = 64  # rows of the first step among which one with such a token is looked for
-_LINES = 2  # lines of the first row that are shown in a log
-_BEFORE = 4  # lines of a conversation in a log before that of the first token that is trained on: the question
+from lmtrain.terminal import counted, si
 
 
 def show(run: Run, resumed_from: str | None, done: int, notes: list[str]) -> None:
@@ -62,18 +54,9 @@ def show(run: Run, resumed_from: str | None, done: int, notes: list[str]) -> Non
     elif run.console.is_terminal:
         run.console.print(*panels, sep="\n")
     else:
-        run.console.print(panels[0], Panel(_clipped(text, learned_at), title=legend, title_align="left"), sep="\n")
+        run.console.print(panels[0], Panel(clipped(text, learned_at), title=legend, title_align="left"), sep="\n")
     if run.trainer.is_global_zero:
         write_atomic(run.dir.plan, as_text(panels))
-
-
-def _clipped(text: Text, learned_at: int | None) -> Text:
-    """Returns the lines around the first that is trained on, or the first ones, for a log; plan.txt holds all of it."""
-    lines = text.split("\n", allow_blank=True)
-    first = 0 if learned_at is None else max(0, text.plain[:learned_at].count("\n") - _BEFORE)
-    last = _LINES if learned_at is None else first + _BEFORE + 1
-    parts = [Text("...")] * (first > 0) + list(lines[first:last]) + [Text("...")] * (last < len(lines))
-    return Text("\n").join(parts)
 
 
 def as_text(panels: list[Panel]) -> str:
@@ -229,55 +212,6 @@ def groups_table(run: Run) -> Table:
     for name, tensors, parameters, lr, decay in table_rows(run.objective._optimizer.param_groups):
         table.add_row(name, f"{tensors:,}", f"{parameters:,}", f"{lr:g}", f"{decay:g}")
     return table
-
-
-def first_row(run: Run) -> tuple[Text, Text, int | None]:
-    """Returns a decoded part of the first row, its title, and where the first token trained on stands in it.
-
-    Documents, or the tokens trained on, are marked. Of conversations, it is the first row with such a token, and shown
-    is what surrounds it: the question and the answer.
-    """
-    c = run.config
-    rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed)
-    read, title = run.corpus.train, Text("first training row  ")
-    if run.corpus.stream is not None and run.corpus.val is not None:  # the stream is not read yet
-        read, rows, title = run.corpus.val, np.zeros((1, 2), dtype=np.int64), Text("first validation row  ")
-    tokenizer = run.corpus.tokenizer
-    if c.data.rows == "text":
-        text = documents(tokenizer, read.read(rows[:1])["input_ids"][0, :_SHOWN].tolist())
-        return text, title.append("(│ ends a document)"), None
-    tried = (row_mask(read.read(rows[i : i + 1])) for i in range(min(_TRIED, len(rows))))
-    ids, learned = next((row for row in tried if row[1].any()), row_mask(read.read(rows[:1])))
-    at, colour = int(learned.argmax()), has_colour(run.console)
-    start = max(0, at - _AROUND)  # a token has a character or more
-    part = slice(start, at + _AROUND)
-    found = pieces(tokenizer, ids[part].tolist(), learned[part].tolist())
-    first = next((i for i, piece in enumerate(found) if piece.learned), 0)
-    begins = first - _fitting([piece.text for piece in reversed(found[:first])])
-    ends = first + _fitting([piece.text for piece in found[first:]])
-    before, after = marked(found[begins:first], colour), marked(found[begins:ends], colour)
-    cut = Text("... " if start or begins else "")
-    shown = cut + after + Text(" ..." if start + len(ids[part]) < len(ids) or ends < len(found) else "")
-    return shown, title + legend(colour), len(cut) + len(before)
-
-
-def _fitting(texts: list[str]) -> int:
-    """Returns how many of the texts, from the first on, have _AROUND characters together, and one at least."""
-    lengths = np.cumsum([len(text) for text in texts])
-    return max(min(1, len(texts)), int(np.searchsorted(lengths, _AROUND, side="right")))
-
-
-def documents(tokenizer: Any, ids: list[int]) -> Text:
-    """Decodes the tokens, with a bar after each document."""
-    text, piece = Text(), list[int]()
-    for token in ids:
-        piece.append(token)
-        if token == tokenizer.eos_token_id:
-            text.append(visible(tokenizer.decode(piece)))
-            text.append("│", style="bold red")
-            piece = []
-    text.append(visible(tokenizer.decode(piece)))
-    return text
 
 
 _COMPILING_PAYS = 1e13  # FLOPs, one or two minutes on a CPU: longer runs gain from compiling
