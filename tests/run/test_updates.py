@@ -44,7 +44,7 @@ def test_a_file_beside_a_model_is_trained_in_many_updates(model: Path, pairs: Pa
     per_update = 54 * config["trainer"]["max_epochs"] / steps
     assert 2 <= per_update <= 6  # 4 for fewer than 100 examples, in whole rows of 3 to 4
     assert steps >= 150
-    assert config["optimizer"]["lr"] == 1e-3  # a third of 0.1 / 32 channels, for fewer than 100 examples
+    assert config["optimizer"]["lr"] == 3.1e-3  # 0.1 / 32 channels
     assert "chat template: alpaca" in ended.out
     assert "of 54 examples" in " ".join(ended.out.split())
     first, *_, last = [row["val/loss"] for row in records if "val/loss" in row]

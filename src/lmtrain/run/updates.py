@@ -34,7 +34,6 @@ _FORWARD_TOKENS = 4096  # tokens of a forward pass: longer ones are not faster o
 _ROW_MULTIPLE = 64
 _RATE_TIMES_WIDTH = 0.1  # 1.6e-3 for 64 channels, 1.7e-4 for 576, 2.4e-5 for 4,096
 _ADAPTERS, _MOST_RATE = 10, 1e-3
-_VERY_FEW, _THEIR_RATE = 100, 1 / 3  # fewer examples are learned by heart soon, and other text is forgotten for them
 
 
 def settle(config: Config) -> None:
@@ -75,7 +74,7 @@ def settle(config: Config) -> None:
     plan["trainer.val_before_training"] = True  # to see at the end whether the loss has fallen
     # Preferences and rewards need rates of their own, and so do other optimizers.
     if config.objective.rows == "conversations" and config.optimizer.name in ("adamw", "adamw_8bit"):
-        plan["optimizer.lr"] = learning_rate(config, corpus.tokenizer, number)
+        plan["optimizer.lr"] = learning_rate(config, corpus.tokenizer)
     for key, value in plan.items():
         if key not in typed:
             section, name = key.split(".")
@@ -122,8 +121,8 @@ def _up_to_multiple(tokens: float) -> int:
     return math.ceil(tokens / _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
-def learning_rate(config: Config, tokenizer: Any, number: int) -> float:
-    """Returns the rate to fine-tune with: inverse to the width, ten times that for adapters, less for few examples.
+def learning_rate(config: Config, tokenizer: Any) -> float:
+    """Returns the rate for fine-tuning: inverse to the model's width, and ten times that for adapters.
 
     Wider layers need smaller updates of each weight (muP, Yang et al. 2022, arXiv:2203.03466); the factor for adapters
     is that of "LoRA Without Regret" (Schulman et al. 2025). Two digits, so that the plan can be read.
@@ -134,8 +133,6 @@ def learning_rate(config: Config, tokenizer: Any, number: int) -> float:
     rate = _RATE_TIMES_WIDTH / width
     if config.peft.method != "none":
         rate = min(_ADAPTERS * rate, _MOST_RATE)
-    if number < _VERY_FEW:
-        rate *= _THEIR_RATE
     return float(f"{rate:.1e}")
 
 
