@@ -193,12 +193,9 @@ def _run(verb: str, action: Callable[["Config"], int], words: list[str]) -> int:
     from lmtrain.first_words import words as first
     from lmtrain.run import beforehand
 
-    if not args.cfg:
-        beforehand.refuse_typed(verb, typed_keys(read.typed))
     checked = _composed(verb, args, read)
     if args.cfg:
         return errors.FINISHED
-
     if checked.run_dir is None and verb in first.OF_MODELS:
         raise UserError(first.which_model(verb, named=typed_keys(read.typed).get("model")))
     beforehand.refuse(verb, checked)

@@ -277,7 +277,7 @@ ANSWERED: dict[str, tuple[str, ...]] = {
     "train trainer.max_steps= 10": ("python -m lmtrain.train trainer.max_steps=10",),
     "train trainer.max_steps=1e3": ("write trainer.max_steps=1000",),
     "train my_bok.txt optimizer.lrr=3": ("did you mean python -m lmtrain.train my_book.txt optimizer.lrr=3?",),
-    "train data.path=my_bok.txt optimizer.lrr=3": ("no such file or folder; did you mean data.path=my_book.txt?",),
+    "train data.path=my_bok.txt trainer=gpu": ("no such file or folder; did you mean data.path=my_book.txt?",),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from lmtrain.errors import UserError
 SAID = {
     "model=pretrained": "set model.name_or_path to a hub name or a folder",
     "model=pretrained|model.name_or_path=a/b": "set data.seq_len=... (a pretrained model brings none; 1024 is usual)",
-    "objective=dpo|data=chat_jsonl|data.path=x.jsonl": "objective=dpo needs pairs, and this data holds conversations",
+    f"objective=dpo|data=chat_jsonl|data.path={__file__}": "dpo needs pairs, and this data holds conversations",
     "logger=wandb|logger.wandb.mode=offlin": "did you mean offline?",
     "callbacks.extra={_target_: lightning.pytorch.callbacks.Timer}": "a list is needed, callbacks.extra=[{_target_: ",
     "optimizer=adamw|optimizer.betas=[0.9,1.5]": "optimizer.betas=[0.9, 1.5]: two numbers are needed, from 0 up to",

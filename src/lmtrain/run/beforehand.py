@@ -6,10 +6,8 @@ Whatever passes is checked again where it is used. Imports no torch.
 import ctypes
 import difflib
 import importlib.util
-import re
 import runpy
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from lmtrain.config.schema import Config
@@ -18,7 +16,6 @@ from lmtrain.data.sources.addresses import is_address
 from lmtrain.errors import UserError
 
 _ON_DEVICES = ("train", "tune", "verify", "evaluate")
-_FILES = ("text", "jsonl", "parquet", "chat_jsonl", "preference_jsonl", "prompts_jsonl", "unpaired_jsonl")
 _READ_DATA = (*_ON_DEVICES, "inspect", "prepare")
 
 
@@ -42,14 +39,6 @@ def _refuse_misspelt(config: Config, key: str, name: str) -> None:
     is_of_a_set = name.startswith(tuple(f"val/{set_}/" for set_ in config.data.val_sets))
     if name not in known and not is_of_a_set and (near or not name.startswith("val/")):
         raise UserError(f"{key}={name}: no validation reports that; set {key}={' or '.join(near or known)}")
-
-
-def refuse_typed(verb: str, typed: Mapping[str, str]) -> None:
-    """Raises UserError for a typed data.path that isn't there, before all else, of which much follows from it."""
-    path = typed.get("data.path", "").strip("'\"")
-    of_files = "data.source" not in typed and typed.get("data", "text") in _FILES
-    if verb in _READ_DATA and of_files and re.fullmatch(r"[\w./~ -]+", path):
-        _refuse_missing(path, "data.path")
 
 
 def _refuse_missing(path: str | list[str] | None, key: str) -> None:
