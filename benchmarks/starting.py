@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 COMMAND = ("experiment=python_stdlib", "budget.minutes=5")
 EVERY_S = 0.005
@@ -66,11 +67,11 @@ def sample(main_thread: int, file: Path) -> None:
             out.write(f"{time.time():.4f} {doing(sys._current_frames().get(main_thread))}\n")
 
 
-def worker(file: str, words: list[str]) -> int:
+def worker(file: str, words: list[str]) -> NoReturn:
     threading.Thread(target=sample, args=(threading.get_ident(), Path(file)), daemon=True).start()
     from lmtrain import cli
 
-    return cli.main(["train", *words])
+    cli.program(["train", *words])
 
 
 def run(words: list[str], folder: Path, whole: bool) -> tuple[float, float, float, Counter[str]]:
@@ -145,5 +146,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        sys.exit(worker(sys.argv[2], sys.argv[3:]))
+        worker(sys.argv[2], sys.argv[3:])
     sys.exit(main())
