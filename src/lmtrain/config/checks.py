@@ -118,8 +118,8 @@ def _settle_cooldown(c: Config, checkpoint: str) -> None:
 def _check_positions(c: Config) -> None:
     """Raises UserError if rows exceed the model's positions. Model building checks it too, but after preparing data."""
     positions = c.model.max_position_embeddings
-    if c.objective.rows != c.data.rows:
-        return  # data for another objective, which is reported when the data is opened
+    if c.run_dir is not None or c.objective.rows != c.data.rows:
+        return  # the model is that of the run; data for another objective is reported when it is opened
     if c.model.init == "scratch" and positions is not None and c.data.seq_len > positions >= 1:
         found = f"data.seq_len={c.data.seq_len} exceeds model.max_position_embeddings={positions}"
         raise UserError(f"{found}: lower the first or raise the second")
