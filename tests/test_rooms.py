@@ -157,3 +157,11 @@ def test_one_name_for_one_class() -> None:
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
     assert {name: files for name, files in where.items() if len(files) > 1} == {}
+
+
+def test_one_name_for_one_file_of_tests() -> None:
+    """Test modules are imported by their bare names: two of one name end the collection of all."""
+    where: dict[str, list[str]] = {}
+    for path in (REPO / "tests").rglob("test_*.py"):
+        where.setdefault(path.name, []).append(str(path.relative_to(REPO)))
+    assert {name: files for name, files in where.items() if len(files) > 1} == {}
