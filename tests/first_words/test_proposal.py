@@ -47,12 +47,12 @@ def test_labelled_conversations_are_not_learned_as_good_ones(tmp_path: Path) -> 
     assert typed_keys(propose([str(file)], []).overrides)["data"] == "chat_jsonl"
 
 
-@pytest.mark.parametrize(("row", "recipe", "objective"), [
-    ({"prompt": "a", "response": "b"}, "sft_small", "sft"),
-    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "dpo_small", "dpo"),
+@pytest.mark.parametrize(("row", "recipe", "objective", "optimizer"), [
+    ({"prompt": "a", "response": "b"}, "sft_small", "sft", "adamw"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "dpo_small", "dpo", "muon"),
 ])  # fmt: skip
 def test_a_small_model_of_ones_own_gets_the_recipe_of_small_models(
-    row: dict[str, str], recipe: str, objective: str, tmp_path: Path
+    row: dict[str, str], recipe: str, objective: str, optimizer: str, tmp_path: Path
 ) -> None:
     file, weights = tmp_path / "rows.jsonl", tmp_path / "mine" / "export" / "model.safetensors"
     file.write_text(json.dumps(row) + "\n")
@@ -66,7 +66,7 @@ def test_a_small_model_of_ones_own_gets_the_recipe_of_small_models(
             assert keys.get("objective") == (None if small else objective)
     words = [f"experiment={recipe}", "data.chat_template=alpaca", f"model.name_or_path={weights.parent}"]
     config = check(compose([*words, f"data.path={file}"]))
-    assert (config.objective.name, config.optimizer.name) == (objective, "muon")
+    assert (config.objective.name, config.optimizer.name) == (objective, optimizer)
     assert config.budget.minutes or config.budget.updates == "auto"
 
 
