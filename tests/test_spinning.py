@@ -39,12 +39,13 @@ def noted(notes: dict[str, str]) -> list[dict[str, str | None]]:
 
 @pytest.mark.slow
 def test_it_is_set_before_torch_is_loaded_and_on_ranks(
-    lmtrain: Run, notes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    lmtrain: Run, notes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "empty.txt").touch()
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    # The ranks fail because the file is missing, which is late enough for torch to have been loaded.
-    done = lmtrain("train", *TINY, "data=text", "data.path=missing.txt", "trainer.devices=2", "trainer.accelerator=cpu",
+    # The ranks fail because the file holds no text, which is late enough for torch to have been loaded.
+    done = lmtrain("train", *TINY, "data=text", "data.path=empty.txt", "trainer.devices=2", "trainer.accelerator=cpu",
                    "data.global_batch_size=4", env=notes)  # fmt: skip
     assert done.returncode == 2, done.stderr
     found = noted(notes)

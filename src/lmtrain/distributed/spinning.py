@@ -19,12 +19,10 @@ from time import monotonic, process_time
 
 ROUNDS = "30000"  # a fraction of a millisecond
 _OF_THE_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-_EVERY_S = 1.0
-_NEEDED, _FREE = (
-    0.25,
-    0.1,
-)  # cores that others use beyond those that are left to them: from here on, and below here no longer
-_CALM = 3  # checks in a row below _FREE, after which waiting threads spin long again
+_EVERY_S = 0.5
+# Cores that others use beyond those that are left to them: from the first on they need them, below the second no longer.
+_NEEDED, _FREE = 0.25, 0.1
+_CALM = 2  # checks in a row below _FREE, after which waiting threads spin long again
 _started_in: int | None = None  # the process whose thread watches; a forked process has no such thread
 _threads = os.cpu_count() or 1
 
@@ -66,7 +64,7 @@ def _watch() -> None:
 
 
 def _used_by_others() -> Iterator[float]:
-    """Yields, once a second, the number of cores that other processes have used since the last time."""
+    """Yields, twice a second, the number of cores that other processes have used since the last time."""
     pause, tick = threading.Event(), os.sysconf("SC_CLK_TCK")
     at, busy, own = monotonic(), _busy_ticks(), process_time()
     while True:
