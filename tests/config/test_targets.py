@@ -96,8 +96,6 @@ def attacks(tmp_path: Path, marker: Path) -> dict[str, dict[str, Any]]:
     return found | nested | deep | positional
 
 
-@pytest.mark.parametrize("how", ["", "nested ", "deep ", "positional "])
-@pytest.mark.parametrize("what", ["load", "hub", "run", "build_target", "popen", "handler"])
 class PlainModule(pl.LightningModule):
     """As users bring it from another project."""
 
@@ -107,6 +105,8 @@ def test_a_lightning_module_is_shown_the_way() -> None:
         find_class(f"{__name__}.PlainModule", "objective", Objective, [__name__])  # type: ignore[type-abstract]
 
 
+@pytest.mark.parametrize("how", ["", "nested ", "deep ", "positional "])
+@pytest.mark.parametrize("what", ["load", "hub", "run", "build_target", "popen", "handler"])
 def test_an_attack_runs_nothing(how: str, what: str, tmp_path: Path, marker: Path) -> None:
     entry = attacks(tmp_path, marker)[how + what]
     with pytest.raises(

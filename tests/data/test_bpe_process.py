@@ -75,7 +75,8 @@ def test_a_signal_ends_the_training_at_once(end: int, tmp_path: Path) -> None:
                "tokenizer.vocab_size=30000", f"data.cache_dir={cache}"]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("training a BPE of 30,000 tokens")
+    while not process.stderr.readline().startswith("training a BPE of 30,000 tokens"):
+        assert process.poll() is None, "it ended before it trained"
     time.sleep(2)  # it has read the text by now
     trainer = trainers_of(process.pid)
     process.send_signal(end)

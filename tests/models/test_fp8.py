@@ -234,6 +234,7 @@ def test_what_was_never_tried_is_refused(overrides: tuple[str, ...], words: str)
 
 
 def test_a_machine_without_it_is_refused_before_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "not read").mkdir()
     ended = train_tiny(tmp_path / "not read", *RUN, f"run.dir={tmp_path / 'run'}")
     assert ended.code == 2
     assert message(ended.err) == (

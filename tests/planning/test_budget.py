@@ -27,6 +27,7 @@ from lmtrain.data.corpus import build_corpus
 from lmtrain.data.loaders import rows_of_step
 from lmtrain.distributed import devices, ranks
 from lmtrain.errors import UserError
+from lmtrain.generation.sampling import Continuation
 from lmtrain.objectives.base import Objective
 from lmtrain.planning import budget
 from lmtrain.planning.budget import Measured, settle, steps_within
@@ -196,7 +197,7 @@ def test_an_early_sample_is_written_and_changes_nothing(corpus: Path, tmp_path: 
 def test_an_early_sample_is_no_part_of_the_time_of_steps(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Samples, "_continue", lambda *_: time.sleep(2) or "")
+    monkeypatch.setattr(Samples, "_continue", lambda *_: time.sleep(2) or Continuation("", False))
     words = [*TINY, SAMPLES, "data=text", f"data.path={corpus}", f"run.dir={tmp_path}/run", "trainer.max_steps=3",
              "trainer.val_check_interval=null", "trainer.accelerator=cpu"]  # fmt: skip
     run = lmtrain.build(lmtrain.compose(words))

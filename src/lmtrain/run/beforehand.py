@@ -3,10 +3,10 @@
 Whatever passes is checked again where it is used. Imports no torch.
 """
 
+import ast
 import ctypes
 import difflib
 import importlib.util
-import runpy
 import sys
 from pathlib import Path
 
@@ -52,13 +52,25 @@ def _refuse_absent_gpu(asked: str) -> None:
     torch = importlib.util.find_spec("torch")
     if "torch" in sys.modules or torch is None or torch.origin is None:
         return  # torch itself is asked
-    version = runpy.run_path(str(Path(torch.origin).with_name("version.py")))
+    version = _constants(Path(torch.origin).with_name("version.py"))
     if version.get("hip") is not None:
         return
-    found = f"{asked}, torch {version['__version__']} sees no CUDA: set trainer.accelerator=cpu, or install"
-    if version["cuda"] is None:
+    found = f"{asked}, torch {version.get('__version__', '')} sees no CUDA: set trainer.accelerator=cpu, or install"
+    if version.get("cuda") is None:
         raise UserError(f"{found} a CUDA build of torch")
     try:
         ctypes.CDLL("libcuda.so.1" if sys.platform == "linux" else None)  # the driver, by the name that torch loads
     except OSError:
         raise UserError(f"{found} an NVIDIA driver (there is no libcuda.so.1)") from None
+
+
+def _constants(file: Path) -> dict[str, str | None]:
+    """Returns the texts and Nones that a module assigns at its top level, read without executing it."""
+    found: dict[str, str | None] = {}
+    for node in ast.parse(file.read_text()).body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if isinstance(getattr(node, "value", None), ast.Constant):
+            found |= {target.id: node.value.value for target in targets if isinstance(target, ast.Name)}
+    return found
