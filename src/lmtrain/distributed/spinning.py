@@ -20,7 +20,7 @@ from time import monotonic, process_time
 ROUNDS = "30000"  # a fraction of a millisecond
 _OF_THE_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _EVERY_S = 0.5
-# Cores that others use beyond those that are left to them: from the first on they need them, below the second no longer.
+# Cores that others use beyond those that are left to them: above the first they need them, below the second no longer.
 _NEEDED, _FREE = 0.25, 0.1
 _CALM = 2  # checks in a row below _FREE, after which waiting threads spin long again
 _started_in: int | None = None  # the process whose thread watches; a forked process has no such thread
