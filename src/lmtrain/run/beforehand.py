@@ -9,6 +9,7 @@ import difflib
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 from lmtrain.config.schema import Config
 from lmtrain.data.sources import files
@@ -64,13 +65,11 @@ def _refuse_absent_gpu(asked: str) -> None:
         raise UserError(f"{found} an NVIDIA driver (there is no libcuda.so.1)") from None
 
 
-def _constants(file: Path) -> dict[str, str | None]:
-    """Returns the texts and Nones that a module assigns at its top level, read without executing it."""
-    found: dict[str, str | None] = {}
+def _constants(file: Path) -> dict[str, Any]:
+    """Returns the constants that a module assigns at its top level, read without executing it."""
+    found: dict[str, Any] = {}
     for node in ast.parse(file.read_text()).body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        if isinstance(getattr(node, "value", None), ast.Constant):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found |= {target.id: node.value.value for target in targets if isinstance(target, ast.Name)}
     return found
