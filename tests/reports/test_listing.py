@@ -9,7 +9,7 @@ import pytest
 
 from inprocess import message, run
 from lmtrain.files import read_jsonl
-from lmtrain.reports.listing import runs_under
+from lmtrain.reports.listing import runs_under, show
 from lmtrain.reports.report import told
 from lmtrain.run_folder.folder import RunDir
 from support import TINY, lingers
@@ -88,3 +88,23 @@ def test_no_run_is_said(tmp_path: Path, folder: str) -> None:
     done = run("runs", str(tmp_path / folder))
     assert done.code == 2
     assert "holds no run" in message(done.err)
+
+
+@pytest.mark.parametrize(("columns", "left_out"), [(200, ""), (80, "data"), (50, "changed")])
+def test_each_run_takes_one_line_where_columns_can_be_left_out(
+    columns: int, left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a_run", "another_run"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text(
+            "data:\n  path: some/folder/with/a/long/name/conversations.jsonl\n"
+        )
+        (tmp_path / name / "summary.json").write_text('{"status": "finished", "step": 1234}')
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert show(tmp_path) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert len(lines) == 4, "two runs, a heading and a line below it"
+    assert max(map(len, lines)) <= columns
+    assert ("changed" in lines[0]) == (left_out != "changed")
+    assert ("conversations.jsonl" in lines[2]) == (not left_out)
+    assert "1,234 of 1,234" in lines[2]

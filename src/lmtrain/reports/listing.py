@@ -65,17 +65,34 @@ def show(folder: Path) -> int:
     found = runs_under(folder)
     if not found:
         raise UserError(f"{folder} holds no run (a folder with config.yaml): name another, lmtrain.runs <folder>")
+    rows = [_cells(run, str(run.path.relative_to(folder)) if run.path != folder else run.path.name) for run in found]
+    console = terminal.console()
+    names = _fitting(rows, console.width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run", overflow="fold")
-    for name in ("objective", "model", "data", "status", "step", "best", "changed"):
+    for name in names:
         narrow = name in ("status", "step", "changed")
         table.add_column(name, justify="right" if name == "step" else "left", no_wrap=narrow, overflow="fold")
-    for run in found:
-        name = str(run.path.relative_to(folder)) if run.path != folder else run.path.name
-        table.add_row(*map(terminal.visible, (name, *run.trained)), run.status, run.steps(), run.best or "", run.age())
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
     with contextlib.suppress(BrokenPipeError):
-        terminal.console().print(table)
+        console.print(table)
     return errors.FINISHED
+
+
+def _cells(run: Listed, name: str) -> dict[str, str]:
+    """Returns what the table shows of a run, by column."""
+    objective, model, data = map(terminal.visible, run.trained)
+    return {"run": terminal.visible(name), "objective": objective, "model": model, "data": data, "status": run.status,
+            "step": run.steps(), "best": run.best or "", "changed": run.age()}  # fmt: skip
+
+
+def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
+    """Returns the columns to show: all, or on a narrow terminal those without which each run takes one line."""
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) + 2 for name in rows[0]}
+    for name in ("data", "model", "objective", "changed"):
+        if sum(widths.values()) > width:
+            del widths[name]
+    return list(widths)
 
 
 def read(run: RunDir, ended: bool = False) -> Listed:
