@@ -194,6 +194,21 @@ def test_a_checkpoint_of_a_step_is_written_once_and_replaces_a_damaged_one(tmp_p
     assert manifest.read(path).keys() == {"step", "metrics", "interim", "files"}
     FolderCheckpointIO().remove_checkpoint(path)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000005.damaged"]
+    (tmp_path / f"step_00000006.tmp{os.getpid()}").mkdir()  # of a process of this number that was killed
+    assert store.damage(saved(tmp_path, 6)) is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000005.damaged", "step_00000006"]
+
+
+def test_a_name_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder's entries are synced before it gets its name, and the name after that."""
+    done, rename = list[str](), os.rename
+    monkeypatch.setattr(store, "fsync", lambda path: done.append(f"sync {path.name}"))
+    monkeypatch.setattr(os, "rename", lambda old, new: done.append(f"rename to {new.name}") or rename(old, new))
+    saved(tmp_path)
+    here = [f"sync step_00000005.tmp{os.getpid()}", "rename to step_00000005", f"sync {tmp_path.name}"]
+    assert done == here
+    text = (tmp_path / "step_00000005" / manifest.NAME).read_text()
+    assert text == json.dumps(json.loads(text), indent=2), "to be read"
 
 
 @pytest.mark.parametrize(
@@ -415,6 +430,13 @@ def test_a_link_is_replaced_and_a_file_system_without_links_is_none_worse(
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", unreadable)
         retention.link(tmp_path, "last", one)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "symlink", unreadable)
+        retention.link(tmp_path, "best", one)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last", one.name, two.name]
+    (tmp_path / f"last.link.tmp{os.getpid()}").symlink_to(two)  # of a process of this number that was killed
+    retention.link(tmp_path, "last", one)
+    assert os.readlink(tmp_path / "last") == one.name
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last", one.name, two.name]
 
 

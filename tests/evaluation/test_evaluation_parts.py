@@ -117,6 +117,29 @@ def test_losses_per_token_of_other_vocabularies_are_not_compared() -> None:
     assert "against" not in alone.as_dict()
 
 
+def test_results_are_written_to_be_read_and_not_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "other").mkdir()
+    who = subject("é")
+    who.folder = run
+    report = Results(config("evaluate.resamples=5"), "all of é.txt", [(who, scored([1.0, 3.0]))])
+    for _ in range(2):
+        path = report.write()
+        assert path == run / "evaluations" / "last-.txt.json"
+        text = path.read_text(encoding="utf-8")
+        assert text == json.dumps(json.loads(text), indent=2, ensure_ascii=False) + "\n"
+        assert '"name": "é"' in text
+    lines = (run / "evaluations" / "last-.txt.rows.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"nll": 1.0, "tokens": 1.0}, {"nll": 3.0, "tokens": 1.0}]
+    (run / "evaluations").rename(run / "old")
+    (run / "evaluations").symlink_to(tmp_path / "other")
+    with pytest.raises(UserError, match="is a link to"):
+        report.write()
+    assert not list((tmp_path / "other").iterdir())
+    report.config.evaluate.dir = str(tmp_path / "a/b")
+    assert report.write().parent == tmp_path / "a/b"
+
+
 def test_rows_hold_numbers_texts_and_answers_of_some() -> None:
     scores = Scores({"nll": np.array([1, 2, 3]), "exact": np.array([1.0])}, {}, {}, {"answer": ["yes"]}, [2])
     assert _rows_of(scores) == [{"nll": 1.0}, {"nll": 2.0}, {"nll": 3.0, "exact": 1.0, "answer": "yes"}]

@@ -46,7 +46,8 @@ def test_binary_search_guesses_the_number_as_often_as_it_should() -> None:
         assert reward == pytest.approx(1 - 0.1 * (game.guesses - 1))
         counts.append(game.guesses)
     assert sum(counts) == sum(depth * 2 ** (depth - 1) for depth in range(1, 6))  # of a full tree of 31 numbers
-    assert game.step("I think 3", [])[0] == [{"role": "user", "content": "a number"}]
+    for answer, hint in (("I think 3", "a number"), ("9" * 9, "lower"), ("9" * 10, "a number"), (" 0\n", "higher")):
+        assert game.step(answer, []) == ([{"role": "user", "content": hint}], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,7 @@ def test_long_texts_are_cut_and_what_is_no_text_is_json() -> None:
         assert not call.failed
         return call.result
 
+    assert LONGEST == 4000, "as docs/rewards.md says"
     assert say("x" * LONGEST) == "x" * LONGEST
     assert say("x" * (LONGEST + 1)) == "x" * LONGEST + f"... ({LONGEST + 1:,} characters)"
     assert say({"a": [1, None], "é": {3}}) == '{"a": [1, null], "é": "{3}"}'
@@ -144,6 +146,13 @@ def test_an_environment_is_built_from_its_class_and_arguments() -> None:
         build_environment({"_target_": "odd_environments.Undescribed"}, ["odd_environments"])
     with pytest.raises(UserError, match="is not"):
         build_environment({"_target_": "lmtrain.rewards.text.Equal"}, [])
+
+
+def test_a_process_of_a_tool_starts_before_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(games.calculator, "start_process", lambda: started.append("calculator"), raising=False)
+    build_environment({"_target_": "lmtrain.rewards.games.Calculator"}, [])
+    assert started == ["calculator"]
 
 
 class Trls:

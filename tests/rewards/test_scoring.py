@@ -10,6 +10,7 @@ import pytest
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import FunctionReward, Reward
 from lmtrain.rewards.code import CodeTests, code_of
+from lmtrain.rewards.environment import EnvironmentReward
 from lmtrain.rewards.math_verify import MathVerify, delimited
 from lmtrain.rewards.scoring import Part, Scorer, build_rewards
 from lmtrain.rewards.text import Equal, ExactNumber, LengthPenalty, Regex, TaggedFormat, final_number
@@ -113,10 +114,38 @@ def test_what_the_config_names() -> None:
         ({"_target_": "lmtrain.rewards.text.Regex", "pattern": "a", "weight": "much"}, "a number is needed"),
         ({"_target_": "os.system"}, "outside the known packages"),
         ({"parts": {"reward": form}}, "reward.parts.reward: the sum itself is recorded under this name"),
+        ({"_target_": "lmtrain.rewards.text.Equal", "parts": {"form": form}}, "reward has a _target_ and parts"),
+        ({"parts": {"form": "format"}}, "reward.parts.form=format: a mapping with _target_ is needed"),
+        ({"parts": {"form": {**form, "weight": True}}}, "reward.parts.form.weight=True: a number"),
+        ({"_target_": "lmtrain.rewards.text.Equal", "weight": math.inf}, "reward.weight=inf: a number"),
         ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}, "is not a Reward"),
     ]:
         with pytest.raises(UserError, match=words):
             build_rewards(config, [])
+
+
+def test_what_an_environment_returns_is_a_reward_beside_those_of_the_config() -> None:
+    equal = {"_target_": "lmtrain.rewards.text.Equal", "weight": 3}
+    for config, parts in [
+        ({}, [("reward", 1.0)]),
+        (equal, [("environment", 1.0), ("equal", 3.0)]),
+        ({"parts": {"same": equal}}, [("environment", 1.0), ("same", 3.0)]),
+    ]:
+        found = build_rewards(config, [], with_environment=True)
+        assert [(part.name, part.weight) for part in found] == parts
+        assert type(found[0].reward) is EnvironmentReward
+
+
+def test_what_a_reward_says_is_cut() -> None:
+    def raises(completions: Sequence[Any], **columns: Any) -> Any:
+        raise ValueError("x" * 300)
+
+    found = Scorer([Part("odd", 1.0, FunctionReward(raises, {}, "reward"))], 5)([0], ["a"], {})
+    assert list(found.reasons) == [f"odd raised ValueError: {'x' * 188}"], "200 characters of it"
+    for length, shown in ((58, repr("x" * 58)), (59, repr("x" * 59)[:60] + "...")):
+        with pytest.raises(UserError) as error:
+            Scorer([Part("odd", 1.0, Odd("x" * length))], 5)([0], ["a"], {})
+        assert f"returned {shown}: a list with" in str(error.value)
 
 
 def test_a_row_without_a_reference_is_another_rewards() -> None:
