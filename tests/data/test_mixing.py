@@ -5,6 +5,7 @@ import pytest
 
 from lmtrain.config.batch import Stages
 from lmtrain.data.mixing import Mixture, MixtureSource, check_weights
+from lmtrain.data.order import mix64, permute
 from lmtrain.errors import UserError
 
 BATCH = 8
@@ -62,6 +63,18 @@ def test_rows_come_once_in_each_epoch_of_their_source() -> None:
             seen = own[own[:, 0] == epoch, 1] - first
             assert np.sort(seen).tolist() == list(range(size))
             assert seen.tolist() != list(range(size)), "shuffled"
+
+
+def test_the_order_of_a_source_is_that_of_earlier_versions() -> None:
+    """A run that another version began goes on with the rows it has not seen."""
+    mixed = mixture((30, 2), (50, 1))
+    rows = mixed.stream_rows(0, 300, seed=3)
+    for source, size in enumerate((30, 50)):
+        own = rows[sources_of(mixed, rows) == source]
+        key, first = mix64(3, 0x317, source), int(mixed.first_row[source])
+        whole = np.concatenate([first + permute(np.arange(size), size, key, epoch) for epoch in range(7)])
+        assert own[:, 1].tolist() == whole[: len(own)].tolist()
+        assert own[:, 0].tolist() == [n // size for n in range(len(own))]
 
 
 def test_a_step_is_the_same_whenever_it_is_asked() -> None:

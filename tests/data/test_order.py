@@ -83,6 +83,8 @@ def test_step_seeds_differ_by_step_rank_and_seed() -> None:
     seeds = {order.step_seed(s, t, r) for s in range(4) for t in range(50) for r in range(4)}
     assert len(seeds) == 4 * 50 * 4
     assert all(0 <= s < 2**63 for s in seeds)
+    # A run that another version began goes on with the same dropout.
+    assert order.step_seed(3, 4, 5) == order.mix64(3, 0x5EED, 4, 5) // 2
 
 
 @pytest.mark.parametrize("rows", [1, 7, order._BLOCK - 1, order._BLOCK, order._BLOCK + 1, 3 * order._BLOCK + 5])

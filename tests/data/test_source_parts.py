@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmtrain.data.order import Repeats
+from lmtrain.data.order import Repeats, mix64
 from lmtrain.data.sources import encodings, lines
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.sources.separated import _is_header, _names, _sign_of
@@ -85,6 +85,7 @@ def test_a_decoder_changes_to_what_it_detects_unless_there_was_utf_8_before() ->
     with pytest.raises(UnicodeDecodeError):
         decoder.decode(mixed[2:])
     assert encodings._of_file(io.BytesIO(b"only ascii")) is None
+    assert encodings._of_file(io.BytesIO("It costs 5 €\n".encode("cp1252"))) == "cp1252", "the first byte of all"
     marked = encodings.Decoder(lambda: io.BytesIO(), "utf-16-le")
     assert marked.decode("aé".encode("utf-16-le")) == "aé"
 
@@ -199,6 +200,8 @@ def test_sums_are_right_written_backwards_and_apart_from_those_held_out() -> Non
     source = Sums(number=300, held_out=50, seed=4)
     rows = {name: list(source.terms(name)) for name in ("train", "val")}
     assert [len(rows[name]) for name in rows] == [300, 50]
+    drawn = [tuple(10 + mix64(4, 0, draw, which) % 990 for which in (0, 1)) for draw in range(1, 400)]
+    assert rows["train"] == [pair for pair in drawn if mix64(*pair) % 10][:300], "those of earlier versions"
     assert not set(rows["train"]) & set(rows["val"])
     assert {n for some in rows.values() for pair in some for n in pair} <= set(range(10, 1000))
     assert max(n for pair in rows["train"] for n in pair) > 950
@@ -209,6 +212,7 @@ def test_sums_are_right_written_backwards_and_apart_from_those_held_out() -> Non
         iter(source.pieces("val"))
     ).text == f"{written(rows['val'][0][0])}+{written(rows['val'][0][1])}=" + written(sum(rows["val"][0]))
     assert (source.text_bytes("train"), source.settings["held_out"]) == (3600, 50)
+    assert Sums().numbers == {"train": 20_000, "val": 500}
     assert list(Sums(300, 50, seed=4).terms("train")) == rows["train"] != list(Sums(300, 50).terms("train"))
 
 
@@ -253,10 +257,10 @@ def test_progress_is_said_every_ten_seconds(clock: list[float], capsys: pytest.C
         show.finish("a library")
         assert capsys.readouterr().err == "tokenized train: 4.5 MB, 1,000 tokens, 0.2 MB/s (by a library)\n"
         show.start("rows", None, doing="read")
-        clock[0] += 2
+        clock[0] += 0.5
         show.advance(0, 50)
         show.finish()
-        assert capsys.readouterr().err == "tokenized rows: 50 tokens, 25 tokens/s\n"
+        assert capsys.readouterr().err == "tokenized rows: 50 tokens, 100 tokens/s\n"
     assert [progress._size(n) for n in (99_999, 100_000)] == ["100.0 kB", "0.1 MB"]
     with progress.PrepareProgress(False) as quiet:
         quiet.start("x", 1)
@@ -276,6 +280,11 @@ def test_rows_are_counted_with_the_time_left(clock: list[float], capsys: pytest.
         show.advance(30, 0)
         show.finish()
         assert capsys.readouterr().err == "score rows: 50 of 50, 3 rows/s\n"
+        show.start("rows", 50, doing="score")
+        clock[0] += 0.5
+        show.advance(20, 0)
+        show.finish()
+        assert capsys.readouterr().err == "score rows: 20 of 50, 40 rows/s, 1 s left\n"
 
 
 # Bins without metadata

@@ -104,8 +104,8 @@ def test_the_choices_are_halved_batches_strategies_recomputation_and_8_bits() ->
     assert sizes == [Change((), 1.0), Change(("data.micro_batch_size=6",), 1.03),
                      Change(("data.micro_batch_size=3",), 1.03**2)]  # fmt: skip
     assert [way.slower for way in strategies] == [1.0, 3.0], "one device gains from offloading only"
-    assert [way.overrides for way in saved] == [(), ("trainer.activation_checkpointing=true",)]
-    assert [way.overrides for way in optimizers] == [(), ("optimizer=adamw_8bit",)]
+    assert saved == [Change((), 1.0), Change(("trainer.activation_checkpointing=true",), 1.33)]
+    assert optimizers == [Change((), 1.0), Change(("optimizer=adamw_8bit",), 1.02)]
     asked.trainer.devices, asked.trainer.activation_checkpointing, asked.optimizer.name = 2, True, "lion"
     _, strategies, saved, optimizers = estimation._choices(asked)
     assert [way.slower for way in strategies] == [1.0, 1.1, 3.0, 1.3, 1.05, 1.2]
@@ -168,6 +168,9 @@ def test_the_facts_of_a_run() -> None:
     assert facts["devices"].startswith("2 x card, 8.0")
     assert "up to 5 kept" in facts["checkpoint"]
     assert facts["bins"].startswith("2 bytes a token, 1.28 kB for 640 different tokens")
+    for size, width in ((2**16, 2), (2**16 + 1, 4)):
+        model.config.vocab_size = size
+        assert dict(estimation.rows(model, asked, Device("card", 2**33, None)))["bins"].startswith(f"{width} bytes")
     asked.checkpoint.keep_every, asked.trainer.save_every_n_steps = 2, 3
     assert "up to 6 kept" in dict(estimation.rows(model, asked, Device("card", 2**33, None)))["checkpoint"]
     asked.trainer.max_steps = None
@@ -396,6 +399,9 @@ def test_a_step_within_the_time_left_pays_for_its_share_of_a_validation() -> Non
         budget.steps_within(just - 1, took, every)
     with pytest.raises(UserError, match="only 0 steps"):
         budget.steps_within(5.0, took, every)
+    slow = budget.Measured(starting=10.0, step=20.0, validation=8.0)  # for ten steps of 300 s, 219 s less are left
+    with pytest.raises(UserError, match=r"preparing \(59 s\).* only 9 steps of 20.00 s: give it 4\.7 minutes"):
+        budget.steps_within(219 + 10 + 8 + budget.ENDING_S, slow, every)
 
 
 def test_a_measured_step_is_the_median_of_the_later_half(monkeypatch: pytest.MonkeyPatch) -> None:
