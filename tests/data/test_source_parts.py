@@ -261,6 +261,7 @@ def test_progress_is_said_every_ten_seconds(clock: list[float], capsys: pytest.C
         show.advance(0, 50)
         show.finish()
         assert capsys.readouterr().err == "tokenized rows: 50 tokens, 100 tokens/s\n"
+        assert show.bar.task_ids == [], "it is no longer drawn"
     assert [progress._size(n) for n in (99_999, 100_000)] == ["100.0 kB", "0.1 MB"]
     with progress.PrepareProgress(False) as quiet:
         quiet.start("x", 1)
@@ -285,6 +286,7 @@ def test_rows_are_counted_with_the_time_left(clock: list[float], capsys: pytest.
         show.advance(20, 0)
         show.finish()
         assert capsys.readouterr().err == "score rows: 20 of 50, 40 rows/s, 1 s left\n"
+        assert show.bar.task_ids == [], "it is no longer drawn"
 
 
 # Bins without metadata
