@@ -23,8 +23,15 @@ def ours(
     rows: list[Row], tokenizer: PreTrainedTokenizerFast, template: str, max_length: int, train_on: str = "assistant"
 ) -> list[Labelled]:
     """Returns lmtrain's ids and labels, without rows in which truncation leaves nothing to learn, as TRL does."""
-    overrides = ["objective=sft", "data=chat_jsonl", "data.path=none.jsonl", f"data.max_length={max_length}"]
-    cfg = config.compose([*overrides, f"data.chat_template={template}", f"data.train_on={train_on}"]).data
+    overrides = [
+        "objective=sft",
+        "data=chat_jsonl",
+        "data.path=none.jsonl",
+        "data.seq_len=256",
+        f"data.max_length={max_length}",
+    ]
+    words = [*overrides, f"data.chat_template={template}", f"data.train_on={train_on}"]
+    cfg = config.check(config.compose(words)).data
     encoder = ChatEncoder(tokenizer, cfg)
     samples = [Conversation(row, None, "row") if isinstance(row, list) else sample_of(row, cfg, "row") for row in rows]
     examples = [encoder.encode(sample) for sample in samples]
