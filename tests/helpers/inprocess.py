@@ -80,12 +80,12 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def message(err: str) -> str:
-    """Returns the single error message on standard error; only progress of data preparation may precede it."""
+    """Returns the single error message on standard error; only what is being done may precede it."""
     *before, last = err.splitlines()
     assert last.startswith("error: "), err
     assert all(
         line.startswith(
-            ("lmtrain train: ", "read text: ", "tokenize ", "tokenized ", "training a BPE ", "train: ", "val: ")
+            ("lmtrain ", "read text: ", "tokenize ", "tokenized ", "training a BPE ", "train: ", "val: ")
         )
         for line in before
     ), err
