@@ -84,9 +84,7 @@ def message(err: str) -> str:
     *before, last = err.splitlines()
     assert last.startswith("error: "), err
     assert all(
-        line.startswith(
-            ("lmtrain ", "read text: ", "tokenize ", "tokenized ", "training a BPE ", "train: ", "val: ")
-        )
+        line.startswith(("lmtrain ", "read text: ", "tokenize ", "tokenized ", "training a BPE ", "train: ", "val: "))
         for line in before
     ), err
     return last.removeprefix("error: ")
