@@ -12,10 +12,12 @@ from transformers import AutoTokenizer
 from chats import write_chats
 from inprocess import message, run
 from lmtrain.config.schema_data import TokenizerConfig
-from lmtrain.data import tokenizers
+from lmtrain.data import framing, tokenizers
 from lmtrain.data.chat.conversations import Conversation
 from lmtrain.data.chat.jinja_rendering import find_template
-from lmtrain.data.chat.templates import ChatEncoder
+from lmtrain.data.chat.special_text import PlainText, control_tokens
+from lmtrain.data.chat.templates import ChatEncoder, leaves_out_bos
+from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
 from tiny_pretrained import SHORT, save_pretrained
 
@@ -148,3 +150,47 @@ def test_an_end_of_turn_written_in_an_answer_is_there_once(tokenizer: Any, data_
     inside = [ASK, {**ANSWER, "content": "4<|im_end|>5"}]
     (example,) = made.encode(Conversation(inside, None, ""))
     assert example.input_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3
+
+
+def test_marks_are_noted_where_they_are_control_tokens(tokenizer: Any, data_config: Any) -> None:
+    """An answer may write the template's marks; in other turns, and as special tokens anywhere, they are noted."""
+    made = ChatEncoder(tokenizer, data_config("chat", max_length=None))
+
+    def noted(asked: str, said: str, **more: Any) -> list[str]:
+        made.begin_row()
+        made.encode(Conversation([{**ASK, "content": asked}, {**ANSWER, "content": said, **more}], None, "here"))
+        return [r.text.partition(" (")[2].partition(")")[0] for r in made.remarks if "special tokens" in r.text]
+
+    assert noted("a", "<tool_call>") == []
+    assert noted("<tool_call>", "b") == ["<tool_call>"]
+    assert noted("a", "<|im_end|> b") == noted("<|im_end|> a", "b") == ["<|im_end|>"]
+    assert noted("a", "b", reasoning_content="</think>") == ["</think>"]
+
+
+def test_characters_that_masks_are_made_of_are_refused(tokenizer: Any) -> None:
+    """These begin at the upper halves of the private-use planes, one of each plane for each token."""
+    text, count = PlainText(tokenizer, CALLING), len(control_tokens(tokenizer, CALLING))
+    assert count > 4
+    for first in (0xF8000, 0x108000):
+        for last in (first, first + count - 1):
+            with pytest.raises(BadRow, match=f"holds the private-use character U\\+{last:X}, which"):
+                text.mask(["a", {"b": chr(last)}], "here")
+        for free in (first - 1, first + count):
+            assert text.mask(chr(free), "here") == chr(free)
+
+
+def test_turns_of_other_tools_are_rendered_anew(tokenizer: Any, data_config: Any) -> None:
+    made = ChatEncoder(tokenizer, data_config("chat", max_length=None))
+    plain = made.replies(None)
+    assert made.replies([]) is plain
+    assert made.replies(TOOLS).tools == TOOLS
+    assert made.replies(None).tools is None
+
+
+def test_where_chats_begin(tokenizer: Any) -> None:
+    tokenizer.chat_template = CALLING
+    assert leaves_out_bos(tokenizer) == bool(framing.start_of(tokenizer))
+    tokenizer.chat_template = "{{ bos_token }}" + CALLING
+    assert not leaves_out_bos(tokenizer)
+    tokenizer.chat_template = None
+    assert not leaves_out_bos(tokenizer)

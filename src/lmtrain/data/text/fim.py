@@ -67,8 +67,8 @@ class FillInTheMiddle:
         return np.concatenate(done), np.array(new_ends, dtype=np.int64)
 
     def _parts_in_order(self, document: np.ndarray, draws: list[float]) -> np.ndarray:
-        """Returns the document, [n], as PSM or SPM, [n + 3]."""
-        last = len(document) - int(len(document) > 0 and document[-1] == self.end)
+        """Returns the document, [n] with n > 0, as PSM or SPM, [n + 3]."""
+        last = len(document) - int(document[-1] == self.end)
         begin, text, end = np.split(document, [int(last > 0 and document[0] == self.begin), last])
         first, second = sorted(int(draw * (len(text) + 1)) for draw in draws[1:3])
         prefix, middle, suffix = np.split(text, [first, second])

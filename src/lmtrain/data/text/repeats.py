@@ -197,7 +197,6 @@ class _Deduplicated:
         self.show.start(name, self.source.text_bytes(name), doing="look for repeats in")
         for piece in pieces:
             yield self._text(piece, pieces)
-        self.show.finish_bar()
 
     def _text(self, piece: Piece, pieces: Iterator[Piece]) -> Iterator[str]:
         """Yields the text of the document that begins with `piece`."""
