@@ -13,9 +13,9 @@ from chats import write_chats
 from inprocess import message, run
 from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import framing, tokenizers
-from lmtrain.data.chat.conversations import Conversation
+from lmtrain.data.chat.conversations import Completion, Conversation
 from lmtrain.data.chat.jinja_rendering import find_template
-from lmtrain.data.chat.special_text import PlainText, control_tokens
+from lmtrain.data.chat.special_text import PlainText, control_tokens, pattern_of
 from lmtrain.data.chat.templates import ChatEncoder, leaves_out_bos
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
@@ -194,3 +194,27 @@ def test_where_chats_begin(tokenizer: Any) -> None:
     assert not leaves_out_bos(tokenizer)
     tokenizer.chat_template = None
     assert not leaves_out_bos(tokenizer)
+
+
+def test_plain_texts_may_write_marks_and_not_special_tokens(tokenizer: Any, data_config: Any) -> None:
+    made = ChatEncoder(tokenizer, data_config("chat", max_length=None, allow_special_text=False))
+    text = Completion("a<tool_call><|im_end|>", "b<tool_call><|im_end|>", "here")
+    mark, end = tokenizer.convert_tokens_to_ids(["<tool_call>", "<|im_end|>"])
+    for ids, marks in ((made.completion(text)[0], 2), (made.prompt_ids(text), 1)):
+        assert (ids.count(mark), ids.count(end)) == (marks, 0)
+    assert pattern_of(["<a", "b", "<a>"]).findall("<a>b<a") == ["<a>", "b", "<a"]
+
+
+@pytest.mark.parametrize(("learned", "shown"), [([], [6]), ([1], [4]), ([0, 2], [2, 6]), ([0, 1, 2], [2, 4, 6])])
+def test_texts_without_a_trained_answer_are_left_out(
+    learned: list[int], shown: list[int], tokenizer: Any, data_config: Any, tmp_path: Path
+) -> None:
+    """The template writes how many turns there are, so each answer has a text of its own."""
+    path = tmp_path / "counts.jinja"
+    path.write_text("{{ messages | length + (1 if add_generation_prompt else 0) }} turns\n" + CALLING)
+    made = ChatEncoder(tokenizer, data_config("chat", max_length=None, chat_template=str(path)))
+    turns = [turn for n in range(3) for turn in (ASK, {**ANSWER, "train": n in learned})]
+    found = made.encode(Conversation(turns, None, "here"))
+    assert [int(tokenizer.decode(e.input_ids).partition(" turns")[0][-1]) for e in found] == shown
+    assert made.texts == len(shown)
+    assert [any(e.trained) for e in found] == [bool(learned)] * len(found)

@@ -262,3 +262,46 @@ def test_a_vocabulary_is_said_to_be_learned(
         assert ("say", "training a BPE of 260 tokens on t.txt") in told
         assert ("read", "text", total) in told
         assert ("tokenize", "train", 117) in told
+
+
+def test_what_a_split_lacks_is_said(
+    told: list[tuple[Any, ...]],
+    tmp_path: Path,
+    data_config: Any,
+    tokenizer_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = prepare.tokenizers.load_or_train(tokenizer_config("char"), lambda _: iter(["so and\n"]))
+    monkeypatch.setattr(prepare.tokenizers, "load_or_train", lambda *_: small)
+    (tmp_path / "t.txt").write_text("so and so on\n" * 9)
+    (tmp_path / "v.txt").write_text("so én\n")
+    paths = {"path": str(tmp_path / "t.txt"), "val_path": str(tmp_path / "v.txt"), "val_fraction": 0.25}
+    made = prepare.prepare(data_config("text", **paths), tokenizer_config("char"))
+    assert made.meta["splits"]["val"]["bytes"] == 7
+    assert made.meta["notes"] == [
+        f"1 tokens stand for characters that the tokenizer lacks, all read as {made.tokenizer.unk_token}"
+    ]
+    made = prepare.prepare(data_config("text", **paths, min_length=20), tokenizer_config("char"))
+    assert made.meta["splits"].keys() == {"train"}
+    assert ("say", "t.txt: no text is left for validation (data.val_fraction=0.25)") in told
+
+
+def test_a_mixture_has_one_tokenizer_made_once(
+    told: list[tuple[Any, ...]],
+    tmp_path: Path,
+    data_config: Any,
+    tokenizer_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mixture, "PrepareProgress", Shown)
+    for name, text in (("a.txt", "ab ab\n"), ("b.txt", "ba bé\n")):
+        (tmp_path / name).write_text(text * 99)
+    cfg = data_config("mixture", mixture=[{"path": str(tmp_path / f"{name}.txt")} for name in "ab"], val_fraction=0)
+    for times in (1, 0):
+        told.clear()
+        parts = mixture.prepare_mixture(cfg, tokenizer_config("char"))
+        assert told.count(("say", "making the tokenizer of 2 sources: a.txt, b.txt")) == times
+    assert [part.meta["notes"][1:] for _, part in parts] == [[], []], "each character of both is known"
+    assert ["".join(p.text for p in mixture.documents_of(cfg, "train"))] == ["ab ab" * 99 + "ba bé" * 99]
+    with pytest.raises(UserError, match=r"bins of data.mixture is token bins: evaluate text"):
+        list(mixture.documents_of(data_config("mixture", mixture=[{"path": "x/bins", "source": "bins"}]), "train"))

@@ -269,8 +269,8 @@ class ChatEncoder:
             texts = [self.chat.render_one(sample, turns)]
         else:
             texts = self.chat.render(sample, turns)
-        if len(texts) > 1:  # texts without a trained answer are only prefixes of others
-            texts = [text for text in texts if self._learned(text, sample)] or texts[-1:]
+        # Of several, texts without a trained answer are only prefixes of others.
+        texts = [text for text in texts if self._learned(text, sample)] or texts[-1:]
         self.texts = len(texts)
         self._note(sample, texts, turns if self.cfg.train_on in ("assistant", "last_assistant") else answers)
         return [self._encoded(text, sample) for text in texts]
