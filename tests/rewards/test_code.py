@@ -1,20 +1,18 @@
 """reward=code: right answers of many kinds pass, fakes don't, and programs that go too far are ended."""
 
 import ast
-import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lmtrain.rewards import code, code_names, code_values
+from code_wire import served
+from lmtrain.rewards import code, code_names
 from lmtrain.rewards.code import CodeTests
 
 RIGHT = {
@@ -50,31 +48,12 @@ TESTS = [
 
 def passes(answer: str, tests: str) -> bool:
     """Tries an answer with the two ends of the wire in two threads of this process, which takes milliseconds."""
-    ends = socket.socketpair()
-    wires = [end.makefile("rwb") for end in ends]
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    exec(answer, namespace)  # noqa: S102
-    serving = code_values.Peer(wires[0], namespace)
-
-    def serve() -> None:
-        with contextlib.suppress(SystemExit, OSError, ValueError):
-            while True:
-                serving.answer(*serving.receive()[1:])
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    names = code_names.TestNames(code_values.Peer(wires[1]), list(namespace), code_names.imports_of(ast.parse(answer)))
-    try:
-        code_names.run_tests(tests, names)
-    except (Exception, SystemExit):
-        return False
-    finally:
-        for end in ends:
-            end.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
-        for closed in (*wires, *ends):
-            with contextlib.suppress(OSError):
-                closed.close()
+    with served(answer) as (end, namespace):
+        names = code_names.TestNames(end, list(namespace), code_names.imports_of(ast.parse(answer)))
+        try:
+            code_names.run_tests(tests, names)
+        except (Exception, SystemExit):
+            return False
     return True
 
 

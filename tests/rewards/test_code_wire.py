@@ -11,9 +11,7 @@ import math
 import os
 import random
 import resource
-import socket
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ from unittest import mock
 
 import pytest
 
+from code_wire import served
 from lmtrain.rewards import code, code_process
 from lmtrain.rewards.code_names import TestNames as Names
 from lmtrain.rewards.code_names import imports_of
@@ -59,22 +58,8 @@ def back(f, *args): return f(*args)
 @pytest.fixture(scope="module")
 def peer() -> Iterator[Peer]:
     """Yields the end of the tests; the answer's serves in a thread."""
-    ends = socket.socketpair()
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    exec(ANSWER, namespace)  # noqa: S102
-    serving = Peer(ends[0].makefile("rwb"), namespace)
-
-    def serve() -> None:
-        with contextlib.suppress(SystemExit, OSError, ValueError):
-            while True:
-                serving.answer(*serving.receive()[1:])
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    yield Peer(ends[1].makefile("rwb"))
-    for end in ends:
-        end.shutdown(socket.SHUT_RDWR)
-    thread.join(5)
+    with served(ANSWER) as (end, _):
+        yield end
 
 
 VALUES: list[Any] = [
