@@ -138,8 +138,8 @@ docs: env
 
 # Screenshots of every page that lmtrain makes, and the pictures of the docs; needs Chromium, takes a quarter of an hour.
 screenshots: env
-	$(PY) docs/screen.py docs/screen.svg
-	$(PY) docs/screenshots.py /tmp/lmtrain_screenshots --docs
+	$(PY) tests/helpers/screen.py docs/screen.svg
+	$(PY) tests/helpers/screenshots.py /tmp/lmtrain_screenshots --docs
 
 lint: env
 	$(VENV)/bin/ruff check --no-cache .

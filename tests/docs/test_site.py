@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import browser
 import pytest
-import screen
-import screenshots
 from omegaconf import OmegaConf
 
+import browser
+import screen
+import screenshots
 from lmtrain.config.compose import compose
 from lmtrain.config.explain import flatten
 from support import REPO

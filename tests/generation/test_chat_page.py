@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import browser
 import pytest
 import torch
 import uvicorn
 
+import browser
 from inprocess import message, run
 from lmtrain.config import compose as rules
 from lmtrain.data.chat.templates import ChatTemplate, end_ids, own_template

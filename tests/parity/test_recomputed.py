@@ -7,12 +7,10 @@ Every name that a run writes has a definition.
 import json
 import math
 import re
-import runpy
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,12 +21,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+import metrics_page
 from inprocess import run, train_tiny
 from lmtrain.data.order import mix64, stream_rows
-from support import REPO, SAMPLES, Run, rows
+from support import SAMPLES, Run, rows
 from tiny_pretrained import save_pretrained
 
-definitions = SimpleNamespace(**runpy.run_path(str(REPO / "docs" / "metrics.py")))
 TRAIN, BATCH, VAL, SEQ_LEN, STEPS, SEED = 11, 6, 5, 64, 2, 7
 PROMPT = "Say a city:"  # of all single answers, so that mismatched prompts are the same
 BETA, SFT_WEIGHT, GOOD, BAD = 0.3, 0.5, 1.3, 0.7  # the last two: weights of desirable and undesirable answers
@@ -213,9 +211,9 @@ RECOMPUTED: dict[str, Recompute] = {
 
 def undefined(names: set[str], objective: str) -> set[str]:
     """Returns the names in a record that have no definition."""
-    own = {**definitions.OBJECTIVES[objective], **definitions.OF_ANY_OBJECTIVE}
-    val = {**own, **definitions.OF_VALIDATION}
-    known = [re.sub("<[a-z]+>", "[^/]+", name) for name in definitions.RECORD]
+    own = [*metrics_page.OBJECTIVES[objective], *metrics_page.OF_ANY_OBJECTIVE]
+    val = [*own, *metrics_page.OF_VALIDATION]
+    known = [re.sub("<[a-z]+>", "[^/]+", name) for name in metrics_page.RECORD]
     known += [f"train/{name}" for name in own] + [f"val/(?:[^/]+/)?{name}" for name in val]
     return {
         name for name in names if not any(re.fullmatch(k, name.replace("router/memory/", "router/")) for k in known)
@@ -238,7 +236,7 @@ def compare(run_dir: Path, folder: Path, kind: str) -> None:
         assert row["tokens_seen"] == seen
         expected = RECOMPUTED[kind](model, reference, items)
         found = {key.removeprefix(f"{name}/"): value for key, value in row.items() if key.startswith(f"{name}/")}
-        assert found.keys() - definitions.OF_VALIDATION.keys() == expected.keys()
+        assert found.keys() - set(metrics_page.OF_VALIDATION) == expected.keys()
         for key, value in expected.items():
             assert found[key] == pytest.approx(value, rel=1e-5, abs=5e-6), (row["step"], name, key)
         if "perplexity" in found:
@@ -302,7 +300,7 @@ def test_the_summary(text_run: Path) -> None:
     assert found["best_metric"] == {"val/loss": min(row["val/loss"] for row in val)}
     numbers = {k for k, v in found.items() if isinstance(v, int | float)} | {"train", "validation", "best_metric"}
     numbers |= {f"speed_of.{k}" for k in ("parameters", "trained")}
-    assert numbers == definitions.OF_SUMMARY.keys()
+    assert numbers == set(metrics_page.OF_SUMMARY)
 
 
 def windows_of(folder: Path, row: dict[str, Any]) -> list[list[int]]:

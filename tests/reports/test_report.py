@@ -5,10 +5,10 @@ import math
 from html.parser import HTMLParser
 from pathlib import Path
 
-import browser
 import pytest
 import yaml
 
+import browser
 from inprocess import message, run, train_tiny
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import logged_every

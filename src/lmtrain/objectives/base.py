@@ -50,7 +50,7 @@ class Objective(pl.LightningModule):
     """
 
     Options: ClassVar[type[schema.ObjectiveConfig]] = schema.ObjectiveConfig
-    reported: ClassVar[tuple[str, ...]] = ()  # names in LossParts.sums of the means it reports (docs/metrics.yaml)
+    reported: ClassVar[tuple[str, ...]] = ()  # names in LossParts.sums of the means it reports (docs/metrics.md)
 
     model: LanguageModel
     first_steps: Sequence[FirstSteps] = ()  # pending checks of a run that began in this process

@@ -1,8 +1,8 @@
 """Screenshots of every page that lmtrain makes, by a headless Chromium, and those of them that the docs show.
 
-    python docs/screenshots.py SHOTS                     trains what it shows (some ten minutes), then looks at it
-    python docs/screenshots.py SHOTS --runs outputs      of runs that are there: first, second, memory and laptop
-    python docs/screenshots.py SHOTS --docs              writes docs/images/ too
+    python tests/helpers/screenshots.py SHOTS                     trains what it shows (some ten minutes), then looks at it
+    python tests/helpers/screenshots.py SHOTS --runs outputs      of runs that are there: first, second, memory and laptop
+    python tests/helpers/screenshots.py SHOTS --docs              writes docs/images/ too
 
 Each page is shown 1280 and 400 pixels wide; one that is wider than its window, or cuts a line of code, is an error.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from browser import Browser, open_browser
 
-DOCS = Path(__file__).resolve().parent
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIDTHS = (1280, 400)
 SHORT = ["trainer.max_steps=120", "trainer.val_check_interval=30", "trainer.log_every_n_steps=2"]
 RUNS = {

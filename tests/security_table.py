@@ -1,4 +1,4 @@
-"""The table of docs/security.md, made of the schema. `python docs/security.py` writes it into the page."""
+"""The table of docs/security.md, made of the schema. `python tests/security_table.py` writes it into the page."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from lmtrain.objectives.kto import KTOOptions
 from lmtrain.objectives.mdlm import MDLMOptions
 from lmtrain.objectives.reward import RewardOptions
 
-PAGE = Path(__file__).with_suffix(".md")
-BEGIN, END = "<!-- made of the schema by `python docs/security.py` -->\n", "<!-- end -->\n"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "security.md"
+BEGIN, END = "<!-- made of the schema by `python tests/security_table.py` -->\n", "<!-- end -->\n"
 
 
 def keys() -> list[Key]:

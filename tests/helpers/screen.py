@@ -1,6 +1,6 @@
 """The README's picture: trains in a terminal of its own and draws what it shows at the end, a real run each time.
 
-python docs/screen.py docs/screen.svg
+python tests/helpers/screen.py docs/screen.svg
 """
 
 import fcntl
