@@ -1,6 +1,6 @@
 """Screenshots of every page that lmtrain makes, by a headless Chromium, and those of them that the docs show.
 
-    python tests/helpers/screenshots.py SHOTS                   trains what it shows (some ten minutes), then looks at it
+    python tests/helpers/screenshots.py SHOTS                   trains what it shows (ten minutes), then looks at it
     python tests/helpers/screenshots.py SHOTS --runs outputs    of runs that are there: first, second, memory and laptop
     python tests/helpers/screenshots.py SHOTS --docs            writes docs/images/ too
 
