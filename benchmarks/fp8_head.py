@@ -4,16 +4,11 @@ Of gpt_small's step on an H200 these three products take 21 of 125 ms in bf16. "
 8 bits, 2.7 ms less if 8 bits are 1.6 times as fast; "all" also the two products of the gradient, which the loss kernel
 then writes in 8 bits and a second kernel transposes, as the hardware multiplies only matrices whose inner dimension is
 contiguous. To be kept in lmtrain only if the queue's part "switches" finds a gain at an equal loss. A CPU computes the
-same products slowly:
-
-python benchmarks/fp8_head.py SEED [STEPS]     losses of a small model, the output layer in fp32 and in 8 bits
+same products slowly (fp8_losses.py).
 """
 
-import json
-import sys
 from collections.abc import Callable
 from functools import cache
-from statistics import mean
 from typing import Any
 
 import torch
@@ -109,25 +104,3 @@ class HeadAndGradients(Head):
 def switch_on(what: str) -> None:
     """Makes the loss of lmtrain in this process use 8 bits: for the logits ("forward") or for "all" products."""
     cross_entropy._ChunkedCrossEntropy = HeadAndGradients if what == "all" else Head
-
-
-def main() -> None:
-    from leg_switches import Variant  # which imports this module
-
-    seed, steps = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 300
-    words = [
-        "experiment=dial",
-        "model.depth=3",
-        "tokenizer.vocab_size=4096",
-        f"seed={seed}",
-        "trainer.precision=32-true",
-    ]
-    spec = {"overrides": [*words, "trainer.num_threads=1"], "turns": 0, "steps": steps}
-    for name, own in (("fp32", {}), ("forward", {"fp8_head": "forward"}), ("all", {"fp8_head": "all"})):
-        losses = Variant(spec, own).curve(steps)
-        means = [round(mean(losses[i : i + 50]), 4) for i in range(0, steps, 50)]
-        print(json.dumps({"seed": seed, "output layer": name, "losses": means}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -29,8 +29,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from code_versions import REPO, code_of
+
 HERE = Path(__file__).resolve().parent
-REPO = HERE.parent
 KEPT = HERE / "gpu"
 PIECE, PIECES = 15 * 2**20, 2  # bytes of a piece of the compile caches, and how many are kept
 PACKAGES = ("torch", "triton", "transformers", "lightning")
@@ -69,17 +70,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def code_of(paths: tuple[str, ...]) -> str:
-    """Returns a hash of the files, or those in the folders, without blank lines and comments of whole lines."""
-    found = hashlib.sha256()
-    for path in sorted(paths):
-        place = REPO / path
-        for file in [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.suffix in (".py", ".yaml")):
-            lines = (line for line in file.read_text().splitlines() if line.strip() and line.lstrip()[0] != "#")
-            found.update("\n".join([file.relative_to(REPO).as_posix(), *lines]).encode())
-    return found.hexdigest()[:12]
 
 
 def read(*files: Path) -> list[Row]:

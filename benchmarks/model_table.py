@@ -8,7 +8,6 @@ Results are appended to FILE.jsonl, and models that it names are not tried again
 """
 
 import argparse
-import contextlib
 import json
 import shutil
 import sys
@@ -21,39 +20,24 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 import torch
-import transformers
+from model_page import COLUMNS, PAGE, page, read
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny_models import ANSWERS, QUESTIONS, load, names, save_base, tokenizer_of
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-)
 
 import composed_once
-from family_variants import ALWAYS, EXCLUDED, LAYERS, NEEDED, Variant, build, config_of
 from inprocess import run
 from lmtrain.checkpoints import store
-from lmtrain.config.schema_data import TokenizerConfig
-from lmtrain.data import tokenizers
 from lmtrain.errors import UserError
 from lmtrain.generation.sampling import sample_texts
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import evaluating
-from lmtrain.models.probe import TESTED, enlarge, shrink
 from lmtrain.models.wrapper import is_wrapper
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-QUESTIONS = ["how far", "and back", "is it old", "who was there", "why", "are you sure"]
-ANSWERS = ["ten miles", "as far again", "older than you", "all of us", "nobody knows that", "yes"]
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'user' %}q {{ m.content }}{% else %} a {% generation %}{{ m.content }}"
-    "{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %} a {% endif %}"
-)
 # All examples are in the one row of every step.
 RUN = [
     *("model=pretrained", "model.dropout=0.0", "objective=sft", "data=chat_jsonl", "data.seq_len=256"),
@@ -65,105 +49,11 @@ RUN = [
 # What the plan says of a model that can't keep packed examples apart. (That some of a model's layers read each packed
 # document as a row of its own is how it can.)
 PADDED = "each example is a padded row of its own"
-END = 23  # the id of the token that ends texts, see tokenizer_of
-COLUMNS = ("trains", "packs", "resumes", "exports", "reloads", "generates", "adapts", "merges")
-
-
-LARGE = 100_000_000
 DRAWS = ("phimoe",)  # its routers draw experts at random in training: its validation loss is compared
 
 
 class Refused(Exception):
     """lmtrain refused the model with one message."""
-
-
-def names() -> list[str]:
-    """Returns the model types of all causal language models and multimodal wrappers, each once."""
-    return list(dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]))
-
-
-def is_multimodal(name: str) -> bool:
-    return name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-
-
-def tokenizer_of(folder: Path) -> Any:
-    """Returns a tokenizer of the characters in the chats."""
-    cfg = TokenizerConfig(kind="char")
-    text = "".join([*QUESTIONS, *ANSWERS, "q a"])
-    made = tokenizers.load_or_train(cfg, lambda _: iter([text]), tokenizers.identity(cfg))
-    made.chat_template = TEMPLATE
-    tokenizers.save(made, folder)
-    assert made.eos_token_id == END
-    return made
-
-
-def save_base(name: str, folder: Path) -> type:
-    """Saves a tiny random model of a model type; returns its class."""
-    torch.manual_seed(0)
-    if is_multimodal(name):
-        config = tiny_wrapper(name)
-        with torch.device("meta"):
-            size = AutoModelForMultimodalLM.from_config(config).num_parameters()
-        if size > LARGE:
-            raise ValueError(f"its towers' sizes have other names: {size:,} parameters")
-        model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
-        enlarge(model)
-    else:
-        encoder = "is_decoder" in CONFIG_MAPPING[name]().to_dict()
-        config = config_of(Variant(name, {"is_decoder": True} if encoder else {}))
-        if name in TESTED or name in EXCLUDED:  # layers of other families differ more
-            with contextlib.suppress(Exception):  # the layers of some families can't be cut to another number
-                fields = config.to_dict()
-                fields |= {key: 2 for key in ("decoder_layers", "encoder_layers") if key in fields}
-                fields.pop("num_layers_per_stack", None)  # HRM's, from which it counts num_hidden_layers
-                config = config.from_dict(fields | {"num_hidden_layers": 2})
-        settle(config)
-        model = build(config)
-    with torch.no_grad():  # smaller weights, so that the layers don't enlarge rounding errors
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(0.5)
-    model.save_pretrained(folder)
-    return type(model)
-
-
-def settle(config: Any) -> None:
-    """Leaves out losses of routers, as the loss compared is the cross-entropy, and names the tokenizer's end."""
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        if getattr(part, "router_aux_loss_coef", None):
-            part.router_aux_loss_coef = 0.0
-        part.eos_token_id = part.bos_token_id = END
-        if hasattr(part, "forced_eos_token_id"):
-            part.forced_eos_token_id = None
-
-
-def tiny_wrapper(name: str) -> Any:
-    """Returns a small config of a wrapper whose language model has as many layers as a pattern of layers is long."""
-    config = CONFIG_MAPPING[name](**NEEDED.get(name, {}))
-    with contextlib.suppress(Exception):  # the layers of some families can't be cut to another number
-        fields = config.to_dict()
-        fields["text_config"] = shallow(fields["text_config"])
-        config = config.from_dict(fields)
-    config = shrink(config, ALWAYS)
-    settle(config)
-    return config
-
-
-def shallow(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config's fields with LAYERS layers, and with no more entries in what it lists layer by layer."""
-    found, depth = fields | {"num_hidden_layers": LAYERS}, fields["num_hidden_layers"]
-    for key, value in fields.items():
-        if isinstance(value, list) and len(value) == depth:
-            found[key] = value[:LAYERS]
-        elif isinstance(value, dict) and all(str(layer).isdigit() for layer in value):
-            found[key] = {layer: one for layer, one in value.items() if int(layer) < LAYERS}
-    return found
-
-
-def load(folder: Path) -> Any:
-    config = AutoConfig.from_pretrained(folder)
-    auto = AutoModelForMultimodalLM if is_multimodal(config.model_type) else AutoModelForCausalLM
-    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.no_grad()
@@ -323,7 +213,7 @@ def tried(name: str, folder: Path) -> dict[str, str]:
     try:
         trial = Trial(name, folder)
     except Exception as error:
-        return {"not built": first_words(error)}
+        return {"not built": error_text(error)}
     found: dict[str, str] = {}
     for column in COLUMNS:
         try:
@@ -332,13 +222,13 @@ def tried(name: str, folder: Path) -> dict[str, str]:
             found[column] = f"refused: {error}"
         except Exception as error:
             traceback.print_exc()
-            found[column] = f"error: {first_words(error)}"
+            found[column] = f"error: {error_text(error)}"
         if column == "trains" and found[column] != "yes" and not trial.run.export.exists():
             break
     return found
 
 
-def first_words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
@@ -355,93 +245,6 @@ def sweep(out: Path, only: list[str]) -> None:
         with out.open("a") as file:
             file.write(json.dumps(found) + "\n")
         print(json.dumps(found), flush=True)
-
-
-GOOD = ("yes", "as rows")
-HEAD = """# Which models train
-
-Generated by `python benchmarks/model_table.py --page` with transformers {version}. Of every causal language model and
-every multimodal wrapper in it, a tiny random one goes through whole runs of lmtrain on a CPU:
-
-- *trains*: four steps of SFT, all losses finite, the last below the first
-- *packs*: the loss of the first step, of six chats in one row, is transformers' own of each chat alone, to 1e-5
-- *resumes*: from the checkpoint of step 2, to the same weights, bit for bit
-- *exports*: every tensor of the original, under its name and with its shape
-- *reloads*: transformers reads the export, and its logits are the live model's
-- *generates*: texts and logits with a cache, in a batch of two prompts, are those without
-- *adapts*: LoRA adapts modules of the language model only; in PEFT, on the original, it gives the live model's logits
-- *merges*: the merged export has the original's tensors and the live model's logits
-
-A tiny model shows that the code fits the family, not how well or how fast a large one learns.
-"""
-AS_ROWS = "Their packed examples are laid out as padded rows"
-VERDICTS = ("passes", "refused", "fails", "not tried")
-
-
-def verdict(found: dict[str, str]) -> str:
-    """Returns passes, refused, fails or not tried; a refusal of a single column, such as LoRA, counts as refused."""
-    if "not built" in found:
-        return "not tried"
-    columns = [found[column] for column in COLUMNS if column in found]
-    if all(outcome in GOOD for outcome in columns) and len(columns) == len(COLUMNS):
-        return "passes"
-    return "refused" if all(o in GOOD or o.startswith("refused") for o in columns) else "fails"
-
-
-def reasons(found: dict[str, str]) -> str:
-    """Returns what is otherwise than it should be, on one line of a table."""
-    wrong = {key: words for key, words in found.items() if key in ("not built", *COLUMNS) and words not in GOOD}
-    named = (words if key == "not built" else f"*{key}*: {words}" for key, words in wrong.items())
-    return "; ".join(named).replace("|", "/").replace("refused: ", "").replace("<", "&lt;")
-
-
-def page(results: list[dict[str, str]]) -> str:
-    """Returns docs/models.md."""
-    head = HEAD.format(version=transformers.__version__)
-    lines = [head, "| | pass | refused | fail | not tried |", "| --- | --- | --- | --- | --- |"]
-    kinds: dict[str, list[dict[str, str]]] = {"causal language models": [], "multimodal models": []}
-    for found in results:
-        kinds["multimodal models" if is_multimodal(found["model"]) else "causal language models"].append(found)
-    for kind, some in kinds.items():
-        own = [verdict(found) for found in some]
-        lines.append(f"| {kind} | {' | '.join(str(own.count(which)) for which in VERDICTS)} |")
-    for kind, some in kinds.items():
-        passed = sorted((found for found in some if verdict(found) == "passes"), key=lambda found: found["model"])
-        packed, in_rows = ([found["model"] for found in passed if found["packs"] == way] for way in GOOD)
-        lines += ["", f"## Pass: {kind}", "", ", ".join(packed) or "none"]
-        if in_rows:
-            lines += ["", f"{AS_ROWS}: {', '.join(in_rows)}."]
-    for title, which in (("Refused, with the message", "refused"), ("Fail", "fails"), ("Not tried", "not tried")):
-        rows = sorted((found for found in results if verdict(found) == which), key=lambda found: found["model"])
-        lines += ["", f"## {title}", "", "| model | why |", "| --- | --- |"]
-        lines += [f"| {found['model']} | {reasons(found)} |" for found in rows]
-    return "\n".join(lines) + "\n"
-
-
-def on_page(text: str) -> dict[str, str]:
-    """Returns the verdict of each model that a page names."""
-    found: dict[str, str] = {}
-    of_title = {"Pass": "passes", "Refused": "refused", "Fail": "fails", "Not tried": "not tried"}
-    for section in text.split("\n## ")[1:]:
-        title, *lines = section.splitlines()
-        which = next(value for start, value in of_title.items() if title.startswith(start))
-        models = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")][2:]
-        if which == "passes":
-            models = [name for line in lines for name in line.rpartition(": ")[2].rstrip(".").split(", ")]
-        found |= dict.fromkeys([name for name in models if name not in ("", "none")], which)
-    return found
-
-
-def padded_on(text: str) -> set[str]:
-    """Returns the models whose packed examples are padded rows, by a page."""
-    lists = [line.partition(f"{AS_ROWS}: ")[2] for line in text.splitlines() if line.startswith(AS_ROWS)]
-    return {name for names in lists for name in names.rstrip(".").split(", ")}
-
-
-def read(out: Path) -> list[dict[str, str]]:
-    """Returns the results in a file, the last of each model."""
-    found = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    return list({result["model"]: result for result in found}.values())
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from code_versions import code_of
 from computed import GOALS, expected
-from gpu_queue import code_of
 from queue_parts import PARTS
 
 HEAD = """\
@@ -17,7 +17,7 @@ and the command of each number. "Earlier code" marks numbers whose part depends 
 """
 
 
-def told(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def numbers_of(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields the (name, number) pairs of a part that get a row each."""
     for name, ms in (found.get("step_ms") or {}).items():  # pretrain.py
         yield f"{name}, ms a step", f"{ms:.2f}"
@@ -62,7 +62,7 @@ def write(rows: list[dict[str, Any]], page: Path) -> int:
             row = made[name]
             when = f"{row['date']}, {row['commit'][:8]}, torch {row['versions']['torch']}"
             when += "" if row["code"] == code_of(PARTS[name].files) else ", earlier code"
-            for what, value in told(row["numbers"]):
+            for what, value in numbers_of(row["numbers"]):
                 key = f"{name} {what}"
                 lines.append(f"| {name} | {what} | {value} | {computed.get(key, '')} | {GOALS.get(key, '')} | {when} |")
         failed = [f"- {name}: {row['error'].splitlines()[-1][:200]}" for name, row in newest.items() if "error" in row]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lmtrain.adapters import lora, quantized, trainable
+from lmtrain.adapters import lora_checks, lora_files, quantized, trainable
 from lmtrain.errors import UserError
 
 
@@ -111,40 +111,40 @@ def test_names_match_a_whole_part_of_a_module_and_wrong_ones_are_explained() -> 
     model: Any = nn.ModuleDict(
         {"layers": nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(1, 1)})]), "head": nn.Linear(1, 1)}
     )
-    assert lora._matches("a.q_proj", ["q_proj"])
-    assert lora._matches("q_proj", ["x", "q_proj"])
-    assert not lora._matches("a.q_proj", ["proj"])
-    assert not lora._matches("a.q_proj", [])
+    assert lora_checks.matches("a.q_proj", ["q_proj"])
+    assert lora_checks.matches("q_proj", ["x", "q_proj"])
+    assert not lora_checks.matches("a.q_proj", ["proj"])
+    assert not lora_checks.matches("a.q_proj", [])
     for names in ("all-linear", ["q_proj", "head"], "layers.*", ["0.q_proj"], []):
-        lora._check_names_match(model, "key", names)
+        lora_checks.check_names_match(model, "key", names)
     for names, words in ((["q_prj"], r"key: 'q_prj' matches no module of the model \(there are q_proj\)"),
                          (["head", "zz"], r"'zz' matches no module .*head, layers, q_proj"),
                          ("q_proj", "a pattern must match the whole name")):  # fmt: skip
         with pytest.raises(UserError, match=words):
-            lora._check_names_match(model, "key", names)
+            lora_checks.check_names_match(model, "key", names)
 
 
 def test_layers_whose_weight_two_use_get_no_adapter() -> None:
     one, two, alone = (nn.Linear(2, 2) for _ in range(3))
     two.weight = one.weight
     model: Any = nn.ModuleDict({"m": nn.ModuleDict({"one": one, "two": two, "alone": alone})})
-    assert lora._unfit(model) == ["m.one", "m.two"]
+    assert lora_checks.unfit_layers(model) == ["m.one", "m.two"]
     two.weight = nn.Parameter(torch.zeros(2, 2))
-    assert lora._unfit(model) is None
-    assert lora._gives_tensor(one)
+    assert lora_checks.unfit_layers(model) is None
+    assert lora_checks._gives_tensor(one)
 
 
 def test_tokens_of_an_adapter_are_read_from_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Any] = [{"a": [5, 3], "b": [3]}]
     stored = SimpleNamespace(from_pretrained=lambda name: SimpleNamespace(trainable_token_indices=rows[0]))
-    monkeypatch.setattr(lora, "StoredConfig", stored)
-    assert lora.adapter_token_ids("x") == [3, 5]
+    monkeypatch.setattr(lora_files, "StoredConfig", stored)
+    assert lora_files.adapter_token_ids("x") == [3, 5]
     rows[0] = [7, 1]
-    assert lora.adapter_token_ids("x") == [1, 7]
+    assert lora_files.adapter_token_ids("x") == [1, 7]
     rows[0] = None
-    assert lora.adapter_token_ids("x") == []
+    assert lora_files.adapter_token_ids("x") == []
     stored.from_pretrained = lambda name: 1 / 0 if name == "y" else (_ for _ in ()).throw(OSError())
-    assert lora.adapter_token_ids("x") == []
+    assert lora_files.adapter_token_ids("x") == []
 
 
 def test_tied_tables_are_told_and_adapters_on_them_refused() -> None:
@@ -155,21 +155,21 @@ def test_tied_tables_are_told_and_adapters_on_them_refused() -> None:
         named_modules=lambda: [("", None), ("e", embedding),
         ("h", head)], config=SimpleNamespace(get_text_config=lambda: text),
     )  # fmt: skip
-    assert lora._tables(model) == ["e", "h"]
-    assert not lora._is_tied(model)
-    lora._refuse_tied_lora(model)
+    assert lora_checks.embedding_names(model) == ["e", "h"]
+    assert not lora_checks.is_tied(model)
+    lora_checks.refuse_tied_lora(model)
     head.weight = embedding.weight
-    assert lora._is_tied(model)
+    assert lora_checks.is_tied(model)
     embedding.lora_A = nn.Linear(1, 1)
     with pytest.raises(UserError, match="share one matrix"):
-        lora._refuse_tied_lora(model)
+        lora_checks.refuse_tied_lora(model)
     text.tie_word_embeddings = False
-    lora._refuse_tied_lora(model)
+    lora_checks.refuse_tied_lora(model)
     head.lora_A, head.use_dora = nn.Linear(1, 1), {"default": False}  # type: ignore[assignment]
-    lora._refuse_tied_lora(model)
+    lora_checks.refuse_tied_lora(model)
     head.use_dora = {"default": True}  # type: ignore[assignment]
     with pytest.raises(UserError, match="use_dora=true on the output layer"):
-        lora._refuse_tied_lora(model)
+        lora_checks.refuse_tied_lora(model)
 
 
 # Quantised bases

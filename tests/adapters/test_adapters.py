@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from family_variants import Variant, build, config_of
 from helpers_models import objective
 from lmtrain.adapters import lora as adapters
-from lmtrain.adapters.lora import merged
+from lmtrain.adapters import lora_files
+from lmtrain.adapters.lora_merge import merged
 from lmtrain.adapters.trainable import (
     adapter_of,
     base_identity,
@@ -202,7 +203,7 @@ def test_what_is_moved_from_the_base_is_accounted_for(
     live, adapter = logits(model), adapter_of(model)
     assert adapter is not None
     assert not torch.allclose(live, expected, atol=1e-1)
-    adapters.write_adapter(adapter, tmp_path / "adapter", torch.float32)
+    lora_files.write_adapter(adapter, tmp_path / "adapter", torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert torch.allclose(logits(loaded), live, atol=1e-4), "exported, it works on the untouched base"
     with pytest.raises(UserError, match="moved its weights"), disabled(model):
@@ -290,8 +291,8 @@ def test_an_adapter_is_continued(bases: dict[str, Path], tmp_path: Path) -> None
     train(model, steps=3)
     live, adapter = logits(model), adapter_of(model)
     assert adapter is not None
-    adapters.write_adapter(adapter, tmp_path / "a", torch.float32)
-    assert adapters.adapter_token_ids(str(tmp_path / "a")) == NEW
+    lora_files.write_adapter(adapter, tmp_path / "a", torch.float32)
+    assert lora_files.adapter_token_ids(str(tmp_path / "a")) == NEW
     again = adapted(bases["untied"], NEW, adapter=str(tmp_path / "a"), r=64, dropout=0.25)
     found = adapter_of(again)
     assert found is not None

@@ -9,7 +9,7 @@ import torch
 from helpers_models import objective
 from lmtrain.adapters import lora as adapters
 from lmtrain.adapters import quantized
-from lmtrain.adapters.lora import merged
+from lmtrain.adapters.lora_merge import merged
 from lmtrain.config import compose as rules
 from lmtrain.config.schema import PeftConfig
 from lmtrain.errors import UserError

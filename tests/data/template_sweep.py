@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lmtrain.data.chat import jinja_rendering
 from lmtrain.data.chat.conversations import Conversation
-from lmtrain.data.chat.jinja_rendering import NAMED
+from lmtrain.data.chat.find_template import NAMED
 from lmtrain.data.tokenizers import load_folder, load_or_train
 from loopback_hub import HUB
 from support import REPO

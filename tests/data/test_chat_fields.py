@@ -12,7 +12,7 @@ from chats import sample_of, write_chats
 from inprocess import message, run
 from lmtrain.data import tokenizers
 from lmtrain.data.chat.conversations import Completion, Conversation
-from lmtrain.data.chat.jinja_rendering import NAMED
+from lmtrain.data.chat.find_template import NAMED
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.turns import BadRow, turns_of
 from loopback_hub import HUB

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmtrain.data.chat import jinja_rendering, time_limits
+from lmtrain.data.chat import template_sandbox, time_limits
 from lmtrain.data.chat.templates import fit
 from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.data.examples import prepare, rows
@@ -83,8 +83,8 @@ def test_a_limit_in_a_thread_leaves_no_timer() -> None:
     ("%", ("%9999d", 1), ("%10000d", 1)), ("%", (10**6, 7), ("%*d", 1)), ("*", (1.5, 10**9), ("ab", 5_000_001)),
 ])  # fmt: skip
 def test_what_is_too_large_for_a_template(operator: str, most: tuple[Any, Any], more: tuple[Any, Any]) -> None:
-    assert not jinja_rendering._too_large(operator, *most)
-    assert jinja_rendering._too_large(operator, *more)
+    assert not template_sandbox.too_large(operator, *most)
+    assert template_sandbox.too_large(operator, *more)
 
 
 # Examples

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from lmtrain.data import tokenizers
 from lmtrain.data.chat import jinja_rendering
 from lmtrain.data.chat.conversations import Completion, Conversation
-from lmtrain.data.chat.jinja_rendering import NAMED, Template, find_template
+from lmtrain.data.chat.find_template import NAMED, find_template
+from lmtrain.data.chat.jinja_rendering import Template
 from lmtrain.data.chat.rendering import ChatTemplate
 from lmtrain.data.chat.templates import ChatEncoder, Example, own_template
 from lmtrain.data.chat.turns import BadRow

@@ -14,7 +14,7 @@ from inprocess import run
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.chat.columns import BESIDE, FORMATS, NAMES, detect, plain
-from lmtrain.data.chat.jinja_rendering import NAMED
+from lmtrain.data.chat.find_template import NAMED
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prompt_rows import PromptRowEncoder

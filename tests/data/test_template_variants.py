@@ -14,7 +14,7 @@ from inprocess import message, run
 from lmtrain.config.schema_data import TokenizerConfig
 from lmtrain.data import framing, tokenizers
 from lmtrain.data.chat.conversations import Completion, Conversation
-from lmtrain.data.chat.jinja_rendering import find_template
+from lmtrain.data.chat.find_template import find_template
 from lmtrain.data.chat.special_text import PlainText, control_tokens, pattern_of
 from lmtrain.data.chat.templates import ChatEncoder, leaves_out_bos
 from lmtrain.data.chat.turns import BadRow

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_table import COLUMNS, GOOD, PAGE, Trial, names, on_page, padded_on, page, train, tried, verdict
+from model_page import COLUMNS, GOOD, PAGE, on_page, padded_on, page, verdict
+from model_table import Trial, train, tried
 from safetensors.torch import load_file
+from tiny_models import names
 
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir

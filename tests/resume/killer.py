@@ -12,8 +12,8 @@ from lmtrain.checkpoints import retention, store
 
 # Where a rollout ends: at the n-th call of a function.
 IN_ROLLOUT = {
-    "mid_rollout": ("lmtrain.rollouts.in_process", "draw", 3),
-    "mid_later_turn": ("lmtrain.rollouts.in_process", "draw", 16),
+    "mid_rollout": ("lmtrain.rollouts.row_states", "draw", 3),
+    "mid_later_turn": ("lmtrain.rollouts.row_states", "draw", 16),
     "between_turns": ("lmtrain.rollouts.episodes", "execute", 20),
     "mid_tool": ("lmtrain.rewards.environment", "_as_text", 9),
 }

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from family_variants import Variant, build, config_of
-from lmtrain.rollouts import in_process
+from lmtrain.rollouts import cache_block, step_graph
 from lmtrain.rollouts.engine import Request, Sampling, draw
 from lmtrain.rollouts.in_process import InProcess
 
@@ -93,9 +93,9 @@ def test_recorded_steps_sample_the_same(family: str, at_once: int, monkeypatch: 
     requests = [Request(p, 1000 * i + g) for i, p in enumerate(prompts()) for g in range(2)]
     expected = InProcess(model, at_once).generate(requests, sampling)
     recorded = []
-    monkeypatch.setattr(in_process, "HOST", "none")
-    monkeypatch.setattr(in_process, "BLOCK", 20)
-    monkeypatch.setattr(in_process, "record", lambda step: recorded.append(step) or step)
+    monkeypatch.setattr(cache_block, "HOST", "none")
+    monkeypatch.setattr(cache_block, "BLOCK", 20)
+    monkeypatch.setattr(step_graph, "record", lambda step: recorded.append(step) or step)
     found = InProcess(model, at_once).generate(requests, sampling)
     assert recorded
     assert [c.ids for c in found] == [c.ids for c in expected]
@@ -109,11 +109,11 @@ def test_a_recorded_step_that_does_something_else_is_not_used(
     model, sampling = model_of("llama"), Sampling(40, 0.8, 1.0, ENDS[:3])
     requests = [Request(p, i) for i, p in enumerate(prompts())]
     expected = InProcess(model, 64).generate(requests, sampling)
-    monkeypatch.setattr(in_process, "HOST", "none")
-    monkeypatch.setattr(in_process, "record", lambda step: lambda: None)
+    monkeypatch.setattr(cache_block, "HOST", "none")
+    monkeypatch.setattr(step_graph, "record", lambda step: lambda: None)
     engine = InProcess(model, 64)
     found = engine.generate(requests, sampling)
-    assert engine.records is False
+    assert engine.graphs.usable is False
     assert caplog.text.count("it gives other logits") == 1
     assert [c.ids for c in found] == [c.ids for c in expected]
 
@@ -155,7 +155,7 @@ def test_recorded_steps_on_cuda(family: str, at_once: int, monkeypatch: pytest.M
             rows = (model(ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1] / 0.8).log_softmax(-1).cpu()
         expected = rows[torch.arange(len(completion.ids)), torch.tensor(completion.ids)]
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-3)
-    assert engine.records
+    assert engine.graphs.usable
 
 
 def test_a_completion_does_not_depend_on_those_beside_it() -> None:

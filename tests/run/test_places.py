@@ -9,7 +9,8 @@ from inprocess import train_tiny
 from lmtrain.config.compose import check, compose
 from lmtrain.errors import UserError
 from lmtrain.files import write_atomic
-from lmtrain.run_folder.folder import open_run, refuse_link_at
+from lmtrain.run_folder.folder import open_run
+from lmtrain.run_folder.links import refuse_link_at
 from lmtrain.sweeps.processes import locked
 
 

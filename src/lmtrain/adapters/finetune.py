@@ -64,9 +64,9 @@ def new_token_ids(config: Config, tokenizer: Any) -> Sequence[int]:
     """Returns ids of tokens the model has not seen in pretraining: tokenizer.add_tokens, and those of peft.adapter."""
     ids = set(tokenizer.convert_tokens_to_ids(config.tokenizer.add_tokens or []))
     if config.peft.adapter:
-        from lmtrain.adapters import lora as adapters
+        from lmtrain.adapters import lora_files
 
-        ids |= set(adapters.adapter_token_ids(config.peft.adapter))
+        ids |= set(lora_files.adapter_token_ids(config.peft.adapter))
     return sorted(ids)
 
 

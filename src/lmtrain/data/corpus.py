@@ -17,7 +17,7 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.targets import building, class_named, lacking
 from lmtrain.data import framing
-from lmtrain.data.chat.jinja_rendering import find_template
+from lmtrain.data.chat.find_template import find_template
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.examples.documents import TextPieces
 from lmtrain.data.examples.pair_rows import PairRowEncoder, PairRows

@@ -17,7 +17,7 @@ from lmtrain.errors import UserError, writing
 from lmtrain.evaluation.subject import Subject
 from lmtrain.files import absolute, json_line, strict_json, write_atomic
 from lmtrain.run.summary import versions
-from lmtrain.run_folder.folder import refuse_link_at
+from lmtrain.run_folder.links import refuse_link_at
 from lmtrain.secrets import shown, shown_in
 
 

@@ -115,7 +115,7 @@ def write_weights(model: PreTrainedModel, folder: Path, dtype: str, merge: bool)
     if adapter is None or merge or memory_of(model) is not None:
         write_model(plain(model), folder, dtype)
         return
-    from lmtrain.adapters.lora import write_adapter
+    from lmtrain.adapters.lora_files import write_adapter
 
     write_adapter(adapter, folder, getattr(torch, dtype))
 
@@ -138,7 +138,7 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the model with its LoRA adapter merged and its base dequantized; a memory stays in it."""
     if adapter_of(model) is None and not (is_quantized(model) and memory_of(model) is not None):
         return model
-    from lmtrain.adapters.lora import merged
+    from lmtrain.adapters.lora_merge import merged
 
     return merged(model)
 
@@ -257,7 +257,7 @@ def load_exported(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     if not (folder / "adapter_config.json").exists():
         config = AutoConfig.from_pretrained(folder)
         return wrapper.outermost(config, has_scalar_head(like)).from_pretrained(folder, dtype=torch.float32)
-    from lmtrain.adapters.lora import load_adapter
+    from lmtrain.adapters.lora_files import load_adapter
 
     options: dict[str, Any] = {}
     if getattr(like.config, "quantization_config", None) is not None:

@@ -21,7 +21,8 @@ from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import FIRST, charts, heat_maps
 from lmtrain.reports.report_page import ShownSample, Told
 from lmtrain.run_folder.cut_back import last_rows
-from lmtrain.run_folder.folder import RunDir, checkpoint_names, gives_rewards, predicts_masked_tokens
+from lmtrain.run_folder.exported import gives_rewards, predicts_masked_tokens
+from lmtrain.run_folder.folder import RunDir, checkpoint_names
 from lmtrain.secrets import shown_in
 
 _PROMPTS, _STEPS = 12, 15  # samples shown: number of prompts, and of steps for each, spread over the training

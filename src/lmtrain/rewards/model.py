@@ -100,7 +100,7 @@ def load(name: str, key: str) -> tuple[PreTrainedModel, Any]:
 def _load(name: str, options: dict[str, Any]) -> PreTrainedModel | None:
     """Loads the model, or returns None if it has another head."""
     if (Path(name) / "adapter_config.json").exists():
-        from lmtrain.adapters.lora import gives_rewards, load_adapter
+        from lmtrain.adapters.lora_files import gives_rewards, load_adapter
 
         return load_adapter(Path(name), weights_only=True) if gives_rewards(Path(name)) else None
     config = AutoConfig.from_pretrained(name, **options)

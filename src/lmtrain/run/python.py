@@ -20,6 +20,7 @@ from lmtrain.config.batch import split_over
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
+from lmtrain.run_folder import finished
 from lmtrain.run_folder import folder as run_dir
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class PythonRun:
         self.datamodule: TokenDataModule = self._run.datamodule
         self.trainer: pl.Trainer = self._run.trainer
         self._saved: Any = None  # the model of the checkpoint that the run continues from, if `sample` was called
-        self._fitted = run_dir.is_finished(session.config)
+        self._fitted = finished.is_finished(session.config)
         if self._fitted:
             self._held.close()  # it trains nothing
 

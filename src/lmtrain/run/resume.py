@@ -19,6 +19,7 @@ from lmtrain.objectives.base import Objective
 from lmtrain.objectives.routing import hold_to
 from lmtrain.run.build import Run
 from lmtrain.run.loggers import note_sent, write_again
+from lmtrain.run_folder import finished
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.cut_back import cut_back
 from lmtrain.run_folder.folder import RunDir
@@ -90,7 +91,7 @@ def check_fingerprint(
     """
     allowed = config.run.allow_change
     check_names(allowed, ours, config)
-    before = run_dir.last_start(RunDir(checkpoint.parent.parent), config)
+    before = finished.last_start(RunDir(checkpoint.parent.parent), config)
     refused = [c for c in changes(theirs, ours, before, config) if not c.is_allowed(allowed)]
     if refused:
         raise UserError(
@@ -114,7 +115,7 @@ def check_fingerprint(
 
 def refuse_other_rates(checkpoint: Path, config: Config) -> None:
     """Raises UserError if a run that has trained all of its steps is asked for with other rates, as none remains."""
-    changed = fingerprint.trained_otherwise(run_dir.last_start(RunDir(checkpoint.parent.parent), config), config, RATE)
+    changed = fingerprint.trained_otherwise(finished.last_start(RunDir(checkpoint.parent.parent), config), config, RATE)
     if changed:
         raise UserError(
             f"{checkpoint.parent.parent} is finished, with other settings: "

@@ -26,8 +26,8 @@ from lmtrain.exports import hf_folder
 from lmtrain.exports.export import check_upload, push
 from lmtrain.run import build, build_callbacks, failures, going_on, loggers, plan, resume, summary
 from lmtrain.run.build import Run
+from lmtrain.run_folder import finished, links, lock
 from lmtrain.run_folder import folder as run_dir
-from lmtrain.run_folder import lock
 from lmtrain.run_folder.folder import RunDir
 
 
@@ -37,7 +37,7 @@ class Session:
     def __init__(self, config: Config, folder: RunDir) -> None:
         self.config, self.folder = config, folder
         self.started = time.time()
-        self.files = run_dir.files_named(config)  # before they are read
+        self.files = finished.files_named(config)  # before they are read
         self.notes: list[str] = []  # shown with the plan
         self.checkpoint: Path | None = None  # the one to continue from
         self.done = 0  # its step
@@ -75,7 +75,7 @@ class Session:
             run.objective.continue_from(saved)
             self.done = store.step_of(self.checkpoint)
         self.is_done = world.from_first(
-            lambda: self.done >= run.total_steps and (run_dir.ended(self.folder) or {}).get("step") == self.done
+            lambda: self.done >= run.total_steps and (finished.ended(self.folder) or {}).get("step") == self.done
         )
         if self.is_done and self.checkpoint is not None:
             resume.refuse_other_rates(self.checkpoint, config)
@@ -85,7 +85,7 @@ class Session:
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
         """Locks the folder against other processes until `stack` is closed."""
-        run_dir.refuse_links(self.folder.path)
+        links.refuse_links(self.folder.path)
         stack.enter_context(lock.held(self.folder.path))
         # If the lock was waited for, another run may have started here since this was checked.
         run_dir.refuse_to_overwrite(self.folder, self.config)
@@ -104,7 +104,7 @@ class Session:
     def train(self, run: Run) -> int:
         """Trains the run that `build` returned from the checkpoint (or the start) to its end; returns the exit code."""
         if self.is_done:
-            run.console.print(run_dir.nothing_to_do(self.folder), soft_wrap=True, highlight=False)
+            run.console.print(finished.nothing_to_do(self.folder), soft_wrap=True, highlight=False)
             return errors.FINISHED
         world.from_first(lambda: self._write_what_runs(run.corpus.tokenizer))
         world.from_first(lambda: resume.rewind(run, self.checkpoint, self.notes.append))

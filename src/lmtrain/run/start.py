@@ -13,6 +13,7 @@ from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import RankLayout
 from lmtrain.errors import UserError
+from lmtrain.run_folder import finished
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.terminal import status
@@ -28,7 +29,7 @@ def start(config: Config) -> int:
             f"trainer.num_nodes={config.trainer.num_nodes}: start one command per node, with torchrun --nnodes="
             f"{config.trainer.num_nodes} -m lmtrain.train ... or srun (docs/multi_node.md has both)"
         )
-    if run_dir.is_finished(config):
+    if finished.is_finished(config):
         return errors.FINISHED
     folder = run_dir.open_run(config)
     try:
@@ -52,7 +53,7 @@ def start(config: Config) -> int:
 def keep_precision(config: Config) -> None:
     """Lets a continued run keep the precision that auto chose at its start, whatever would be faster now."""
     if config.trainer.precision == "auto" and run_dir.resume_mode(config) != "none":
-        before = run_dir.last_start(RunDir(run_dir.locate(config)), config).get("trainer.precision")
+        before = finished.last_start(RunDir(run_dir.locate(config)), config).get("trainer.precision")
         if before is not None:
             config.trainer.precision = before
 
@@ -100,7 +101,7 @@ def place(config: Config, layout: RankLayout) -> None:
 
 def _open_for_all(config: Config) -> tuple[str, RunDir] | int:
     """Returns (config as YAML, folder) of the run to train, or the exit code if the run has already finished."""
-    if run_dir.is_finished(config):
+    if finished.is_finished(config):
         return errors.FINISHED
     folder = run_dir.open_run(config)
     return rules.dump(config), folder

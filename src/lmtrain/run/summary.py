@@ -29,7 +29,7 @@ from lmtrain.run.features import features_on
 from lmtrain.run.going_on import next_commands
 from lmtrain.run.plan_costs import speed_of
 from lmtrain.run.repository import git_state
-from lmtrain.run_folder.folder import asked
+from lmtrain.run_folder.finished import asked
 from lmtrain.secrets import command
 
 _LEARNED = 0.98  # val/loss of a run that has learned something, relative to that before its first step

@@ -1,10 +1,9 @@
-"""The run folder: its contents, and functions that locate, create, reopen and write it. Imports no torch.
+"""The run folder: its files, and functions that locate, create, reopen and write it. Imports no torch.
 
 A run writes only inside its own folder, even if the folder came from someone else: links leading out are refused.
 """
 
 import contextlib
-import glob
 import json
 import os
 import shutil
@@ -15,12 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.config import compose as config_rules
-from lmtrain.config.constraints import MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION
-from lmtrain.config.fingerprint import read_config, short_hash, trained_otherwise
-from lmtrain.config.keys import flat, keys_in, value_of
 from lmtrain.config.override_text import typed_keys
-from lmtrain.config.schema import BUDGETS, Config
-from lmtrain.data.store.contents import version_of
+from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, writing
 from lmtrain.files import (
     CHECKPOINT,
@@ -33,9 +28,8 @@ from lmtrain.files import (
     write_atomic,
 )
 from lmtrain.run_folder import lock as run_lock
-from lmtrain.run_folder.cut_back import last_rows
+from lmtrain.run_folder.links import refuse_links
 from lmtrain.secrets import shown_in
-from lmtrain.terminal import counted
 
 
 class RunDir:
@@ -170,94 +164,6 @@ def continue_after_restart(config: Config, run: RunDir) -> None:
         config.run.resume = "auto"
 
 
-def asked(config: Config) -> dict[str, Any]:
-    """Returns the config values that determine the length of a run."""
-    t, chosen = config.trainer, config.budget.chosen
-    budget = {} if chosen is None else {chosen: getattr(config.budget, chosen)}
-    return {"max_steps": t.max_steps, "max_epochs": t.max_epochs, **budget}
-
-
-def is_finished(config: Config) -> bool:
-    """Returns whether the run of this config has ended with the same length and settings; prints a message if so.
-
-    Settings that only say how a result is computed or shown are not compared. Of a run with others, the session finds
-    out whether it may go on.
-    """
-    folder = RunDir(locate(config))
-    if resume_mode(config) != "auto" or not folder.config.exists():
-        return False
-    summary = ended(folder)
-    if summary is None or summary.get("asked") != asked(config):
-        return False
-    if trained_otherwise(last_start(folder, config), config, PREPARED, MODEL, TRAJECTORY, RATE, VALIDATION):
-        return False
-    begun = [{}, *last_rows(folder.starts)][-1]
-    if begun.get("files") != files_named(config):  # maybe of the same content: the session compares it
-        return False
-    print(nothing_to_do(folder))
-    return True
-
-
-def files_named(config: Config) -> str:
-    """Returns a hash of path, size, times and inode of the files here that the config names, as `version_of`.
-
-    A file that is replaced by an older one, as mv, rsync -t and tar do, has another inode or change time.
-    """
-    whole = Path("/")  # is refused when the data is opened
-    named = (path for path in _named_files(config) if path.resolve() != whole)
-    files = (p for path in named for p in (path, *sorted(path.rglob("*"))) if p.is_file())
-    return short_hash([[str(path.absolute()), version_of(path)] for path in files])
-
-
-def _named_files(config: Config) -> Iterator[Path]:
-    """Yields the files and folders here that the config names, of which a resumed run compares the content."""
-    values = (value_of(config, key.name) for key in keys_in(config) if key.by_content)
-    for _, name in (pair for value in values for pair in flat(value)):
-        if isinstance(name, str):
-            yield from (Path(path) for path in glob.iglob(os.path.expanduser(name), recursive=True))
-
-
-def last_start(run: RunDir, config: Config) -> dict[str, Any]:
-    """Returns the values that the run's config.yaml has for the keys of `config`; {} if it can't be read."""
-    try:
-        return read_config(config_rules.read(run.config), config)
-    except UserError:
-        return {}
-
-
-def ended(folder: RunDir) -> dict[str, Any] | None:
-    """Returns the summary of a run with status finished or stopped_early, otherwise None."""
-    summary = folder.read_summary()
-    return summary if summary is not None and summary["status"] in ("finished", "stopped_early") else None
-
-
-def nothing_to_do(folder: RunDir) -> str:
-    """Returns the message for a finished run, which names the setting that would train it further."""
-    summary = folder.read_summary() or {}
-    asked, step = summary.get("asked") or {}, summary.get("step", 0)
-    epochs, early = asked.get("max_epochs"), summary.get("status") == "stopped_early"
-    key = f"trainer.max_steps={2 * max(step, (asked.get('max_steps') or 0) if early else 0)}"
-    if epochs is not None and asked.get("max_steps") != step:
-        key = f"trainer.max_epochs={2 * epochs}"
-    for budget in BUDGETS:
-        if asked.get(budget) is not None:
-            key = f"budget.{budget}={2 * asked[budget]:g}"
-    stopping = config_rules.read(folder.config).get("callbacks", {}).get("early_stopping", {}) if early else {}
-    if stopping.get("enabled"):
-        more, reached = f"patience={2 * stopping['patience']}", stopping.get("stop_at") is not None
-        key = f"callbacks.early_stopping.{'enabled=false' if reached else more}"
-    how = "stopped early" if early else "is finished"
-    finished = f"{folder.path} {how}: nothing to do after {counted(step, 'step')}"
-    if summary.get("ended_by") is not None:
-        of_mixture = summary["ended_by"] == "data.mixture"
-        by = "its mixture's epochs end" if of_mixture else f"trainer.max_epochs={epochs} ends"
-        return (
-            f"{finished}, where {by} it: more minutes add no step, and further passes over "
-            f"its data rarely help. For a new run, another run.name"
-        )
-    return f"{finished}. To train it further, the same command with {key}; for a new run, another run.name"
-
-
 def foreign_files(run: RunDir) -> list[Path]:
     """Returns the entries of a folder without a run, except the leftovers of a start that was killed early."""
     entries = [p for p in run.path.iterdir() if ".tmp" not in p.name and p.name != run_lock.NAME]
@@ -330,58 +236,3 @@ def write_tokenizer(run: RunDir, tokenizer: Any) -> None:
 
     with replacing(run.tokenizer, str(run.tokenizer), "free space there or set run.dir elsewhere") as temporary:
         tokenizers.save(tokenizer, temporary)
-
-
-def refuse_link_at(path: Path, folder: Path) -> None:
-    """Raises UserError if a path to be written resolves to a location outside of `folder`."""
-    target, inside = os.path.realpath(path), os.path.realpath(folder)
-    if target != inside and not target.startswith(f"{inside}/"):
-        raise UserError(
-            f"{path} is a link to {target}, outside of the run's folder, which would be written there: remove the "
-            f"link, or put the whole run where there is room (run.root)"
-        )
-
-
-def refuse_links(folder: Path) -> None:
-    """Raises UserError if a link inside a run's folder leads out of it, as writing would change files elsewhere.
-
-    Exempt are W&B's links to the log of its service: W&B makes one per start, and later starts do not write to it.
-    """
-    for place, below, files in os.walk(folder):
-        for path in (Path(place) / name for name in (*below, *files)):
-            if path.is_symlink() and not path.match("wandb/*run-*/logs/debug-core.log"):
-                refuse_link_at(path, folder)
-
-
-def gives_rewards(export: Path) -> bool:
-    """Returns whether an exported folder holds a model with a scalar head, or an adapter for one."""
-    adapter = export / "adapter_config.json"
-    if adapter.exists():
-        return json.loads(adapter.read_text(encoding="utf-8")).get("task_type") == "SEQ_CLS"
-    return any(str(name).endswith("ForSequenceClassification") for name in _config(export).get("architectures") or [])
-
-
-def predicts_masked_tokens(export: Path) -> bool:
-    """Returns whether an exported folder holds a model of masked tokens, which predicts no next token."""
-    config = _config(export)
-    return config.get("is_causal") is False and config.get("mask_token_id") is not None
-
-
-def brings_code(export: Path) -> bool:
-    """Returns whether an exported folder contains its own modeling code, which transformers runs only if trusted."""
-    return "auto_map" in _config(export)
-
-
-def _config(export: Path) -> dict[str, Any]:
-    path = export / "config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def loading_class(export: Path) -> tuple[str, str]:
-    """Returns the names of the package and the class that load an exported folder."""
-    kind, adapter = "SequenceClassification" if gives_rewards(export) else "CausalLM", export / "adapter_config.json"
-    if adapter.exists():
-        names_class = json.loads(adapter.read_text(encoding="utf-8")).get("auto_mapping")  # that of a wrapper
-        return "peft", "AutoPeftModel" if names_class else f"AutoPeftModelFor{kind}"
-    whole = any(name.endswith("ForConditionalGeneration") for name in _config(export).get("architectures") or [])
-    return "transformers", "AutoModelForImageTextToText" if whole else f"AutoModelFor{kind}"

@@ -19,7 +19,7 @@ from lmtrain.config.override_text import shell_word
 from lmtrain.config.schema import Config
 from lmtrain.config.targets import find_class
 from lmtrain.data import framing, hub, tokenizers
-from lmtrain.data.chat.jinja_rendering import find_template, with_options
+from lmtrain.data.chat.find_template import find_template, with_options
 from lmtrain.errors import RunError, UserError, first_line, nearest
 from lmtrain.files import absolute
 from lmtrain.models import folder
@@ -183,7 +183,7 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
     options: dict[str, Any] = {"local_files_only": offline, "trust_remote_code": code_runs}
     try:
         if is_adapter:
-            from lmtrain.adapters.lora import load_adapter
+            from lmtrain.adapters.lora_files import load_adapter
 
             model = load_adapter(path)
         elif path.exists() and is_exported(path):

@@ -142,7 +142,7 @@ def _check_template(plan: PipelinePlan, one: PlannedStage) -> None:
             f"the tokenizer that {behind[-1].name} trains has no chat template: choose one with data.chat_template "
             f"(alpaca, vicuna and zephyr need no tokens of their own)"
         )
-    from lmtrain.data.chat.jinja_rendering import NAMED
+    from lmtrain.data.chat.find_template import NAMED
 
     added = {token for s in behind for token in s.config.tokenizer.add_tokens or []}
     missing = [token for token in NAMED.get(templates[0] if templates else "", ()) if token not in added]

@@ -13,7 +13,8 @@ from pathlib import Path
 from lmtrain.data.store.contents import Facts
 from lmtrain.errors import UserError
 from lmtrain.files import first_unused, read_regular, write_atomic
-from lmtrain.run_folder.folder import RunDir, ended
+from lmtrain.run_folder.finished import ended
+from lmtrain.run_folder.folder import RunDir
 from lmtrain.stages.plan import PlannedStage
 
 FINISHED = "finished: skipped"  # shown in the plan for a stage that is not run again

@@ -18,7 +18,7 @@ from lmtrain import errors
 from lmtrain.config.effect import TRIAL
 from lmtrain.distributed.ranks import end_with_parent, without_ranks
 from lmtrain.errors import UserError
-from lmtrain.run_folder.folder import refuse_links
+from lmtrain.run_folder.links import refuse_links
 
 POLL_SECONDS = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # on these, running children save and end

@@ -1,140 +1,21 @@
-"""Jinja chat templates: finding them, rendering messages, the tokens that end an answer, and a sandbox.
-
-The sandbox limits the cost of a single operation of a template; jinja2's own sandbox limits only `range`. A single
-Python operation (a power with 400 million digits, a text repeated ten billion times) can't be interrupted by the time
-limit, so it is refused before it starts. transformers creates its sandbox from a class in its module's namespace;
-importing this module replaces that class by BoundedSandbox.
-"""
+"""Renders messages with a Jinja chat template, and knows the tokens that end an answer."""
 
 import contextlib
-import copy
-import itertools
 import json
 import re
-from collections.abc import Iterator
-from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
-import jinja2
 from jinja2 import TemplateError
-from jinja2.runtime import LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lmtrain.data.chat import TABLES
+from lmtrain.data.chat import template_sandbox  # noqa: F401  # which transformers renders in from now on
+from lmtrain.data.chat.beginnings import MessageReader, NeedsLaterMessages, reading
 from lmtrain.data.chat.conversations import Conversation
 from lmtrain.data.chat.special_text import special_tokens
 from lmtrain.data.chat.time_limits import TookTooLong, time_limit
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError
-
-ITEMS = 10_000_000  # maximum length of a repeated text or sequence
-BITS = 10_000  # maximum number of bits of a product or power of integers
-_WIDE = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")
-
-
-class LooksAhead(BaseException):
-    """Raised in a traced rendering that may depend on later messages; templates' tests catch every Exception."""
-
-
-class Trace:
-    """The messages that a template reads; notes the pieces of text written for each, and so for their beginnings.
-
-    A template that has read nothing but the first i messages so far writes the same for every longer conversation.
-    So it may go through the messages once, in order, writing something for each, and read single ones (`messages[0]`)
-    up to the current one; whatever else it asks of them raises LooksAhead.
-
-    ends: the ascending numbers of messages of the beginnings, the last of which is all messages.
-    """
-
-    def __init__(self, ends: list[int]) -> None:
-        self._shortest, self._longest, self._start = ends[0], ends[-1], 0
-        self._all: list[Any] = []
-        self._pieces: list[str] = []
-        self._borders: dict[int, int] = {}  # number of pieces written before each message, and before the rest
-
-    def render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        self._all = variables["messages"]
-        for piece in template.generate(**variables | {"messages": self}):
-            self._pieces.append(piece)
-        return "".join(self._pieces)
-
-    def text(self, shown: int) -> str:
-        """Returns the text of the first `shown` messages; raises LooksAhead if it doesn't follow from the pieces."""
-        borders = self._borders
-        if self._longest not in borders or any(a == b for a, b in itertools.pairwise(borders.values())):
-            raise LooksAhead
-        return "".join(self._pieces[: borders[shown]] + self._pieces[borders[self._longest] :])
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._borders or self._start >= self._shortest:
-            raise LooksAhead
-        for i in range(self._start, self._longest):
-            self._borders[i] = len(self._pieces)
-            yield self._all[i]
-        self._borders[self._longest] = len(self._pieces)
-
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice) and at.stop is at.step is None and isinstance(at.start, int) and at.start >= 0:
-            rest = copy.copy(self)
-            rest._start += at.start
-            return rest
-        current = -1 if self._longest in self._borders else max(self._borders, default=-1)
-        if isinstance(at, int) and 0 <= at < max(self._shortest, current + 1) - self._start:
-            return self._all[self._start + at]
-        raise LooksAhead
-
-    def _refuse(self, *_: object) -> Any:
-        raise LooksAhead
-
-    __len__ = __eq__ = __repr__ = _refuse
-
-
-_trace: ContextVar[Trace | None] = ContextVar("trace", default=None)
-
-
-class TracedTemplate(jinja2.Template):
-    """A template whose `messages` are the Trace in `_trace`, if there is one."""
-
-    def render(self, *args: Any, **variables: Any) -> str:
-        trace = _trace.get()
-        return super().render(*args, **variables) if trace is None else trace.render(self, variables)
-
-
-class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """A sandbox whose `*`, `**` and `%` raise OverflowError for results larger than ITEMS or BITS allow."""
-
-    intercepted_binops = frozenset({"*", "**", "%"})
-    template_class = TracedTemplate
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if isinstance(obj, LoopContext):  # read for each message by many templates, all its attributes are safe
-            if attr in ("last", "nextitem") and _trace.get() is not None:
-                raise LooksAhead
-            return not attr.startswith("_")
-        return super().is_safe_attribute(obj, attr, value)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if _too_large(operator, left, right):
-            raise OverflowError(f"the result of {operator} would be too large for a chat template")
-        return super().call_binop(context, operator, left, right)
-
-
-def _too_large(operator: str, left: Any, right: Any) -> bool:
-    if operator == "%":
-        return isinstance(left, str) and bool(_WIDE.search(left))
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-        return bits > BITS
-    items, times = (right, left) if isinstance(left, int) else (left, right)
-    return operator == "*" and isinstance(times, int) and hasattr(items, "__len__") and len(items) * times > ITEMS
-
-
-chat_template_utils.ImmutableSandboxedEnvironment = BoundedSandbox
-
 
 Span = tuple[int, int]  # characters [start, end) of a text
 PATIENCE = 10.0  # seconds allowed for one conversation, a thousand times what long ones need
@@ -174,7 +55,7 @@ class Template:
         keys = () if "reasoning_content" in every else ("thinking", "reasoning")
         self._thought = next((key for key in keys if re.search(rf"message\W+(get\W+)?{key}\b", every)), "")
         self.special_tokens = special_tokens(tokenizer)
-        # What it has counted over the messages may matter behind them, where a Trace doesn't see it.
+        # What it has counted over the messages may matter behind them, where a MessageReader doesn't see it.
         self._keeps_state = bool(re.search(r"\b(namespace|cycler|joiner)\b", every))
         self._in_parts = self._arguments_in_text = False
         self._known: dict[str, str] = {}  # texts by what they were rendered from
@@ -237,15 +118,10 @@ class Template:
     ) -> list[str]:
         """Renders messages[:end] for each of the ascending `ends`, all at once where the template allows it."""
         if len(ends) > 1 and not self._keeps_state:
-            trace = Trace(ends)
-            token = _trace.set(trace)
-            try:
+            reader = MessageReader(ends)
+            with contextlib.suppress(NeedsLaterMessages, BadRow), reading(reader):
                 self._rendered([messages[: ends[-1]]], tools, where, **options)
-                return [trace.text(end) for end in ends]
-            except (LooksAhead, BadRow):
-                pass
-            finally:
-                _trace.reset(token)
+                return [reader.text(end) for end in ends]
         return self.render_texts([messages[:end] for end in ends], tools, where, **options)
 
     def render_marked(
@@ -323,69 +199,3 @@ def thought_of(turn: dict[str, Any]) -> str:
         return str(turn["reasoning_content"]).strip()
     before, closed, _ = turn["content"].partition(CLOSE)
     return before.strip().removeprefix(OPEN).strip() if closed else ""
-
-
-def reads(template: str, variable: str) -> bool:
-    """Returns whether a template mentions a variable."""
-    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
-
-
-def with_options(template: str, label: str, options: dict[str, Any], key: str = "data.template_options") -> str:
-    """Returns a template with `options`, the value of `key`, as the values of variables that a caller leaves out.
-
-    So whatever renders it later, here or in another program, renders it as in training.
-
-    Raises:
-        UserError: the template reads no such variable.
-    """
-    for name in options:
-        if not name.isidentifier() or not reads(template, name):
-            raise UserError(f"{key}.{name}: the chat template ({label}) reads no variable of that name")
-    said = "".join(
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
-        for name, value in options.items()
-    )
-    return f"{said}\n{template}" if said else template  # as transformers renders it, the line's end goes
-
-
-_FOLDER = Path(__file__).parent / "jinja"
-NAMED: dict[str, list[str]] = TABLES["templates"]  # the special tokens that each template writes
-
-
-def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str, str | None]:
-    """Returns the Jinja text of data.chat_template, its label for messages, and the text for rows with tools, if any.
-
-    Args:
-        name: None for the tokenizer's own template, auto for that or else alpaca, one of `NAMED`, or a path to a Jinja
-            file.
-
-    Raises:
-        UserError: there is no such template, or the tokenizer lacks special tokens of a named template.
-    """
-    known = ", ".join(sorted(NAMED))
-    if name == "auto":
-        name = None if tokenizer.chat_template else "alpaca"
-    if name is None:
-        own: Any = tokenizer.chat_template
-        named = own if isinstance(own, dict) else {"default": own}
-        if isinstance(named.get("default"), str):
-            return named["default"], "the tokenizer's own", named.get("tool_use")
-        found = f"{tokenizer.name_or_path}: chat_template of the tokenizer is {own!r:.80}, and no Jinja text"
-        if own is None:
-            found = "the tokenizer has no chat template"
-        elif isinstance(own, dict):
-            found = f"the tokenizer has the chat templates {', '.join(own)}, and none for every conversation (default)"
-        raise UserError(f"{found}: choose one with data.chat_template ({known}, or a Jinja file)")
-    if name not in NAMED:
-        path = Path(name).expanduser()
-        if not path.is_file():
-            raise UserError(f"data.chat_template={name} is neither a file nor one of {known}")
-        return path.read_text(encoding="utf-8"), str(path), None
-    vocabulary = tokenizer.get_vocab()
-    missing = [token for token in NAMED[name] if token not in vocabulary]
-    if missing:
-        raise UserError(
-            f"data.chat_template={name}: the tokenizer has no {' '.join(missing)}: add them with 'tokenizer.add_tokens="
-            f"[{','.join(missing)}]', or choose a template that needs none (alpaca, zephyr, vicuna)"
-        )
-    return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), name, None

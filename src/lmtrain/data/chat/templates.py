@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data import framing
 from lmtrain.data.chat.conversations import Completion, Conversation
-from lmtrain.data.chat.jinja_rendering import answers_of, find_template, reads, with_options
+from lmtrain.data.chat.find_template import find_template, reads, with_options
+from lmtrain.data.chat.jinja_rendering import answers_of
 from lmtrain.data.chat.rendering import LABELS, ChatTemplate, Rendered, check_tools, unshown
 from lmtrain.data.chat.replies import Replies
 from lmtrain.data.chat.special_text import (
