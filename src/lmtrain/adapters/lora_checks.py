@@ -97,14 +97,12 @@ def refuse_tied_lora(model: PreTrainedModel) -> None:
     adapted = [hasattr(m, "lora_A") for m in (head, embedding)]
     if any(adapted) and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         raise UserError(
-            "peft.target_modules: this model's input and output embeddings share one matrix (tied weights), and "
-            "LoRA on either of them would untie them: leave them out, or train the matrix in full with "
-            "peft.modules_to_save=[embed_tokens]"
+            "peft.target_modules: this model's input and output embeddings share one matrix (tied weights), which LoRA "
+            "would untie: leave them out, or train it in full with peft.modules_to_save=[embed_tokens]"
         )
     if adapted[0] and any(getattr(head, "use_dora", {}).values()):
         raise UserError(
-            "peft.use_dora=true on the output layer is not possible: leave it out of peft.target_modules, or train "
-            "it in full with peft.modules_to_save"
+            "peft.use_dora=true on the output layer is not possible: train that in full with peft.modules_to_save"
         )
 
 

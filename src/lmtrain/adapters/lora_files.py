@@ -40,8 +40,7 @@ def continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]
         if has_scalar_head(model) != (config.task_type == SCALAR):
             does = "predicts tokens" if has_scalar_head(model) else "gives rewards"
             raise UserError(
-                f"peft.adapter={name} is of a model that {does}, and this run trains another kind: merge it into its "
-                f"base (export.merge=true) and start from that"
+                f"peft.adapter={name} is of a model that {does}: merge it into its base (export.merge=true) first"
             )
         config.lora_dropout = cfg.dropout
         names = _inner(name, config, model)
@@ -59,8 +58,7 @@ def continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]
     if odd := sorted(expected ^ held):
         what = "lacks" if odd[0] in expected else "contains weights that match no part of the model:"
         raise UserError(
-            f"peft.adapter={name} {what} {odd[0]} (and {len(odd) - 1} more): merge it into its base with peft's "
-            f"merge_and_unload and start from that model"
+            f"peft.adapter={name} {what} {odd[0]} (and {len(odd) - 1} more): start from a model that it is merged into"
         )
     return peft
 

@@ -90,8 +90,7 @@ def _check_same(wanted: MemorySettings, there: MemorySettings, folder: Path) -> 
         if new != old and field.name != "router_noise":
             old = str(list(old)).replace(" ", "") if isinstance(old, tuple) else old
             raise UserError(
-                f"memory.{field.name} of the memory in {folder} is {old}: set memory.{field.name}={old} to go on "
-                f"training it, or name the base in model.name_or_path to begin a new one"
+                f"memory.{field.name} of the memory in {folder} is {old}: set it to that, or begin anew on its base"
             )
 
 

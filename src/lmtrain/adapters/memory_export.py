@@ -30,8 +30,7 @@ def check_exportable(model: PreTrainedModel) -> None:
     name = type(model).__name__.removeprefix("FSDP")
     if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model.config.model_type) != name:
         raise UserError(
-            f"a memory of {name} can't be exported: its class is not transformers' own for {model.config.model_type}; "
-            f"set export.enabled=false, and generate from the run (run_dir=...)"
+            f"a memory of {name}, no class of transformers' own, can't be exported: set export.enabled=false"
         )
 
 

@@ -116,8 +116,7 @@ def check_weights(module: nn.Module, saved: Mapping[str, Any]) -> None:
         expected = list(full_shape(parameter))
         if shape != expected:
             raise UserError(
-                f"the checkpoint's {name} is {shape} where this run's model has {expected}: it is of another model "
-                f"(config.yaml of its run says which), or damaged"
+                f"the checkpoint's {name} is {shape} where this run's model has {expected}: another model's, or damaged"
             )
 
 

@@ -129,8 +129,8 @@ def _gather(temporary: Path, ranks: int) -> list[dict[str, Any]]:
         while not note.exists():
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"rank {rank} has not written its part of the checkpoint within {world.patience():g} s: raise "
-                    "trainer.rank_timeout if the disk is slow"
+                    f"rank {rank} has not written its checkpoint within {world.patience():g} s: raise "
+                    "trainer.rank_timeout"
                 )
             time.sleep(_POLL_SECONDS)
         notes.append(json.loads(note.read_text()))

@@ -131,9 +131,8 @@ def newest_complete(
     if damaged:
         listed = ", ".join(f"{name} ({what})" for name, what in damaged.items())
         raise UserError(
-            f"no checkpoint in {folder} can be continued, all are damaged: {listed}. Nothing was removed. To start "
-            f"over, choose another run.name (or run.dir); to continue, put an undamaged copy of one back in its place, "
-            f"or name the folder of one that is somewhere else: run.resume=<folder>"
+            f"no checkpoint in {folder} can be continued, all are damaged: {listed}. Nothing was removed. Put an "
+            f"undamaged copy back, name one elsewhere (run.resume=<folder>), or start over with another run.name"
         )
     return None
 

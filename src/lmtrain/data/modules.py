@@ -99,8 +99,8 @@ class TokenDataModule(pl.LightningDataModule):
         end = mixture.end if mixture is not None and most > self.total_steps else None
         if end is not None and self.sizes.before(most) > end:
             raise UserError(
-                f"data.mixture: every source that has a weight is used up before the Trainer's {most:,} steps: set its "
-                f"max_steps to {self.sizes.step_of(end):,}, or raise or leave out a max_epochs of data.mixture"
+                f"data.mixture: all sources are used up before the Trainer's {most:,} steps: set its max_steps to "
+                f"{self.sizes.step_of(end):,}, or raise a max_epochs of data.mixture"
             )
         items = max(self.total_steps, trainer.max_steps)
         stop = items if trainer.max_steps > 0 or trainer.max_epochs == 1 else sys.maxsize

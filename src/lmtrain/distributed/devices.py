@@ -62,8 +62,7 @@ def resolve_auto(config: Config) -> None:
         t.activation_checkpointing = False
     if t.activation_checkpointing == "offload" and t.accelerator != "cuda":
         raise UserError(
-            "trainer.activation_checkpointing=offload moves activations from a GPU to host memory, but on a CPU "
-            "they are in host memory already: set trainer.activation_checkpointing=true"
+            "trainer.activation_checkpointing=offload moves activations from a GPU to the host: on a CPU set it to true"
         )
 
 

@@ -128,10 +128,7 @@ def check_model(run: RunDir, model: PreTrainedModel, merge: bool) -> None:
         return
     memory_export.check_exportable(model)
     if merge:
-        raise UserError(
-            "export.merge=true: a memory can't be merged into its base, since what a token reads depends on its hidden "
-            "state, which no weight of the base can express; the export holds base and memory: leave export.merge out"
-        )
+        raise UserError("export.merge=true: a memory can't be merged into its base: leave export.merge out")
 
 
 def plain(model: PreTrainedModel) -> PreTrainedModel:
@@ -243,8 +240,8 @@ def compare(live: torch.Tensor, tolerance: float, model: PreTrainedModel, folder
     difference = (live - loaded).abs().max().item()
     if not difference <= tolerance * max(1.0, live.abs().max().item()):
         raise RunError(
-            f"the export reloads to different logits (by {difference:.2g}, allowed {tolerance:g} of the largest): it "
-            f"was not kept; the checkpoints are untouched. Please report this with the run's config.yaml"
+            f"the export reloads to different logits (by {difference:.2g}, allowed {tolerance:g} of the largest) and "
+            "was not kept; the checkpoints are untouched. Please report this with the run's config.yaml"
         )
 
 

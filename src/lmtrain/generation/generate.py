@@ -137,8 +137,8 @@ class AnswersFile:
             begins = _line(*asked[number], "").removesuffix('"}\n').encode() if number < len(asked) else b"\n"
             if not line.startswith(begins) and not begins.startswith(line):
                 raise UserError(
-                    f"generate.out={self.name}: line {number + 1} is not the answer that this command writes there, "
-                    f"and it would go on after the lines of the file: name another file, or remove this one"
+                    f"generate.out={self.name}: line {number + 1} is not the answer that this command writes there: "
+                    "name another file"
                 )
 
     def _open(self, path: Path) -> BinaryIO:

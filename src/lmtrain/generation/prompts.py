@@ -43,8 +43,8 @@ def prompts_of(settings: SamplesConfig, corpus: Corpus, system_prompt: str | Non
             return continuations(corpus.val, corpus.tokenizer, settings.rows, settings.max_new_tokens)
         if settings.metrics and settings.prompts:
             raise UserError(
-                "callbacks.samples.metrics compares samples with the text that follows the prompt in the data, "
-                "but your own callbacks.samples.prompts have no such text: leave one of the two out"
+                "callbacks.samples.metrics compares with text of the data, and your own callbacks.samples.prompts "
+                "have none: leave one of the two out"
             )
         asked = settings.prompts or [a_prompt(corpus.val or corpus.train, corpus.tokenizer)]
         return [Prompt(text, text) for text in asked]

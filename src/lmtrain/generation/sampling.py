@@ -147,8 +147,8 @@ def _check_ids(model: Any, rows: list[list[int]]) -> None:
     highest, known = max(max(row) for row in rows), getattr(model.config, "vocab_size", None)
     if known is not None and highest >= known:
         raise UserError(
-            f"the tokenizer gives the id {highest}, and the model has {known:,} embeddings (vocab_size): take the "
-            f"tokenizer that the model was trained with"
+            f"the tokenizer gives the id {highest}, and the model has {known:,} embeddings: take the one it was "
+            "trained with"
         )
 
 

@@ -60,8 +60,7 @@ def parameter_groups(
     trainable = {name: parameter for parameter, name in first_names.items() if parameter.requires_grad}
     if not trainable:
         raise UserError(
-            f"the model has no trainable parameter ({len(first_names)} are frozen): nothing would be learned; "
-            f"unfreeze some of them, or train an adapter on top"
+            f"the model has no trainable parameter ({len(first_names)} are frozen): unfreeze some, or train an adapter"
         )
     rules = [_rule(entry, index, cfg) for index, entry in enumerate(cfg.groups)]
     rest = _Rule("", "", cfg.lr, cfg.weight_decay)
@@ -108,8 +107,7 @@ def _rule(entry: dict[str, Any], index: int, cfg: OptimizerConfig) -> _Rule:
     pattern = entry.get("pattern") or PRESETS.get(str(entry.get("name")))
     if not isinstance(pattern, str) or not pattern:
         raise UserError(
-            f"{where} has no pattern: give a regular expression for parameter names, such as 'lora_', or one of the "
-            f"names {', '.join(PRESETS)}"
+            f"{where} has no pattern: give a regular expression, such as 'lora_', or one of {', '.join(PRESETS)}"
         )
     regular_expression(f"{where}.pattern", pattern)
     values = {}

@@ -90,8 +90,8 @@ class CodeTests(Reward):
         held = isolation(network)
         if held is None and not network:
             raise UserError(
-                "reward=code: this system doesn't let your processes have namespaces, so code in answers could use the "
-                "network: run in a container without network and set reward.network=true"
+                "reward=code: this system allows no namespaces, so code in answers could use the network: run in a "
+                "container without network and set reward.network=true"
             )
         self.column, self.seconds, self.memory, self.network = column, seconds, memory_mb * 2**20, network
         self.isolated, self.jobs = held is not None, jobs or os.cpu_count() or 1

@@ -90,8 +90,7 @@ def load(name: str, key: str) -> tuple[PreTrainedModel, Any]:
         raise UserError(f"{key} can't be loaded ({type(error).__name__}: {first_line(error)})") from error
     if model is None:
         raise UserError(
-            f"{key} has no scalar head (num_labels=1), so it gives no reward: train one with objective=reward, or name "
-            f"a ...ForSequenceClassification model with one label"
+            f"{key} has no scalar head (num_labels=1), so it gives no reward: train one with objective=reward"
         )
     set_padding(model, tokenizer)
     return model.eval().requires_grad_(False), tokenizer

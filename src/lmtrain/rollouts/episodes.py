@@ -121,9 +121,9 @@ class Player:
         longest = max((len(episode.prompt) for episode in active), default=0)
         if longest + sampling.max_new_tokens > self.limits.tokens:
             raise UserError(
-                f"objective.environment: a prompt has {longest:,} tokens as the chat template writes it, and with "
-                f"objective.max_new_tokens={sampling.max_new_tokens} it exceeds the {self.limits.tokens:,} tokens that "
-                f"the model or objective.max_total_tokens allows: shorten it, or change one of these"
+                f"objective.environment: a prompt has {longest:,} tokens, and with objective.max_new_tokens="
+                f"{sampling.max_new_tokens} it exceeds the {self.limits.tokens:,} tokens that the model or "
+                f"objective.max_total_tokens allows: shorten it, or change one of these"
             )
         sampling = sampling._replace(end_ids=tuple(dict.fromkeys([*sampling.end_ids, *self.call_ends])))
         kept: Kept = {}

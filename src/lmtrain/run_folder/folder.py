@@ -91,8 +91,7 @@ class RunDir:
             return None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(
-                f"{self.summary} can't be read: {error}. Nothing was changed. Move it away, and the same command "
-                f"continues the run from its newest checkpoint"
+                f"{self.summary} can't be read: {error}. Move it away to continue the run from its newest checkpoint"
             ) from None
         return summary
 

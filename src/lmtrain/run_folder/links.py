@@ -11,8 +11,7 @@ def refuse_link_at(path: Path, folder: Path) -> None:
     target, inside = os.path.realpath(path), os.path.realpath(folder)
     if target != inside and not target.startswith(f"{inside}/"):
         raise UserError(
-            f"{path} is a link to {target}, outside of the run's folder, which would be written there: remove the "
-            f"link, or put the whole run where there is room (run.root)"
+            f"{path} is a link to {target}, outside of the run's folder: remove it, or move the whole run (run.root)"
         )
 
 

@@ -67,8 +67,7 @@ def _wait(lock: FileLock, folder: Path, patience: float) -> None:
             raise _removed(folder)
     except Timeout:
         raise RunError(
-            f"another process has been training in {folder} for {patience:.0f} s while this one waited: "
-            f"let it finish or end it, or give this run another run.name"
+            f"another process has been training in {folder} for {patience:.0f} s: end it, or choose another run.name"
         ) from None
     except FileNotFoundError:
         raise _removed(folder) from None

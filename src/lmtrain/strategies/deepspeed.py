@@ -232,9 +232,8 @@ def _check_nvme() -> None:
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise UserError(
-            "offloading to nvme needs DeepSpeed's async_io, which is compiled when it is first used, and libaio was "
-            "not found: apt install libaio-dev g++ (or dnf install libaio-devel gcc-c++). One somewhere else is found "
-            "with CPATH=<its headers> LIBRARY_PATH=<its folder> LD_LIBRARY_PATH=<its folder>. Or offload to cpu"
+            "offloading to nvme needs DeepSpeed's async_io, and libaio was not found: apt install libaio-dev g++, or "
+            "name its folders in CPATH, LIBRARY_PATH and LD_LIBRARY_PATH, or offload to cpu"
         )
 
 

@@ -175,7 +175,7 @@ def detect(kind: str, columns: Iterable[str], cfg: DataConfig) -> RowColumns:
         needs = " and ".join(" or ".join(one) for one in _lacking(_reading(tried[0], names, cfg), cfg))
         raise UnfitColumns(
             f"data.conversation_format={wanted} needs the column {needs}, and the rows have {listed}: name it with "
-            f"data.columns, for example data.columns={{{needs.split(' ')[0]}: {names[0] if names else 'its_name'}}}"
+            f"data.columns={{{needs.split(' ')[0]}: {names[0] if names else 'its_name'}}}"
         )
     example = "{chosen: ..., rejected: ...}" if kind == "pairs" else "{prompt: ..., response: ...}"
     template = ", or write data.prompt_template and data.response_template with {column} in them"

@@ -99,8 +99,8 @@ def check_untrained(counts: Counts, cfg: DataConfig, name: str, group: int) -> N
         raise UserError(
             f"{counts.untrained:,} of {counts.seen(group):,} {name} rows have no learned token, the first is "
             f"{counts.untrained_at}: {counts.untrained_text}. Is data.max_length={cfg.max_length} too short "
-            f"(data.on_too_long={cfg.on_too_long}), or data.train_on={cfg.train_on} wrong for this data? python -m "
-            f"lmtrain.inspect shows the rows that are left; data.max_untrained={cfg.max_untrained} is the share allowed"
+            f"(data.on_too_long={cfg.on_too_long}), or data.train_on={cfg.train_on} wrong for this data? Share "
+            f"allowed: data.max_untrained={cfg.max_untrained}"
         )
 
 
@@ -118,8 +118,7 @@ def check_lost(counts: Counts, cfg: DataConfig, name: str) -> None:
     if lost is not None:
         raise UserError(
             f"{counts.lost[lost]:,} of {counts.rows:,} {name} rows: {lost}, the first is {counts.remarks_at[lost]}. "
-            f"Choose a template that shows it with data.chat_template, take it out of the rows, or allow it with "
-            f"data.max_untrained=1 (now {cfg.max_untrained}, the share of rows that may lose something)"
+            "Choose a template that shows it (data.chat_template), remove it, or allow it: data.max_untrained=1"
         )
 
 

@@ -166,8 +166,8 @@ def _open_plain(folder: Path, split: str) -> SplitBins:
         raise UserError(f"{file} is empty")
     if (other := _other_layout(file)) is not None:
         raise UserError(
-            f"{file} holds {other}, where nanoGPT's {dtype} is read, so the model would learn other tokens than are "
-            f"meant: write it as {dtype} without a header, or prepare the text with lmtrain.prepare"
+            f"{file} holds {other}, where nanoGPT's {dtype} is read: write it as {dtype} without a header, or prepare "
+            "the text with lmtrain.prepare"
         )
     return SplitBins([Shard(file, dtype, tokens, {})], tokens, None, None, dtype, None)
 

@@ -165,8 +165,8 @@ def check(
         now = found[folder / name]
         if written is not None and now != written:
             raise UserError(
-                f"{folder / name} was changed after it was prepared: it was written with sha256 {written[:16]}..., and "
-                f"has {now[:16]}... now. Put the file back, or delete {folder} and prepare the data again"
+                f"{folder / name} was changed after it was prepared (sha256 {written[:16]}..., now {now[:16]}...): "
+                f"put the file back, or delete {folder} and prepare the data again"
             )
     return {path.name: now for path, now in found.items()}
 
