@@ -40,6 +40,7 @@ def build_trainable_model(config: Config, tokenizer: Any, in_files: bool = False
     quantized.check_shared_out(model, t.strategy)
     if model.device.type == "meta":
         quantized.quantise_shapes(model, loading)
+    # The adapters, each frozen base being trained only if optimizer.groups says so.
     if config.peft.method != "none":
         quantized.make_trainable_on_cpu(model)
     if config.peft.method == "lora":

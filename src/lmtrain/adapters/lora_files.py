@@ -42,6 +42,7 @@ def continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]
             raise UserError(
                 f"peft.adapter={name} is of a model that {does}: merge it into its base (export.merge=true) first"
             )
+        # Its weights go under the names of this model.
         config.lora_dropout = cfg.dropout
         names = _inner(name, config, model)
         peft = PeftModel.from_pretrained(model, name, is_trainable=True, config=config, key_mapping=names)
@@ -54,6 +55,7 @@ def continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]
             f"peft.adapter={name} can't be loaded onto this model ({first_line(error)}): give the folder with its "
             f"adapter_config.json or its hub name, and the base it was trained on as model.name_or_path"
         ) from error
+    # peft takes what fits and is silent about the rest.
     expected = set(get_peft_model_state_dict(peft, save_embedding_layers=False))
     if odd := sorted(expected ^ held):
         what = "lacks" if odd[0] in expected else "contains weights that match no part of the model:"

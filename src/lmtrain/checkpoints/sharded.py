@@ -54,12 +54,14 @@ def prepare(checkpoint: dict[str, Any], path: Path, take: Callable[[Any], Any] |
         take: copies the tensors of a tree to host memory, if training continues while the job runs; else None.
     """
     rank, ranks = world.rank(), world.size()
+    # Where each rank's pieces of the tensors go in the two files.
     optimizers, states = _without_tensors(checkpoint["optimizer_states"])
     files = {store.MODEL: checkpoint["state_dict"], store.OPTIMIZER: states}
     layouts = {name: lay_out(tensors) for name, tensors in files.items()}
     temporary = path.with_name(f"{path.name}.tmp")
     if not world.from_first(lambda: _create(path, temporary, layouts)):
         return None
+    # Copied now, written by the job.
     found = {name: pieces(tensors, layouts[name], rank) for name, tensors in files.items()}
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"} | {"optimizer_states": optimizers}
     if take is not None:

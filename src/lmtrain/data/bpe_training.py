@@ -28,6 +28,7 @@ def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text:
     Raises:
         RunError: the training process ended unexpectedly, for example for lack of memory.
     """
+    # In a process of its own, so that its memory is given back and Ctrl-C ends it.
     asked = {"vocab_size": vocab_size, "min_frequency": min_frequency, "end_of_text": end_of_text}
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
@@ -37,6 +38,7 @@ def train(text: Iterator[str], vocab_size: int, min_frequency: int, end_of_text:
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
     )
+    # It reads the text line by line and prints the tokenizer.
     ended = contextlib.suppress(BrokenPipeError)  # raised where the process has ended; its exit code says how
     assert process.stdin is not None
     assert process.stdout is not None

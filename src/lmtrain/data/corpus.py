@@ -247,6 +247,7 @@ def _mixture(config: Config) -> Corpus:
     parts = prepare_mixture(config.data, config.tokenizer)
     trained = [part.splits["train"] for _, part in parts]
     held_out = [part.splits["val"] for _, part in parts if "val" in part.splits]
+    # The rows of each source, and the order that mixes them by weight.
     sources = []
     for source, part in parts:
         with naming(f"data.mixture, {source.label} ({part.folder})"):

@@ -41,23 +41,27 @@ def resolve_auto(config: Config) -> None:
             advice = why_not_used() or "set trainer.accelerator=cpu, or install a CUDA build of torch"
             raise UserError(f"trainer.accelerator={t.accelerator}, torch {torch.__version__} sees no CUDA: {advice}")
         t.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    # How many devices,
     if t.devices == "auto":
         t.devices = torch.cuda.device_count() if t.accelerator == "cuda" else 1
     t.devices = int(t.devices)
     if t.accelerator == "cuda" and t.devices > torch.cuda.device_count():
         raise UserError(f"trainer.devices={t.devices}, but this machine has {torch.cuda.device_count()}")
+    # in which precision,
     if t.precision == "auto":
         t.precision = best_precision(t.accelerator, *_products_of(config))
         if t.strategy in SHARING and t.precision == "16-mixed":
             t.precision = "32-true"  # sharded training has no gradient scaler
     if t.strategy == "deepspeed":
         adopt_file(t)
+    # compiled or not,
     obstacle = why_not_compiled(t)
     if t.compile == "auto":
         pays_off = (config.budget.minutes or 0) >= _LONG_MINUTES and t.devices == 1 and gains_on_cpu(config)
         t.compile = obstacle is None and (t.accelerator == "cuda" or pays_off)
     elif t.compile and obstacle is not None and t.strategy != "deepspeed":
         raise UserError(f"trainer.compile=true: {obstacle}; trainer.compile=false trains without, slower")
+    # and with which activations kept.
     if t.activation_checkpointing == "auto":
         t.activation_checkpointing = False
     if t.activation_checkpointing == "offload" and t.accelerator != "cuda":

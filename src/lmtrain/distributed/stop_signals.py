@@ -56,6 +56,7 @@ def preempted_by_signals() -> Iterator[None]:
         if len(came) == 1:  # another one must not end the cleaning up
             raise Preempted(number)
 
+    # A thread reads the signals from a pipe, as the main thread may be busy in C code.
     inbox, outbox = socket.socketpair()
     outbox.setblocking(False)
     wakeup_fd = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)

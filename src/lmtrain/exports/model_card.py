@@ -37,6 +37,7 @@ def write(folder: Path, run_config: Path, *, chat: bool, begins: bool, parameter
     adapter = (folder / "adapter_config.json").exists()
     config = dict(leaves_of(shown_in(safe_yaml.plain(read_regular(run_config)))))  # by dotted key
     name, scores = run_config.parent.name, scores_at(run_config.parent / "metrics.jsonl", step)
+    # The hub's name of what the model does.
     task = "text-generation"
     if predicts_masked_tokens(folder):
         task = "fill-mask"

@@ -98,6 +98,7 @@ def continued(
     """
     if len(rows) > 1 and "position_ids" not in inspect.signature(model.forward).parameters:
         return [continued(model, tokenizer, [row], max_new_tokens, seed, **settings)[0] for row in rows]
+    # Padded on the left, so that all rows go on at the same place.
     longest = max(map(len, rows))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     input_ids = torch.tensor(
@@ -106,6 +107,7 @@ def continued(
     mask = torch.tensor(
         [[0] * (longest - len(row)) + [1] * len(row) for row in rows], dtype=torch.int64, device=model.device
     )
+    # Drawn from the seed; the random state outside stays as it is.
     devices = [model.device] if model.device.type == "cuda" else []
     most = max(1, min(max_new_tokens, positions(model) - longest))
     with torch.random.fork_rng(devices), torch.no_grad(), generation_mode(model):

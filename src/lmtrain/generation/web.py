@@ -116,6 +116,7 @@ def application(names: list[str], talks: list[Talk], port: int) -> Starlette:
     """
     turns, one_at_a_time = _Turns(), [asyncio.Lock() for _ in talks]  # a model gives one answer at a time
 
+    # Three addresses: the page, the models, and the answer to a conversation.
     async def page(request: Request) -> Response:
         nonce = secrets.token_urlsafe(16)
         text = (files("lmtrain.generation") / "chat.html").read_text(encoding="utf-8").replace("NONCE", nonce)
@@ -135,6 +136,7 @@ def application(names: list[str], talks: list[Talk], port: int) -> Starlette:
             return JSONResponse({"error": f"no conversation: {error!r:.200}"}, 400)
         return StreamingResponse(_events(talk, text, one_at_a_time[number], turns), media_type="text/event-stream")
 
+    # Pages of others must not reach a model on this machine.
     def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
             if not is_from_here(dict(request.headers), port, request.method):

@@ -54,6 +54,7 @@ def parameter_groups(
 
     Raises UserError if nothing is trainable, or an entry of cfg.groups is malformed or matches nothing.
     """
+    # Trainable parameters, each once.
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in named_parameters:
         first_names.setdefault(parameter, name)
@@ -62,12 +63,14 @@ def parameter_groups(
         raise UserError(
             f"the model has no trainable parameter ({len(first_names)} are frozen): unfreeze some, or train an adapter"
         )
+    # The first entry of optimizer.groups whose pattern matches has it.
     rules = [_rule(entry, index, cfg) for index, entry in enumerate(cfg.groups)]
     rest = _Rule("", "", cfg.lr, cfg.weight_decay)
     owners = {name: next((r for r in rules if re.search(r.pattern, name)), rest) for name in trainable}
     for rule in rules:
         _check_matches(rule, owners)
 
+    # Within an entry, matrices decay and the rest doesn't, and Muon takes only some.
     adamw_pattern = cfg.adamw_pattern if isinstance(cfg, MuonConfig) else None
     members: dict[tuple[_Rule, str, bool], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, p in trainable.items():
@@ -107,7 +110,7 @@ def _rule(entry: dict[str, Any], index: int, cfg: OptimizerConfig) -> _Rule:
     pattern = entry.get("pattern") or PRESETS.get(str(entry.get("name")))
     if not isinstance(pattern, str) or not pattern:
         raise UserError(
-            f"{where} has no pattern: give a regular expression, such as 'lora_', or one of {', '.join(PRESETS)}"
+            f"{where} has no pattern: give a regular expression ('lora_'), or one of the names {', '.join(PRESETS)}"
         )
     regular_expression(f"{where}.pattern", pattern)
     values = {}

@@ -128,6 +128,7 @@ def _row_facts(corpus: Corpus, rows: Any, config: Config) -> list[tuple[str, str
         return [(f"rows of {config.data.seq_len:,} tokens", f"{len(rows):,}")] + [
             (name, f"{number:,}") for name, number in facts if number is not None
         ]
+    # Examples: what became of the rows,
     counts = Counts(**known)
     facts = [("rows in the data", counts.rows), ("examples", counts.examples), ("tokens", counts.tokens),
              ("truncated", counts.shortened), ("dropped: too long", counts.dropped),
@@ -142,6 +143,7 @@ def _row_facts(corpus: Corpus, rows: Any, config: Config) -> list[tuple[str, str
         lines.append(("began with the assistant", f"{counts.assistant_first:,}, whose first turns were dropped"))
     lines += bad_lines(counts)
     lines += [("note", line) for line in remark_lines(counts)]
+    # how they are laid out, and whether training refuses them.
     if isinstance(rows, PackedRows):
         packing = rows.packing
         lines.append(("packed", f"{len(packing):,} rows of {packing.capacity:,}, {packing.utilisation:.1%} full"))

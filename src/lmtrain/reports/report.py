@@ -74,6 +74,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
     """Collects the contents of a run's page; UserError if the folder is not a run's, or a file of it can't be read."""
     config, listed = shown_in(rules.read(run.config)), listing.read(run, ended)
     summary = dict(shown_in(run.told_summary()))
+    # Each file is read by itself, so that a message names the one that can't be.
     with _reading(run.starts):
         history = _history(run, summary)
     with _reading(run.samples):

@@ -233,6 +233,7 @@ class Peer:
 
     def pack(self, value: Any) -> Any:
         """Returns a value as JSON holds it: plain values as they are or [name, parts], others by their number."""
+        # Plain values are copied.
         kind = type(value)
         if kind in _SIMPLE:
             return value
@@ -245,6 +246,7 @@ class Peer:
         )
         if number is not None:
             return ["yours", number]
+        # Containers and values of the standard library are taken apart.
         name = _name_of(kind)
         if name in _ITEMS:
             return [name, [self.pack(one) for one in value]]
@@ -255,6 +257,7 @@ class Peer:
             return [name, _PARTS[name](value)]
         if f"{name}.fromisoformat" in _PARTS:
             return [f"{name}.fromisoformat", _PARTS[f"{name}.fromisoformat"](value)]
+        # The rest stays where it is.
         if isinstance(value, _VALUES):
             return self.like(value)
         return self.standard(value) or self.reference(value)

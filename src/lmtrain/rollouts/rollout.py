@@ -72,10 +72,12 @@ class Maker:
         """
         if not prompts:
             return [], Counter()
+        # A seed for each completion.
         keys = [
             [mix64(_ROLLOUT, self.seed, step, slot.epoch, slot.row, i, attempt) for i in range(self.group_size)]
             for slot in slots or prompts
         ]
+        # The completions: whole episodes with an environment, single answers without.
         played: list[list[Episode]] = []
         if self.player is not None:
             played = self.player.play(self.engine, self.sampling, prompts, slots or prompts, keys, self.seed)
@@ -86,6 +88,7 @@ class Maker:
             requests = [Request(p.ids, key) for p, own in zip(prompts, keys, strict=True) for key in own]
             completions = self.engine.generate(requests, self.sampling)
             texts = [self.decoder.decode(c.ids) for c in completions]
+        # Their rewards, from all columns of their rows but the prompt.
         rows = [p.columns for p in prompts for _ in range(self.group_size)]
         prompt_columns = [prompt_column(row, self.data) for row in rows]
         names = dict.fromkeys(itertools.chain.from_iterable(rows))
@@ -96,6 +99,7 @@ class Maker:
         columns |= columns_of([episode for own in played for episode in own]) if self.player else {}
         said = [row[name] for row, name in zip(rows, prompt_columns, strict=True)]
         scores = self.scorer(said, texts, columns)
+        # Their advantages over the others of their group.
         lengths = torch.tensor([len(c.log_probs) for c in completions], dtype=torch.int64)
         penalties = overlong_penalty(lengths, self.most, self.overlong_buffer)
         totals = (torch.tensor(scores.total, dtype=torch.float64) + penalties).view(-1, self.group_size)

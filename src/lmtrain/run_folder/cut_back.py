@@ -27,6 +27,7 @@ def cut_back(path: Path, step: int, validated: bool, tell: Callable[[str], None]
     """
     if not path.exists():
         return 0
+    # Lines well before the step are counted, the others read.
     size = _start(path, step)
     before = _count(path, size)
     size, rows = (0, 0) if before is None else (size, before)  # of the remaining lines
@@ -39,6 +40,7 @@ def cut_back(path: Path, step: int, validated: bool, tell: Callable[[str], None]
             problems.append(f"line {number} {problem}")
         rows, size = (rows + 1, size + len(line)) if stays else (rows, size)
         went_on = went_on or (not stays and problem is None)
+    # A damaged file is written anew; a whole one only loses its end.
     if problems:
         kept = aside(path)
         shutil.copyfile(path, kept)

@@ -171,6 +171,7 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
             run.
         RunError: the weights or the run's checkpoint are damaged.
     """
+    # A run?
     path = Path(name).expanduser()
     if (path / "config.yaml").exists():
         model, tokenizer, _ = from_run(RunDir(absolute(path)), which, grants, to_read=True)
@@ -178,6 +179,7 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
     is_adapter = (path / "adapter_config.json").exists()
     if path.exists() and not is_adapter and not (path / "config.json").exists():
         raise UserError(f"{path} is neither a run (config.yaml) nor a Hugging Face folder (config.json)")
+    # Otherwise an adapter, a model with a memory, or any other of a folder or the hub.
     code_runs = bool(grants.get("model.trust_remote_code"))
     offline = not path.exists() and not _on_hub(name, path)
     options: dict[str, Any] = {"local_files_only": offline, "trust_remote_code": code_runs}

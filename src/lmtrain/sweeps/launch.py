@@ -31,6 +31,7 @@ def run_here(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Tri
     places: dict[int, tuple[Trial, Child]] = {}
     with Children() as children:
         while True:
+            # Free places get the next trials.
             while not children.stopping and len(places) < jobs and (trial := next(todo, None)) is not None:
                 started.append(trial)
                 place = next(n for n in range(jobs) if n not in places)
@@ -39,6 +40,7 @@ def run_here(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Tri
             if not places:
                 return started
             time.sleep(POLL_SECONDS)
+            # Trials that have ended are judged and give up their places.
             for place, (trial, child) in list(places.items()):
                 code = child.code()
                 if jobs == 1:

@@ -46,6 +46,7 @@ def reader_of(template: Template, tools: Tools) -> CallReader:
         UserError: calls of the tools, as the template renders them, can't be read back.
     """
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    # Two calls of each tool, one with values that are hard to read back.
     calls = [
         (name, {key: sample(s, hard) for key, s in schema.get("properties", {}).items()})
         for name, schema in schemas.items()
@@ -59,6 +60,7 @@ def reader_of(template: Template, tools: Tools) -> CallReader:
         reader = CallReader(
             format, schemas, rendered.thoughts, rendered.ended(rendered.whole(calls[:1]), format.closing)
         )
+        # Alone, together if the template writes several, and after a thought.
         tried = [*([call] for call in calls), *([calls] if rendered.several else [])]
         texts = [rendered.ended(rendered.turn(some), format.closing) for some in tried]
         thinking = rendered.turn(calls[:1], reasoning_content="lmtrain-thought")

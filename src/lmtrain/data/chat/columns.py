@@ -163,6 +163,7 @@ def detect(kind: str, columns: Iterable[str], cfg: DataConfig) -> RowColumns:
         wanted = "template"
     tried = [formats[wanted]] if wanted != "auto" else [one for one in formats.values() if one.name != "template"]
     _check_keys(kind, tried, cfg)
+    # The first format that fits; otherwise what is missing is named, what data.columns says first.
     for format in tried:
         reading = _reading(format, names, cfg)
         if _fits(reading, cfg, wanted == "auto"):

@@ -50,6 +50,7 @@ def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple
     known = ", ".join(sorted(NAMED))
     if name == "auto":
         name = None if tokenizer.chat_template else "alpaca"
+    # The tokenizer's own.
     if name is None:
         own: Any = tokenizer.chat_template
         named = own if isinstance(own, dict) else {"default": own}
@@ -61,11 +62,13 @@ def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple
         elif isinstance(own, dict):
             found = f"the tokenizer has the chat templates {', '.join(own)}, and none for every conversation (default)"
         raise UserError(f"{found}: choose one with data.chat_template ({known}, or a Jinja file)")
+    # A file.
     if name not in NAMED:
         path = Path(name).expanduser()
         if not path.is_file():
             raise UserError(f"data.chat_template={name} is neither a file nor one of {known}")
         return path.read_text(encoding="utf-8"), str(path), None
+    # One of lmtrain's, whose special tokens the tokenizer must have.
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in NAMED[name] if token not in vocabulary]
     if missing:

@@ -155,17 +155,20 @@ class ChatTemplate(Template):
         """
         messages, tools, where = conversation.messages, conversation.tools, conversation.where
         options = conversation.options
+        # Does it begin so with thinking on or off?
         for mode in ({**one, **options} for one in _MODES):
             asked = self.render_texts([messages[:turn]], tools, where, add_generation_prompt=True, **mode)[0]
             (answered,) = self.render_texts([messages[: turn + 1]], tools, where, **mode)
             if answered.startswith(asked):
                 words = "true" if mode["enable_thinking"] else "false"
                 return asked, answered, f"answers rendered with enable_thinking={words}, as they are written"
+        # Or has the text the words that ask for the answer somewhere else?
         history = self.render_texts([messages[:turn]], tools, where, **options)[0]
         words = before.removeprefix(history) if before.startswith(history) else ""
         answer = self._answer(own, words, conversation, turn) if words else ""
         if answer:
             return before, before + answer, _REWRITTEN
+        # Or does only the prompt open a thought?
         same = common(before, own)
         if before[same:].strip() != OPEN:
             raise self._unfit(

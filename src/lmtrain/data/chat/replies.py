@@ -89,8 +89,10 @@ class Replies:
         found = BadRow(
             _WHERE, f"the chat template ({self.template.label}) doesn't write out an answer that turns follow"
         )
+        # Results of tools need calls before them: the first of these answers with which the template renders them.
         results = [turn for turn in said if turn["role"] == "tool"]
         for answer, closing in self._answers([str(turn.get("name") or "tool") for turn in results]):
+            # Calls and results get the same ids.
             calls = answer.get("tool_calls", [])
             ids = [
                 turn.get("tool_call_id", call["id"]) for turn, call in zip(results[-len(calls) :], calls, strict=False)
@@ -107,6 +109,7 @@ class Replies:
             except BadRow as bad:
                 found = bad
                 continue
+            # What it writes after the answer, with the turns and without.
             if all(ANSWER in text for text in texts):
                 after = [text.partition(ANSWER)[2] for text in texts]
                 following, alone = (text.split(closing, 1)[-1] if closing else text for text in after)

@@ -206,6 +206,7 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise BadRow(where, f"{name} must be a mapping with role and content and is {shown(turn)}")
     found = {key: value for key, value in turn.items() if value is not None}
+    # Who speaks, what is said, and the calls, by any of their names.
     said = _either(found, "role", "from", name, where)
     if said is None:
         raise BadRow(where, f"{name} has no role (its keys: {_keys(turn)})")
@@ -221,6 +222,7 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
         content = json.dumps(content, ensure_ascii=False, default=str)
     if calls is not None:
         calls = _tool_calls(calls, name, where)
+    # Nothing may be missing, and a text must be one.
     if content is None and calls is None:
         raise BadRow(where, f"{name} ({role}) has no content (its keys: {_keys(turn)})")
     # A tool may return nothing, and an assistant turn with tool calls needs no text.
@@ -230,6 +232,7 @@ def _turn(turn: Any, name: str, where: str) -> dict[str, Any]:
     if calls is not None:
         result["tool_calls"] = calls
     result.update({key: whole_text(found[key], f"{name} ({role})", where) for key in _KEPT if key in found})
+    # What else templates read of a turn.
     thought = next((found[key] for key in _THOUGHTS if found.get(key)), None)
     if thought is not None:
         result["reasoning_content"] = text_of(thought, f"{name} ({role}), its reasoning,", where, may_be_empty=True)

@@ -202,6 +202,7 @@ def lay_answers(answers: list[Answer], prefixes: list[int] | None = None) -> dic
     """
     parts: list[tuple[np.ndarray, ...]] = []  # of each answer: ids, scored, before, the positions that it sees
     starts, first = [0], 0
+    # Each answer behind the one before it, without the prefix that an earlier one has.
     for (tokens, trained), prefix in zip(answers, prefixes or [0] * len(answers), strict=True):
         start = starts[-1] - prefix  # where token 0 would be if the prefix were repeated
         first = first if prefix else start  # where the prefix is
@@ -209,6 +210,7 @@ def lay_answers(answers: list[Answer], prefixes: list[int] | None = None) -> dic
         sees = np.r_[first : first + prefix, starts[-1] : start + len(tokens)]
         parts.append((tokens[prefix:], start + at, sees[at - 1], sees))
         starts.append(start + len(tokens))
+    # One row of all tokens, and where its answers and their scored tokens are.
     lengths = np.array([len(scored) for _, scored, *_ in parts], dtype=np.int64)
     ids, scored, before, sees = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
     batch = {
@@ -219,6 +221,7 @@ def lay_answers(answers: list[Answer], prefixes: list[int] | None = None) -> dic
         "answer": torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         "lengths": torch.from_numpy(lengths),
     }
+    # Where answers find the keys and values of a prefix that they share.
     if prefixes is not None:
         more = torch.tensor(prefixes, dtype=torch.int64)
         batch["position_ids"] += torch.repeat_interleave(more, torch.diff(batch["cu_seqlens"]))

@@ -82,6 +82,7 @@ def prepare_examples(
             f"tokenizer={tokenizer_cfg.kind} is made from text, conversations need a tokenizer that exists: "
             "tokenizer=hub tokenizer.name_or_path=..., tokenizer=gpt2 or bytes; model=pretrained brings its own"
         )
+    # Everything that the tokens follow from is in the key of the folder.
     parts, named = open_parts(cfg), tokenizers.identity(tokenizer_cfg)
     tokenizer = tokenizers.load_or_train(tokenizer_cfg, lambda _: iter(()), named)
     encoder = make_encoder(tokenizer, cfg)
@@ -95,6 +96,7 @@ def prepare_examples(
         **min_val_rows(cfg),
         **({} if "train" in splits else {"splits": splits}),
     )
+    # It is filled once, and found again by later runs.
     target = folder_of(cfg, f"{parts[0].source.label}-{named.label}", key)
     notes = [note for part in parts for note in part.source.notes]
     with PrepareProgress(progress) as show, _Encoding(encoder, [part.cfg for part in parts], cfg.num_proc) as encoding:
@@ -114,6 +116,7 @@ def prepare_examples(
             bins.save_meta(meta, folder)
 
         found = dict(vars(prepare_folder(target, fill, lambda: refuse_changed_parts(parts), notes, cfg, show)))
+    # The weights change how often examples are seen, not what is stored.
     weights = [part.weight for part in parts]
     if any(weight != 1 for weight in weights):
         found["fingerprint"] = contents.fingerprint([found["fingerprint"], [str(weight) for weight in weights]])

@@ -48,6 +48,7 @@ class PromptRowEncoder(TemplateRows):
         reading = self.reading_of(row, where, cfg)
         values = reading.values(row, where)
         left = {name: value for name, value in row.items() if name not in (cfg.ignore_columns or ())}
+        # What rewards read of the row has to have a name of its own.
         taken = sorted(RESERVED.intersection(left) - {reading.columns["prompt"]})
         if taken:
             raise UserError(
@@ -57,6 +58,7 @@ class PromptRowEncoder(TemplateRows):
         if values["prompt"] == "" or values["prompt"] == []:
             raise BadRow(where, "the prompt is empty")
         whole_text(left, "the row", where)  # all of it is stored as UTF-8
+        # The tokens, unless they are too many.
         ids, dropped = self._ids(values, reading, cfg, where)
         most = cfg.max_prompt_length
         if most is not None and len(ids) > most:
@@ -64,6 +66,7 @@ class PromptRowEncoder(TemplateRows):
                 return Encoded([])
             found = f"the prompt has {len(ids)} tokens and data.max_prompt_length is {most}"
             raise BadRow(where, f"{found}: shorten it, or leave such prompts out with data.on_too_long=drop")
+        # What the plan says of the row.
         left |= {reading.columns[meaning]: value for meaning, value in values.items()}
         remarks = [*self.chat.remarks, *unread({"prompt": values["prompt"]})]
         if self._is_text(values) and cfg.system_prompt:

@@ -122,6 +122,7 @@ def load_splits(cfg: DataConfig, commit: str | None, unreachable: str) -> Any:
     name = os.path.expanduser(name) if os.path.isdir(os.path.expanduser(name)) else name
     options = {"streaming": cfg.streaming, "num_proc": None if cfg.streaming else cfg.num_proc}
     try:
+        # From the cache, at the commit, or the hub's own conversion of what a script would load.
         if commit is None:
             with _offline():
                 return datasets.load_dataset(name, cfg.config_name, **options)

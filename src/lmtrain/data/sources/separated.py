@@ -36,6 +36,7 @@ def read_separated(
     """
     csv.field_size_limit(sys.maxsize)
     lines = raw_lines(path)
+    # What separates the columns is seen in the first lines.
     first = list(itertools.islice(lines, _LOOKED_AT))
     found = sign or _sign_of(first)
     if sign is None and found != ",":
@@ -56,6 +57,7 @@ def read_separated(
             continue
         if values is None:
             return
+        # The first line names the columns, or is the first row.
         if names is None:
             is_header = _is_header(values, first, found, wanted) if header is None else header
             names = _names(values if is_header else [""] * len(values), where)

@@ -101,6 +101,7 @@ def _json(path: File, columns: list[str] | None) -> Iterator[Record]:
         _refuse_one_object(path)
         yield from _json_lines(path, columns)
         return
+    # A list: its text is read whole, and one entry after the other becomes a row.
     text, decoder = "".join(data_lines(path)), _Decoder(checked=columns is None)
     at = _start(text, 0)
     if not text.startswith("[", at):

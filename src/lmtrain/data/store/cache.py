@@ -33,6 +33,7 @@ def build_once(
     process dies. Where a network file system keeps locks local to a machine, several machines build the same folder,
     each under its own temporary name; the first one that finishes is kept.
     """
+    # One process builds, the others wait.
     locks = target.parent / ".locks"
     with writing(f"data.cache_dir={target.parent}", "; set another"):
         locks.mkdir(parents=True, exist_ok=True)
@@ -46,6 +47,7 @@ def build_once(
     try:
         if is_complete(target):
             return
+        # It builds beside the target and renames what it has built.
         temporary = temporary_beside(target)
         remove_leftovers(target.parent)
         shutil.rmtree(target, ignore_errors=True)

@@ -192,6 +192,7 @@ def _read_all(paths: list[Path], facts: Facts, say: Callable[[str], None]) -> di
             shown = time.monotonic()
             say(f"read {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
 
+    # What is known so far is written down while it goes on.
     found: dict[Path, Any] = {}
     written = time.monotonic()
     try:

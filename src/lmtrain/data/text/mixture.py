@@ -123,6 +123,7 @@ def _shared_tokenizer(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, found: li
     opened = [(sources.open_source(s.cfg), s.cfg) for s in found if s.cfg.source != "bins"]
     if not opened:
         return tokenizer_cfg
+    # Its folder follows from all of the sources.
     named = tokenizers.identity(tokenizer_cfg)
     key = folder_key(
         cfg,
@@ -141,6 +142,7 @@ def _shared_tokenizer(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, found: li
         for source, _ in opened:
             sources.refuse_changed(source)
 
+    # It is made once; runs then read it as they read any other.
     with PrepareProgress(show=True) as show:
         if not (target / "tokenizer.json").exists():
             show.say(f"making the tokenizer of {len(opened)} sources: {', '.join(s.label for s, _ in opened)}")

@@ -100,6 +100,7 @@ def near_repeats(train: Sequence[Shard], length: int) -> tuple[int, int]:
     ends = np.concatenate([np.empty(0, np.int64), *known])[:_AT_MOST]
     if len(ends) < 2:
         return 0, len(ends)
+    # The sampled n-grams of each document.
     keys = [np.empty(0, np.uint64)]  # a hash, and in its last bits the number of the document
     for start, hashes in _hashes(train, length, most):
         first = start + np.flatnonzero(hashes < np.uint64((1 << 64) // _SAMPLED))
@@ -109,12 +110,14 @@ def near_repeats(train: Sequence[Shard], length: int) -> tuple[int, int]:
         keys.append(hashes | document[within].astype(np.uint64))
     # Ascending, so the documents of a hash are too; with counts, numpy sorts, in a tenth of the time of its hash table.
     found, _ = np.unique(np.concatenate(keys), return_counts=True)
+    # Pairs of a document and an earlier one with the same n-gram, and how many they share.
     document = (found & np.uint64(_AT_MOST - 1)).astype(np.int64)
     _, begins, count = np.unique(found // np.uint64(_AT_MOST), return_index=True, return_counts=True)
     index, first = np.arange(len(found)), np.repeat(begins, count)  # of each key, and of the first key with its hash
     others = [*(index - back for back in range(1, _EARLIER + 1)), np.where(index - first > _EARLIER, first, -1)]
     both = [(document[other >= first], document[other[other >= first]]) for other in others]
     pairs, shared = np.unique(np.concatenate([one * _AT_MOST + other for one, other in both]), return_counts=True)
+    # Near copies share most of what either has.
     sizes = np.bincount(document, minlength=len(ends))
     document, earlier = pairs // _AT_MOST, pairs % _AT_MOST
     near = (shared >= NEAR * (sizes[document] + sizes[earlier] - shared)) & (sizes[document] >= _FEWEST)
