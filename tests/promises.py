@@ -1,7 +1,4 @@
-"""Makes docs/promises.md of promises.yaml: each promise of the pages, its tests, and when they run.
-
-python tests/promises.py
-"""
+"""A hook of mkdocs: promises.yaml becomes the page promises.md: what the pages promise, its tests, and when they run."""
 
 import ast
 from pathlib import Path
@@ -10,12 +7,11 @@ from typing import Any
 import yaml
 
 REPO = Path(__file__).resolve().parents[1]
-PAGE = REPO / "docs" / "promises.md"
 HEAD = """# Promises and their tests
 
 What the pages promise, the tests of it (in `tests/`), and when they run: `every commit` (`make test`, the quick tests),
 `every change` (`make test-all`, the slow ones; .ci/run runs both), `nightly` (`make nightly`).
-Made by `python tests/promises.py` of tests/promises.yaml. An entry under Added in CHANGELOG.md needs a test there.
+Made of tests/promises.yaml. An entry under Added in CHANGELOG.md needs a test there.
 """
 WHEN = ("every commit", "every change", "nightly")
 
@@ -83,5 +79,9 @@ def promises() -> dict[str, Any]:
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page(promises()), encoding="utf-8")
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the page, which is in no folder."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "promises.md", content=page(promises())))
+    return files

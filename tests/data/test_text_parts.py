@@ -197,7 +197,7 @@ def test_the_plan_shows_the_shares_of_a_source_and_their_changes(count: int) -> 
     both: Any = [(SimpleNamespace(label=name), SimpleNamespace(folder=f"f/{name}")) for name in "ab"]
     made: Any = SimpleNamespace(step_sizes=SimpleNamespace(step_of=lambda row: row * 2), stretches=stretches,
                                 sources=[SimpleNamespace(rows=9), SimpleNamespace(rows=1234)])  # fmt: skip
-    steady, changing = mixture.mixture_words(both, made)
+    steady, changing = mixture.mixture_lines(both, made)
     assert steady == "  a: 1 of the rows; it has 9 (f/a)"
     words = ["0.5 of the rows", "0.3333 from step 2,000 on", "0.25 from step 4,000 on", "0.2 from step 6,000 on",
              "0.1667 from step 8,000 on", "0.1429 from step 10,000 on", "..."]  # fmt: skip

@@ -62,9 +62,9 @@ def test_damage_long_before_the_step_is_said(harm: bytes, tmp_path: Path) -> Non
     path = tmp_path / "metrics.jsonl"
     lines = [line.encode() for line in log(path, 5_000)]
     path.write_bytes(b"".join([*lines[:9], harm, *lines[10:]]))
-    told: list[str] = []
-    assert cut_back(path, 5_000, True, told.append) == len(lines) - 1
-    assert "metrics.jsonl is damaged: line 10 can't be read" in told[0]
+    reported: list[str] = []
+    assert cut_back(path, 5_000, True, reported.append) == len(lines) - 1
+    assert "metrics.jsonl is damaged: line 10 can't be read" in reported[0]
     assert path.read_bytes() == b"".join([*lines[:9], *lines[10:]])
 
 
@@ -110,14 +110,14 @@ def test_a_report_holds_a_part_of_each_curve(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Curve, "add", lambda c, step, value: add(c, step, value) or held.append(len(c.x)))
     run = folder(tmp_path / "run", 20_000)
     run.samples.write_text("".join(json.dumps({"step": n, "prompt": "a", "text": str(n)}) + "\n" for n in range(5_000)))
-    told = report.told(run)
-    (train, val) = sorted(told.charts["loss"], key=lambda curve: curve.name)
+    reported = report.reported_run(run)
+    (train, val) = sorted(reported.charts["loss"], key=lambda curve: curve.name)
     assert max(held) <= 4 * MAX_POINTS
     assert (train.x[0], train.x[-1], max(train.y), min(train.y)) == (1, 20_000, 3.0, 2 + 1 / 20_000)
     assert val.x == list(range(500, 20_500, 500))
     gaps = [b - a for a, b in zip(train.x, train.x[1:], strict=False)]
     assert max(gaps) < 3 * 20_000 / MAX_POINTS, "early steps are drawn as finely as late ones"
-    assert told.score == 2.0
-    samples = [sample.step for sample in told.samples["a"]]
+    assert reported.score == 2.0
+    samples = [sample.step for sample in reported.samples["a"]]
     assert (len(samples), samples[0], samples[-1]) == (15, 0, 4_999)
     assert all(abs(step - i * 4_999 / 14) < 20 for i, step in enumerate(samples))

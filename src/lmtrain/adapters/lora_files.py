@@ -91,7 +91,9 @@ def write_adapter(adapter: Adapter, folder: Path, dtype: torch.dtype) -> None:
             is_b = ".lora_B." in name
             weights[key] = torch.cat([weights[key], -first if is_b else first], dim=1 if is_b else 0)
         scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
-        config.r, config.lora_alpha, config.use_rslora = 2 * config.r, scaling * 2 * config.r, False
+        config.r *= 2
+        config.lora_alpha = scaling * config.r
+        config.use_rslora = False
         config.init_lora_weights = True
     wrapper = wrapper_of(adapter.peft.get_base_model())
     if wrapper is not None and config.task_type != SCALAR:

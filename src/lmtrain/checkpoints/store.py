@@ -185,7 +185,9 @@ class HashedFile:
     """
 
     def __init__(self, handle: BinaryIO) -> None:
-        self.handle, self.flush, self.digest = handle, handle.flush, hashlib.sha256()
+        self.handle = handle
+        self.flush = handle.flush
+        self.digest = hashlib.sha256()
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-file")
         self._syncing: Future[Any] = self._pool.submit(int)
         self._unsynced = 0

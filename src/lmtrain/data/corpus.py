@@ -32,8 +32,8 @@ from lmtrain.data.store.prepared import PreparedData
 from lmtrain.data.store.shards import Shard
 from lmtrain.data.stream.head import Head, prepare_head
 from lmtrain.data.stream.ring import StreamRows, make_ring
-from lmtrain.data.text.fim import fill_in_the_middle, fim_words
-from lmtrain.data.text.mixture import mixture_fingerprint, mixture_words, prepare_mixture
+from lmtrain.data.text.fim import fill_in_the_middle, fim_lines
+from lmtrain.data.text.mixture import mixture_fingerprint, mixture_lines, prepare_mixture
 from lmtrain.data.text.prepare import prepare
 from lmtrain.data.text.windows import Windows
 from lmtrain.data.tokenizers import tokenizer_hash
@@ -192,10 +192,10 @@ def _text(config: Config) -> Corpus:
     train, val = prepared.splits["train"], prepared.splits.get("val")  # prepare refuses data without the first
     rows, words = text_rows(train.shards, config, config.seed)
     documents = f" in {counted(train.documents, 'document')}" if train.documents is not None else ""
-    known = [f"{train.tokens:,} tokens{documents} ({prepared.folder})", *bos_words(train, prepared.tokenizer)]
+    known = [f"{train.tokens:,} tokens{documents} ({prepared.folder})", *bos_lines(train, prepared.tokenizer)]
     if isinstance(rows, Windows):
         rows.fim = fill_in_the_middle(config.data, rows.shards, prepared.tokenizer, config.seed)
-        words = fim_words(rows.fim)
+        words = fim_lines(rows.fim)
     corpus = Corpus.of(
         prepared,
         train=rows,
@@ -224,7 +224,7 @@ def _stream(config: Config) -> Corpus:
         epoch_tokens=ring.window_rows * ring.seq_len,
         words=[f"{head.source.label}, a stream of {head.source.parts:,} files or shards: windows of "
                f"{ring.window_rows:,} rows in a ring of {ring.bytes:,} bytes",
-               f"held out: its first {val.tokens:,} tokens ({prepared.folder})", *bos_words(val, prepared.tokenizer)],
+               f"held out: its first {val.tokens:,} tokens ({prepared.folder})", *bos_lines(val, prepared.tokenizer)],
         val_bytes_per_token=bytes_per_target([val], config.data, prepared.tokenizer),
         stream=head,
     )  # fmt: skip
@@ -265,14 +265,14 @@ def _mixture(config: Config) -> Corpus:
         val=_windows([shard for split in held_out for shard in split.shards], config, None) if held_out else None,
         epoch_tokens=len(windows) * config.data.seq_len,
         words=[f"{counts['train']['tokens']:,} tokens of {counted(len(sources), 'source')}",
-               *mixture_words(parts, mixture), *bos_words(trained[0], parts[0][1].tokenizer), *fim_words(windows.fim)],
+               *mixture_lines(parts, mixture), *bos_lines(trained[0], parts[0][1].tokenizer), *fim_lines(windows.fim)],
         notes=[note for _, part in parts for note in part.notes],
         val_bytes_per_token=bytes_per_target(held_out, config.data, parts[0][1].tokenizer),
         splits=counts,
     )  # fmt: skip
 
 
-def bos_words(split: SplitBins, tokenizer: Any) -> list[str]:
+def bos_lines(split: SplitBins, tokenizer: Any) -> list[str]:
     """Returns the line of the plan on BOS, if documents begin with it or the tokenizer begins a text with it."""
     own = framing.start_of(tokenizer)
     start = "".join(map(tokenizer.convert_ids_to_tokens, own)) or tokenizer.bos_token
@@ -314,21 +314,21 @@ def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
         train=rows,
         val=encoder.make_rows(val, config, None)[0] if val is not None and len(val) > 0 else None,  # by the weights
         epoch_tokens=getattr(rows, "epoch_tokens", train.tokens),
-        words=[*split_words(prepared), *_template_words(config.data, prepared.tokenizer), words],
+        words=[*split_lines(prepared), *_template_lines(config.data, prepared.tokenizer), words],
         questions=prepared.meta["questions"],
         end_ids=ChatEncoder(prepared.tokenizer, config.data).end_of_turn_ids(),
         splits={**prepared.counts},
     )
 
 
-def _template_words(data: DataConfig, tokenizer: Any) -> list[str]:
+def _template_lines(data: DataConfig, tokenizer: Any) -> list[str]:
     """Returns the plan's line on the chat template that data.chat_template=auto chose, where it is not the model's."""
     if data.chat_template != "auto" or tokenizer.chat_template != find_template("alpaca", tokenizer)[0]:
         return []
     return ["chat template: alpaca, as the tokenizer has none of its own (data.chat_template=auto)"]
 
 
-def split_words(prepared: PreparedExamples) -> list[str]:
+def split_lines(prepared: PreparedExamples) -> list[str]:
     """Returns lines for the plan that say what became of the rows of each split."""
     lines = []
     for name, counts in prepared.counts.items():

@@ -18,7 +18,8 @@ from lmtrain.errors import RunError
 from lmtrain.files import write_atomic
 
 WIDTH, TOKENS = 768, 1024  # if the config doesn't say; more tokens per forward pass are measured as these
-_LEAST_ROUNDS, _ROUNDS, _SECONDS = 4, 15, 0.5  # one pause of a second must not decide, so some rounds are always taken
+_ROUNDS, _SECONDS = 15, 0.5  # at most
+_LEAST_ROUNDS = 4  # one pause of a second must not decide
 _KEPT = "machine.json"
 
 

@@ -69,8 +69,10 @@ def _used_by_others() -> Iterator[float]:
     at, busy, own = monotonic(), _busy_ticks(), process_time()
     while True:
         pause.wait(_EVERY_S)
-        before, at, busy_before, busy, own_before, own = at, monotonic(), busy, _busy_ticks(), own, process_time()
-        yield max(0.0, ((busy - busy_before) / tick - (own - own_before)) / (at - before))
+        now = monotonic(), _busy_ticks(), process_time()
+        seconds, ticks, ours = (new - old for new, old in zip(now, (at, busy, own), strict=True))
+        yield max(0.0, (ticks / tick - ours) / seconds)
+        at, busy, own = now
 
 
 def _busy_ticks() -> int:

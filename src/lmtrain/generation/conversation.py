@@ -40,7 +40,9 @@ class Streamer(BaseStreamer):
 
     def __init__(self, decoder: AnswerDecoder, write: Callable[[str], None], given: Sequence[int] = ()) -> None:
         self.decoder, self.write, self.given = decoder, write, list(given)
-        self.text, self._ids, self._written = "", list[int](), ""  # those after `given`, and the text written of them
+        self.text = ""
+        self._ids: list[int] = []  # those after `given`,
+        self._written = ""  # and the text written of them
         self._prompt_is_over = False
 
     def put(self, value: Any) -> None:
@@ -61,7 +63,9 @@ class Streamer(BaseStreamer):
         self.text += piece
         self.write(piece)
         if len(self._ids) >= _ENOUGH and self._written == text:  # between two characters; keeps decoding short
-            self.given, self._ids, self._written = self._ids, [], ""
+            self.given = self._ids
+            self._ids = []
+            self._written = ""
 
 
 class Talk:

@@ -56,7 +56,9 @@ class _Turns:
     """A lock that threads get in the order in which they ask for it."""
 
     def __init__(self) -> None:
-        self.asked, self.served, self.changed = 0, 0, threading.Condition()
+        self.asked = 0
+        self.served = 0
+        self.changed = threading.Condition()
 
     def __enter__(self) -> None:
         with self.changed:
@@ -213,7 +215,9 @@ async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock, turns: _Tu
     thread that can't be interrupted.
     """
     pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    loop, stopped, over = asyncio.get_running_loop(), threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    stopped = threading.Event()
+    over = asyncio.Event()
 
     def send(event: dict[str, Any]) -> None:
         if stopped.is_set():
@@ -233,8 +237,8 @@ async def _events(talk: Talk, text: str, one_at_a_time: asyncio.Lock, turns: _Tu
         with turns:
             talk.ask(text, write, lambda _: None)
         speed = round(tokens / (time.perf_counter() - began), 1)
-        told = {"cut_by": talk.cut_by, "left_out": talk.left_out}  # the number of turns that the model has not seen
-        send({"end": True, "tokens": tokens, "tokens_per_s": speed, **told})
+        notes = {"cut_by": talk.cut_by, "left_out": talk.left_out}  # the number of turns that the model has not seen
+        send({"end": True, "tokens": tokens, "tokens_per_s": speed, **notes})
 
     def answer() -> None:
         with contextlib.suppress(RuntimeError):  # the server has ended, and the event loop with it

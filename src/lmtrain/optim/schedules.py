@@ -160,7 +160,9 @@ class Smoothed:
     """The exponential moving average of a series, with bias correction at its start (as for Adam's moments)."""
 
     def __init__(self, memory: float) -> None:
-        self.memory, self.sum, self.count = memory, 0.0, 0
+        self.memory = memory
+        self.sum = 0.0
+        self.count = 0
 
     def add(self, value: float) -> float:
         """Adds `value`; returns the average with it."""

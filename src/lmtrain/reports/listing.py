@@ -98,7 +98,7 @@ def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
 def read(run: RunDir, ended: bool = False) -> Listed:
     """Reads the state of one run from its folder; `ended`: summary.json is written, though the run is still locked."""
     config = _config(run)
-    summary = run.told_summary()
+    summary = run.summary_or_error()
     best = best_row(run, summary, config["checkpoint"]["monitor"], config["checkpoint"]["mode"])
     last = max((row["step"] for row in last_rows(run.metrics)), default=0) if run.metrics.is_file() else 0
     status, step = _status(run, summary, ended), max(last, whole(summary.get("step")) or 0)
@@ -173,7 +173,7 @@ def best_row(run: RunDir, summary: dict[str, Any], monitor: str, mode: str) -> d
     (trainer.val_before_training) is no score of the run: no checkpoint has it.
     """
     named = CHECKPOINT.search(str(summary.get("best")))
-    value: Any = told.get(monitor) if isinstance(told := summary.get("best_metric"), dict) else None
+    value: Any = best.get(monitor) if isinstance(best := summary.get("best_metric"), dict) else None
     if named and _is_score(value):
         others = summary.get("best_scores")
         return {

@@ -19,7 +19,7 @@ from lmtrain.exports.model_card import loading_code
 from lmtrain.files import absolute, read_jsonl, read_regular, write_atomic
 from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import FIRST, charts, heat_maps
-from lmtrain.reports.report_page import ShownSample, Told
+from lmtrain.reports.report_page import ReportedRun, ShownSample
 from lmtrain.run_folder.cut_back import last_rows
 from lmtrain.run_folder.exported import gives_rewards, predicts_masked_tokens
 from lmtrain.run_folder.folder import RunDir, checkpoint_names
@@ -49,7 +49,7 @@ def report(folders: list[Path], out: Path | None) -> int:
 
 def write_own(run: RunDir) -> None:
     """Writes <run>/report.html at the end of a run, when summary.json is complete but the run's lock is still held."""
-    write_atomic(run.report, report_page.page([told(run, ended=True)]))
+    write_atomic(run.report, report_page.page([reported_run(run, ended=True)]))
 
 
 def write(runs: list[RunDir], file: Path) -> Path:
@@ -57,7 +57,7 @@ def write(runs: list[RunDir], file: Path) -> Path:
     names = {run.path: run.path.name for run in runs}
     if len(set(names.values())) < len(names):  # runs of several sweeps: 0, 1, ... in each
         names = {path: str(Path(*path.parts[-2:])) for path in names}
-    write_atomic(file, report_page.page([told(run, names[run.path]) for run in runs]))
+    write_atomic(file, report_page.page([reported_run(run, names[run.path]) for run in runs]))
     return file
 
 
@@ -70,10 +70,10 @@ def _reading(file: Path) -> Iterator[None]:
         raise UserError(f"{file} is not in the format that runs write ({error!r}): fix it or move it away") from None
 
 
-def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
+def reported_run(run: RunDir, name: str | None = None, ended: bool = False) -> ReportedRun:
     """Collects the contents of a run's page; UserError if the folder is not a run's, or a file of it can't be read."""
     config, listed = shown_in(rules.read(run.config)), listing.read(run, ended)
-    summary = dict(shown_in(run.told_summary()))
+    summary = dict(shown_in(run.summary_or_error()))
     # Each file is read by itself, so that a message names the one that can't be.
     with _reading(run.starts):
         history = _history(run, summary)
@@ -85,7 +85,9 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         maps = heat_maps(read_jsonl(run.metrics, holding=b'": ['))  # rows with a list
         rows = last_rows(run.metrics, 1 << 16)
     with _reading(run.config):
-        trained, changed, typed = listing.trained(config), _changed(config), _typed(config, summary)
+        trained = listing.trained(config)
+        changed = _changed(config)
+        typed = _typed(config, summary)
         for heat in maps:
             heat.about = _about_routing(config, heat.one)
         monitor = config.get("checkpoint", {}).get("monitor", "val/loss")
@@ -98,7 +100,7 @@ def told(run: RunDir, name: str | None = None, ended: bool = False) -> Told:
         headline = _headline(best, lead, summary, rows)
         compared = what_is_compared(config, monitor, higher)
     objective, model, data = trained
-    return Told(
+    return ReportedRun(
         name=name or run.path.name,
         subtitle=f"{listed.status.replace('_', ' ')} at step {listed.steps()}: {objective}, {model} on {data}",
         headline=headline,
@@ -211,7 +213,9 @@ def _title(key: str) -> str:
 
 def _clock(rows: Iterable[dict[str, Any]], starts: list[float]) -> list[tuple[int, int, float]]:
     """Returns (step, tokens seen, minutes of training) of about 300 rows; the time between two starts is left out."""
-    found, idle, last = list[tuple[int, int, float]](), 0.0, 0.0
+    found = list[tuple[int, int, float]]()
+    idle = 0.0
+    last = 0.0
     for row in rows:
         if not isinstance(now := row.get("time"), int | float) or "tokens_seen" not in row:
             continue

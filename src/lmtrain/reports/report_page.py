@@ -44,7 +44,7 @@ class ShownSample:
 
 
 @dataclass
-class Told:
+class ReportedRun:
     """The contents of a run's page, as read from its folder.
 
     subtitle: status, step, objective, model and data. headline: up to three (number, description) for the top of the
@@ -76,7 +76,7 @@ class Told:
     clock: list[tuple[int, int, float]]
 
 
-def page(runs: Sequence[Told]) -> str:
+def page(runs: Sequence[ReportedRun]) -> str:
     """Builds the whole document; several runs are shown best first, among those that can be compared."""
     runs, one = ranked(runs), len(runs) == 1
     curves = overlaid(runs)
@@ -90,7 +90,7 @@ def page(runs: Sequence[Told]) -> str:
     return document(title, body, curves, clocks)
 
 
-def _one(run: Told) -> dict[str, Any]:
+def _one(run: ReportedRun) -> dict[str, Any]:
     scores = list(dict.fromkeys(name for _, found in run.evaluations for name in found))
     rows = [(name, *(f"{found[n]:.4f}" if n in found else "" for n in scores)) for name, found in run.evaluations]
     newest = [texts[-1] for texts in run.samples.values() if texts]
@@ -98,7 +98,7 @@ def _one(run: Told) -> dict[str, Any]:
     return {"run": run, "scores": scores, "evaluations": rows, "newest": newest}
 
 
-def _several(runs: Sequence[Told]) -> dict[str, Any]:
+def _several(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     differences = _differences(runs)
     labels = _labels(runs, differences)
     outcomes = [
@@ -112,12 +112,12 @@ def _several(runs: Sequence[Told]) -> dict[str, Any]:
             "names": [r.name for r in runs]}  # fmt: skip
 
 
-def _outcome(run: Told, label: str) -> tuple[str, ...]:
+def _outcome(run: ReportedRun, label: str) -> tuple[str, ...]:
     facts, score = dict(run.facts), "" if run.score is None else f"{run.score:.4f}"
     return (run.name, label, score, facts.get("step", ""), facts.get("status", ""), facts.get("tokens/s", ""))
 
 
-def _differences(runs: Sequence[Told]) -> list[tuple[str, ...]]:
+def _differences(runs: Sequence[ReportedRun]) -> list[tuple[str, ...]]:
     """Returns (key, the value of each run) of the keys that differ."""
     defaults = {key: default for run in runs for key, default, _ in run.changed}
     values = [{key: value for key, _, value in run.changed} for run in runs]
@@ -125,13 +125,13 @@ def _differences(runs: Sequence[Told]) -> list[tuple[str, ...]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def _labels(runs: Sequence[Told], differences: list[tuple[str, ...]]) -> dict[str, str]:
+def _labels(runs: Sequence[ReportedRun], differences: list[tuple[str, ...]]) -> dict[str, str]:
     """Returns, by its name, what tells each run from the others: typed keys that differ, then values of recipes."""
     typed = {key for run in runs for key, _, _ in run.typed}
     chosen = [row for row in differences if typed & {row[0], row[0].removesuffix(".name")}][:_MOST]
     rest = sorted((row for row in differences if row not in chosen), key=_place)
     for row in rest:
-        if len(chosen) < _MOST and _told_apart([*chosen, row]) > _told_apart(chosen):
+        if len(chosen) < _MOST and _distinct([*chosen, row]) > _distinct(chosen):
             chosen.append(row)
     words = [
         ", ".join(f"{row[0].removesuffix('.name').rpartition('.')[2]}={_short(row[i])}" for row in chosen)
@@ -144,7 +144,7 @@ def _place(row: tuple[str, ...]) -> int:
     return next((i for i, begins in enumerate(_TELLING) if row[0].startswith(begins)), len(_TELLING))
 
 
-def _told_apart(rows: list[tuple[str, ...]]) -> int:
+def _distinct(rows: list[tuple[str, ...]]) -> int:
     """Returns how many runs differ in these rows of (key, the value of each run)."""
     return len(set(zip(*(row[1:] for row in rows), strict=True))) if rows else 1
 
@@ -184,17 +184,17 @@ def broken(text: str) -> str:
     return Markup("<wbr>").join(map(visible, re.split(r"(?<=[/_.=,:-])(?=[^\W\d])", text)))
 
 
-def ranked(runs: Sequence[Told]) -> list[Told]:
+def ranked(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
     """Sorts runs by what is compared, then by score, best first; runs without a score come last."""
 
-    def place(run: Told) -> tuple[str, bool, float, str]:
+    def place(run: ReportedRun) -> tuple[str, bool, float, str]:
         score = run.score or 0.0
         return run.compared, run.score is None, -score if run.higher_is_better else score, run.name
 
     return sorted(runs, key=place)
 
 
-def overlaid(runs: Sequence[Told]) -> dict[str, list[dict[str, Any]]]:
+def overlaid(runs: Sequence[ReportedRun]) -> dict[str, list[dict[str, Any]]]:
     """Returns {chart: its lines} for the page's script; with several runs, each run has one colour and one stroke.
 
     Beside a validation's line, that of the training is pale. The script finds a chart's lines by its name in the page,

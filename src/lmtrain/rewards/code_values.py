@@ -88,13 +88,13 @@ class Proxy:
 
     Attributes:
         base: list, dict or set, if its class is derived from one; then its content can be compared with plain values.
-        told: whether it was computed from a plain value of the tests.
+        derived: whether it was computed from a plain value of the tests.
     """
 
-    __slots__ = ("_lmtrain_base", "_lmtrain_number", "_lmtrain_peer", "_lmtrain_told")
+    __slots__ = ("_lmtrain_base", "_lmtrain_derived", "_lmtrain_number", "_lmtrain_peer")
 
-    def __init__(self, peer: "Peer", number: int, base: type | None = None, told: bool = False) -> None:
-        for name, value in zip(Proxy.__slots__, (base, number, peer, told), strict=True):
+    def __init__(self, peer: "Peer", number: int, base: type | None = None, derived: bool = False) -> None:
+        for name, value in zip(Proxy.__slots__, (base, number, peer, derived), strict=True):
             object.__setattr__(self, name, value)
 
     def __getattribute__(self, name: str) -> Any:
@@ -126,18 +126,18 @@ def _special(name: str) -> Any:
         peer = self._lmtrain_peer
         if peer.namespace is not None:  # the answer may do with objects of the tests what it likes
             return peer.ask("special", self, name, *operands)
-        told = self._lmtrain_told or not all(type(one) is Proxy and not one._lmtrain_told for one in operands)
+        derived = self._lmtrain_derived or not all(type(one) is Proxy and not one._lmtrain_derived for one in operands)
         if name in _COMPARISONS and not all(type(one) is Proxy for one in operands):
             base: Any = self._lmtrain_base
             return NotImplemented if base is None else getattr(base, name)(peer.ask("content", self), *operands)
-        if self._lmtrain_told and name in _NUMBERS:
+        if self._lmtrain_derived and name in _NUMBERS:
             raise TypeError(f"{name}: the answer was told a value of the tests, which this number may repeat")
         found = peer.ask("special", self, name, *operands)
-        if not told or name not in _ARITHMETIC or found is NotImplemented:
+        if not derived or name not in _ARITHMETIC or found is NotImplemented:
             return found
         if type(found) is not Proxy:
             raise TypeError(f"{name}: the answer was told a value of the tests, which this number may repeat")
-        return Proxy(peer, found._lmtrain_number, found._lmtrain_base, told=True)
+        return Proxy(peer, found._lmtrain_number, found._lmtrain_base, derived=True)
 
     return forward
 

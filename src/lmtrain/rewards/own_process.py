@@ -76,7 +76,9 @@ class _Process:
         )
         os.close(theirs_in)
         os.close(theirs_out)
-        self.requests, self.replies, self.is_ready = os.fdopen(ours_out, "wb"), os.fdopen(ours_in, "rb"), False
+        self.requests = os.fdopen(ours_out, "wb")
+        self.replies = os.fdopen(ours_in, "rb")
+        self.is_ready = False
 
     def call(self, arguments: dict[str, Any]) -> Any:
         """Calls the function; an exception of the caller's, such as that of a time limit, ends the process."""

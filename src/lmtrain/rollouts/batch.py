@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from lmtrain.rollouts import cache_block
 from lmtrain.rollouts.cache_block import CacheBlock
-from lmtrain.rollouts.engine import Kept, Request, SampledText, Sampling
+from lmtrain.rollouts.engine import PrefixCache, Request, SampledText, Sampling
 from lmtrain.rollouts.row_states import RowStates, new_rows
 from lmtrain.rollouts.step_graph import Step, StepGraphs
 
@@ -33,7 +33,7 @@ class Batch:
         requests: Sequence[Request],
         sampling: Sampling,
         graphs: StepGraphs,
-        kept: Kept | None,
+        kept: PrefixCache | None,
         most_kept: int,
     ) -> None:
         """

@@ -28,7 +28,9 @@ class Sampling(NamedTuple):
     vocabulary: int | None = None  # ids from here on belong to no token and are never drawn: rows that pad embeddings
 
 
-Kept = dict[tuple[int, ...], Any]  # by the tokens of a prompt with its completion; what it is is up to the engine
+PrefixCache = dict[
+    tuple[int, ...], Any
+]  # by the tokens of a prompt with its completion; what it is is up to the engine
 
 
 class SampledText(NamedTuple):
@@ -45,7 +47,9 @@ class Engine(ABC):
     """Base class of engines, which sample completions with the weights of the model that is trained."""
 
     @abstractmethod
-    def generate(self, requests: Sequence[Request], sampling: Sampling, kept: Kept | None = None) -> list[SampledText]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, kept: PrefixCache | None = None
+    ) -> list[SampledText]:
         """Returns a completion for each request, in their order.
 
         kept: what an engine keeps of completions that the next call continues; the weights must stay the same.

@@ -22,7 +22,7 @@ from lmtrain.data.order import mix64
 from lmtrain.errors import UserError
 from lmtrain.rewards.environment import Adapted, Environment, execute, schemas
 from lmtrain.rewards.user_code import described, run_user_code
-from lmtrain.rollouts.engine import Engine, Kept, Request, SampledText, Sampling
+from lmtrain.rollouts.engine import Engine, PrefixCache, Request, SampledText, Sampling
 
 PLAYED = ("turns", "tool_calls", "failed_tool_calls")  # what is recorded of an episode
 _EPISODE = 0x65706973  # separates the seeds of episodes from all others
@@ -126,7 +126,7 @@ class Player:
                 f"objective.max_total_tokens allows: shorten it, or change one of these"
             )
         sampling = sampling._replace(end_ids=tuple(dict.fromkeys([*sampling.end_ids, *self.call_ends])))
-        kept: Kept = {}
+        kept: PrefixCache = {}
         for turn in range(self.limits.turns):
             requests = [Request([*e.prompt, *e.ids], mix64(e.key, turn), e.known) for e in active]
             last = turn + 1 == self.limits.turns

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import evaluating
 from lmtrain.rollouts.batch import Batch
-from lmtrain.rollouts.engine import Engine, Kept, Request, SampledText, Sampling
+from lmtrain.rollouts.engine import Engine, PrefixCache, Request, SampledText, Sampling
 from lmtrain.rollouts.row_states import new_rows
 from lmtrain.rollouts.step_graph import StepGraphs
 
@@ -36,7 +36,9 @@ class InProcess(Engine):
         self.shares_its_cache: bool | None = None  # unknown until the first call
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling, kept: Kept | None = None) -> list[SampledText]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, kept: PrefixCache | None = None
+    ) -> list[SampledText]:
         """Returns completions as in the base class; `kept` holds the keys and values of up to `batch_size` of them."""
         found: list[SampledText | None] = [None] * len(requests)
         with evaluating(self.model), generation_mode(self.model):

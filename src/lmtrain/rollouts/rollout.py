@@ -103,7 +103,9 @@ class Maker:
         lengths = torch.tensor([len(c.log_probs) for c in completions], dtype=torch.int64)
         penalties = overlong_penalty(lengths, self.most, self.overlong_buffer)
         totals = (torch.tensor(scores.total, dtype=torch.float64) + penalties).view(-1, self.group_size)
-        compared, found, size = advantages(totals, self.variant), [], self.group_size
+        compared = advantages(totals, self.variant)
+        found = []
+        size = self.group_size
         for i, prompt in enumerate(prompts):
             own = slice(i * size, (i + 1) * size)
             parts = {name: values[own] for name, values in scores.parts.items()}

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lmtrain.errors import UserError
-from lmtrain.rollouts.engine import Engine, Kept, Request, SampledText, Sampling
+from lmtrain.rollouts.engine import Engine, PrefixCache, Request, SampledText, Sampling
 
 MEMORY_SHARE = 0.3  # share of the device's memory for vLLM's weights and cache
 
@@ -46,7 +46,9 @@ class VLLM(Engine):
             )
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling, kept: Kept | None = None) -> list[SampledText]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, kept: PrefixCache | None = None
+    ) -> list[SampledText]:
         import vllm
 
         if self.engine is None:

@@ -68,7 +68,7 @@ def earlier(mine: dict[str, Any], run: Path) -> tuple[RunDir, float] | None:
     """
     for file in sorted(run.parent.glob("*/summary.json"), key=_changed, reverse=True)[:_NEWEST]:
         before = RunDir(file.parent)
-        summary = before.told_summary()
+        summary = before.summary_or_error()
         if summary.get("speed_of") == mine and summary.get("tokens_per_s"):
             return before, float(summary["tokens_per_s"])
     return None

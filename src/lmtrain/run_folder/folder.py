@@ -67,7 +67,7 @@ class RunDir:
                     break
                 folder.rmdir()
 
-    def told_summary(self) -> dict[str, Any]:
+    def summary_or_error(self) -> dict[str, Any]:
         """Returns summary.json; {} if there is none, status "unreadable" and the `error` if it can't be read."""
         try:
             return self.read_summary() or {}
@@ -163,7 +163,7 @@ def continue_after_restart(config: Config, run: RunDir) -> None:
         config.run.resume = "auto"
 
 
-def foreign_files(run: RunDir) -> list[Path]:
+def other_files(run: RunDir) -> list[Path]:
     """Returns the entries of a folder without a run, except the leftovers of a start that was killed early."""
     entries = [p for p in run.path.iterdir() if ".tmp" not in p.name and p.name != run_lock.NAME]
     return [p for p in entries if p != run.ranks and (p != run.checkpoints or any(p.iterdir()))]
@@ -182,7 +182,7 @@ def open_run(config: Config) -> RunDir:
     refuse_to_overwrite(run, config)
     if path.is_dir():
         refuse_links(path)
-    if path.is_dir() and not run.config.exists() and foreign_files(run):
+    if path.is_dir() and not run.config.exists() and other_files(run):
         raise UserError(f"{path} holds files that are not a run of lmtrain's: choose another run.dir or run.name")
     named = config.run.dir is not None or config.run.name is not None
     try:

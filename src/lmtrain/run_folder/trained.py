@@ -124,16 +124,17 @@ def check_tokenizer(run: RunDir, fingerprint: dict[str, Any]) -> None:
         UserError: the tokenizer differs or can't be read.
     """
     known = fingerprint["contents"]["tokenizer"]
-    told = [c["tokenizer"] for c in retention.manifests(run.checkpoints).values() if c.get("tokenizer")]
+    recorded = [c["tokenizer"] for c in retention.manifests(run.checkpoints).values() if c.get("tokenizer")]
     try:
         found = tokenizers.file_hashes(run.tokenizer)
         # The fingerprint knows the tokenizer as it came, so it decides only where no files were recorded.
-        unknown = told or known is None or "tokenizer.json" not in found
+        unknown = recorded or known is None or "tokenizer.json" not in found
         alike = bool(unknown) or tokenizers.gives_ids_of(run.tokenizer, known)
     except Exception as error:  # the tokenizers library raises plain Exception
         raise UserError(f"{run.tokenizer} can't be read as a tokenizer: {first_line(error)}") from None
-    names = sorted(n for n in {*found, *(told[-1] if told else {})} if told and found.get(n) != told[-1].get(n))
-    if not alike or (told and found not in told):
+    last = recorded[-1] if recorded else found
+    names = sorted(name for name in {*found, *last} if found.get(name) != last.get(name))
+    if not alike or (recorded and found not in recorded):
         raise UserError(
             f"{run.tokenizer} is not the tokenizer that the model was trained with ({', '.join(names) or 'its ids'} "
             f"changed): put the files back as they were, or let the run rewrite them by continuing it with "

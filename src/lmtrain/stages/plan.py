@@ -170,11 +170,11 @@ class _Composer:
         in_file, own = command.resolved(written, self.folder), command.resolved(typed, self.folder)
         if any(command.key_of(word).startswith("budget.") for word in (*before, *own)):
             in_file = [word for word in in_file if command.key_of(word) not in effect.LENGTHS]
-        words, told = [*in_file, *before, *own, *after], [*self.typed.common, *own, *after[-1:]]
+        words, by_user = [*in_file, *before, *own, *after], [*self.typed.common, *own, *after[-1:]]
         # lmtrain.evaluate composes its overrides in the same way.
         composed = [*(["model.max_position_embeddings=1000000"] if verb == "evaluate" else []), *words]
         with naming(f"{kind} {one.name}"):
-            config = rules.check(rules.compose(composed, self.config_dir, foreign=trust.Foreign(self.file, told)))
+            config = rules.check(rules.compose(composed, self.config_dir, foreign=trust.Foreign(self.file, by_user)))
             refuse_without_effect(verb, [*in_file, *own], [config], self.default(composed))
         return words, config
 

@@ -161,7 +161,9 @@ def _with_error(score: Score | None) -> str:
 
 
 def _page(plan: PipelinePlan, state: State, stages: list[Row], scores: list[Row]) -> str:
-    names, charts, answers = [one.name for one in plan.stages], _curves(plan), _written(plan)
+    names = [one.name for one in plan.stages]
+    charts = _curves(plan)
+    answers = _written(plan)
     title = f"pipeline {plan.pipeline.name}"
     body = report_page.rendered(
         "pipeline.html",
@@ -202,7 +204,7 @@ def _curves(plan: PipelinePlan) -> dict[str, list[dict[str, Any]]]:
     for one in plan.stages:
         run = RunDir(one.run)
         drawn = charts(read_jsonl(run.metrics))
-        for chart in listing.headline(run, run.told_summary()):
+        for chart in listing.headline(run, run.summary_or_error()):
             if chart in drawn:
                 found[f"{one.name}: {chart}"] = [report_page.line_of(c, c.name, i) for i, c in enumerate(drawn[chart])]
     return found

@@ -32,12 +32,12 @@ class Work(Children):
         return errors.PREEMPTED if self.stopping and code != errors.FINISHED else code
 
 
-def last_words(log: Path) -> str:
+def last_line(log: Path) -> str:
     """Returns the last error that a process printed, else its last line, without the prefix that `errors` adds."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    told = [line for line in lines if line.strip()]
-    errors_ = [line for line in told if line.startswith("error: ")]
-    return (errors_[-1:] or told[-1:] or [f"see {os.fspath(log)}"])[0].removeprefix("error: ")
+    shown = [line for line in lines if line.strip()]
+    errors_ = [line for line in shown if line.startswith("error: ")]
+    return (errors_[-1:] or shown[-1:] or [f"see {os.fspath(log)}"])[0].removeprefix("error: ")
 
 
 def run(plan: PipelinePlan, typed: list[str]) -> int:
@@ -158,7 +158,7 @@ class _Pipeline:
         if code in (errors.FINISHED, errors.PREEMPTED):
             return code
         how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-        errors.print_error(f"{what} failed ({how}): {last_words(log)} (all of it: {log})")
+        errors.print_error(f"{what} failed ({how}): {last_line(log)} (all of it: {log})")
         return errors.WRONG_INPUT if code == errors.WRONG_INPUT else errors.FAILED
 
     def _stopped(self, code: int, typed: list[str]) -> int:

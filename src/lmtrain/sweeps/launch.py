@@ -51,7 +51,7 @@ def run_here(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Tri
                     trial.seconds = child.seconds()
                     rows.judge(trial, plan.folder, code, stopped=children.stopping > 0)
                     trials.write()
-                    print(rows.in_words(trial, plan.config.checkpoint.monitor), flush=True)
+                    print(rows.outcome(trial, plan.config.checkpoint.monitor), flush=True)
                     if trial.status == "preempted" and not children.stopping:
                         children.stop()  # the machine is being taken away: no other trial is started
 
@@ -74,7 +74,7 @@ def run(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Trial]:
         for trial, code in zip(batch, codes, strict=True):
             trial.seconds = round(time.monotonic() - begun, 1)
             rows.judge(trial, plan.folder, code, stopped=False)
-            print(rows.in_words(trial, plan.config.checkpoint.monitor), flush=True)
+            print(rows.outcome(trial, plan.config.checkpoint.monitor), flush=True)
         trials.write()
         started += batch
         if any(t.status == "preempted" for t in batch):
@@ -86,12 +86,12 @@ def _launch(plan: SweepPlan, words: list[list[str]], number: int) -> list[int | 
     """Runs trials with Hydra's launcher and returns their exit codes, None for those that returned no result."""
     from hydra._internal.callbacks import Callbacks  # Hydra has no public way to run a launcher
 
-    hydra_words = [w for w in plan.hydra_words if not w.startswith(("hydra.sweep.dir=", "hydra.sweep.subdir="))]
+    hydra_overrides = [w for w in plan.hydra_overrides if not w.startswith(("hydra.sweep.dir=", "hydra.sweep.subdir="))]
     here = [f"hydra.sweep.dir={bare_or_quoted(str(plan.folder))}", "hydra.sweep.subdir=."]
     folders, search_path = folders_of(plan.config_dir, plan.config_name)
     with hydra_over(folders) as hydra:
         loader = hydra.config_loader
-        tree = loader.load_configuration(plan.config_name, [*search_path, *hydra_words, *here], RunMode.MULTIRUN)
+        tree = loader.load_configuration(plan.config_name, [*search_path, *hydra_overrides, *here], RunMode.MULTIRUN)
         context = HydraContext(config_loader=loader, callbacks=Callbacks(tree))
         launcher = Plugins.instance().instantiate_launcher(context, functools.partial(job, plan.verb, plan.flags), tree)
         try:

@@ -25,7 +25,7 @@ class SweepPlan:
 
     verb: str
     typed: list[str]
-    hydra_words: list[str]  # the overrides of hydra.*
+    hydra_overrides: list[str]  # the overrides of hydra.*
     config_dir: str | None
     config_name: str
     fixed: list[str]

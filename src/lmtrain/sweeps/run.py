@@ -72,7 +72,7 @@ def _run(plan: SweepPlan, trials: Trials) -> int:
     if kept:
         print(f"{plan.folder}: {kept} finished trial{'s are' if kept > 1 else ' is'} kept as found")
     todo = upcoming(plan, trials)
-    elsewhere = any(w.startswith("hydra/launcher=") for w in plan.hydra_words)
+    elsewhere = any(w.startswith("hydra/launcher=") for w in plan.hydra_overrides)
     started = launch.run(plan, trials, todo) if elsewhere else launch.run_here(plan, trials, todo)
     return conclude(plan, trials, started)
 

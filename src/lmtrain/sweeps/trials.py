@@ -79,7 +79,7 @@ def last_line(trial: Trial) -> str:
     return (trial.error or "").strip().rpartition("\n")[2].removeprefix("error: ")
 
 
-def in_words(trial: Trial, metric: str) -> str:
+def outcome(trial: Trial, metric: str) -> str:
     score = "" if trial.score is None else f", {metric} {trial.score:.6g}"
     return f"trial {trial.number} {trial.status}{score}, {trial.seconds} s"
 
@@ -107,7 +107,7 @@ def finished(trial: Trial, folder: Path, verb: str) -> bool:
     """Returns whether the trial need not run again, according to its row and, for training, its run's summary.json."""
     if trial.status != "finished":
         return False
-    summary = RunDir(folder / str(trial.number)).told_summary()
+    summary = RunDir(folder / str(trial.number)).summary_or_error()
     return verb != "train" or summary.get("status") in ("finished", "stopped_early")
 
 
@@ -118,10 +118,12 @@ def judge(trial: Trial, folder: Path, code: int | None, stopped: bool) -> None:
         code: its exit code, or None if the machine that ran it did not report one, so that summary.json decides.
         stopped: whether the sweep was asked to end: a trial that ended with it did not fail.
     """
-    log, summary = folder / f"{trial.number}.log", RunDir(folder / str(trial.number)).told_summary()
+    log, summary = folder / f"{trial.number}.log", RunDir(folder / str(trial.number)).summary_or_error()
     if code is None and summary.get("status") in ("finished", "stopped_early", "preempted"):
         code = errors.PREEMPTED if summary["status"] == "preempted" else errors.FINISHED
-    trial.exit_code, trial.score, trial.error = code, None, None
+    trial.exit_code = code
+    trial.score = None
+    trial.error = None
     if code == errors.PREEMPTED or (stopped and code != errors.FINISHED):
         trial.status = "preempted"
     elif code != errors.FINISHED:

@@ -43,7 +43,10 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _limit_of_thread(seconds: float) -> Iterator[None]:
-    thread, lock, ended, is_late = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False, False
+    thread = ctypes.c_ulong(threading.get_ident())
+    lock = threading.Lock()
+    ended = False
+    is_late = False
 
     def interrupt() -> None:
         nonlocal is_late

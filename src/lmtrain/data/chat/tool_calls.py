@@ -330,7 +330,9 @@ _GEMMA = NamedPairs(
     opening="<|tool_call>call:", middle="{", empty="{}<tool_call|>", before_text=':<|"|>', before_value=":", comma=",",
     closing="}<tool_call|>", quote='<|"|>',
 )  # fmt: skip
-_HERMES, _MISTRAL, _LLAMA3 = Objects("<tool_call>", "</tool_call>"), Objects("[TOOL_CALLS]"), Objects("")
+_HERMES = Objects("<tool_call>", "</tool_call>")
+_MISTRAL = Objects("[TOOL_CALLS]")
+_LLAMA3 = Objects("")
 _MISTRAL_ARGS = NamedJSON("[TOOL_CALLS]", "[ARGS]")
 _GPT_OSS = NamedJSON("to=functions.", "<|channel|>commentary json<|message|>")
 FORMATS: tuple[CallFormat, ...] = (

@@ -24,7 +24,9 @@ _ESTIMATED_FROM = 2000  # pairs read to estimate the length of shared prompts; t
 class PairRowEncoder(TemplateRows):
     """Encodes a pair as two examples: the prompt with its chosen and with its rejected answer."""
 
-    group, independent, kind = 2, True, "pairs"
+    group = 2
+    independent = True
+    kind = "pairs"
     version: ClassVar[dict[str, int]] = {"pairs": 2}
 
     def encode(self, row: dict[str, Any], where: str, cfg: DataConfig, question: bool) -> Encoded:
@@ -82,7 +84,9 @@ def fit_pair(chosen: Tokens, rejected: Tokens, cfg: DataConfig, where: str, kept
     Raises:
         BadRow: the prompt leaves no room for an answer, or the pair is too long and data.on_too_long is raise.
     """
-    pair, most, policy = [chosen, rejected], cfg.max_length, cfg.on_too_long
+    pair = [chosen, rejected]
+    most = cfg.max_length
+    policy = cfg.on_too_long
     if not all(any(trained) for _, trained in pair):
         return pair, 0
     prompt = min(trained.index(True) for _, trained in pair)

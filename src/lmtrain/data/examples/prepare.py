@@ -144,7 +144,9 @@ def _write_split(
     questions: if given, the first MAX_QUESTIONS questions of the split are added to it, each with the number of its
         row's first example.
     """
-    counts, written, encoder = Counts(), [0] * len(parts), encoding.encoder
+    counts = Counts()
+    written = [0] * len(parts)
+    encoder = encoding.encoder
     show.start(name, None)
     rows = ((i, *row) for i, part in enumerate(parts) for row in split_records(part, name) or ())
     with BinWriter(folder, name, meta["dtype"], _SHARD_TOKENS, masked=True) as writer:

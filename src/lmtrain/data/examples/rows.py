@@ -74,7 +74,9 @@ def _concat(lengths: np.ndarray, capacity: int, order: np.ndarray) -> Packing:
 
 
 def _next_fit(lengths: list[int], capacity: int) -> list[int]:
-    rows, row, room = [], -1, 0
+    rows = []
+    row = -1
+    room = 0
     for length in lengths:
         if length > room:
             row, room = row + 1, capacity

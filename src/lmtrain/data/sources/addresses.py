@@ -125,10 +125,10 @@ def _look_up(fs: Any, path: str) -> tuple[Found, list[dict[str, Any]]]:
     if info is not None:
         folder = str(info["name"]).rstrip("/") + "/"
         found = fs.find(folder, detail=True)
-        return "folder", _told(fs, {p: i for p, i in found.items() if _is_data(str(p), folder)})
+        return "folder", _with_sizes(fs, {p: i for p, i in found.items() if _is_data(str(p), folder)})
     matches = {p: i for p, i in fs.glob(path, detail=True).items() if i["type"] != "directory"}
     fixed = re.split(r"[*?\[]", path)[0].rpartition("/")[0] + "/"
-    return "glob", _told(fs, {p: i for p, i in matches.items() if "/." in path or _is_data(str(p), fixed)})
+    return "glob", _with_sizes(fs, {p: i for p, i in matches.items() if "/." in path or _is_data(str(p), fixed)})
 
 
 def _info(fs: Any, path: str) -> dict[str, Any] | None:
@@ -154,7 +154,7 @@ def _is_data(path: str, folder: str) -> bool:
     return bool(inside) and not any(part.startswith((".", "?")) for part in inside.split("/"))
 
 
-def _told(fs: Any, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_sizes(fs: Any, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the information on each file, requesting it for those whose size the listing of the folder lacks."""
     silent = [path for path, info in found.items() if info.get("size") is None]
     with ThreadPoolExecutor(_AT_ONCE) as pool:

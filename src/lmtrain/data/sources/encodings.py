@@ -25,7 +25,7 @@ def marked(start: bytes) -> str | None:
     return next((name for name, mark in MARKS.items() if start.startswith(mark)), None)
 
 
-def told(sample: bytes) -> str | None:
+def detect(sample: bytes) -> str | None:
     """Returns the detected encoding of bytes that are not UTF-8, or None."""
     if _CONTROLS.search(sample):
         return None
@@ -94,5 +94,5 @@ def _of_file(file: IO[bytes]) -> str | None:
         if not part.isascii():
             at = next(i for i, byte in enumerate(part) if byte > 127)
             sample = part[max(0, at - 100) :] + file.read(SAMPLE)
-            return told(sample[: sample.rfind(b"\n") + 1] or sample)  # up to a line end: no character is cut
+            return detect(sample[: sample.rfind(b"\n") + 1] or sample)  # up to a line end: no character is cut
     return None

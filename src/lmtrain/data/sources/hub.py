@@ -51,7 +51,8 @@ class HubSource:
     notes: list[str] = []  # noqa: RUF012
 
     def __init__(self, cfg: DataConfig) -> None:
-        self.cfg, self.name, self.label = cfg, *named(cfg)
+        self.cfg = cfg
+        self.name, self.label = named(cfg)
         keys = ("name", "config_name", "revision", "train_split", "val_split")
         self.settings: dict[str, Any] = {"kind": "hub", **{key: getattr(cfg, key) for key in keys}}
         self.resolved: str | None = None

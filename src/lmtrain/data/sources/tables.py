@@ -2,6 +2,10 @@
 
 Each reader yields (location, row) in bounded memory, except for a JSON list, which can only be read as a whole. If a
 row can't be read but those after it can, a string that describes the error is yielded in place of the row.
+
+JSON and CSV are read here because pyarrow's readers, which take three quarters of the time (0.46 s of 0.60 s for 83 MB
+of JSON lines, in as little memory), refuse a column of two types, name a row of a block instead of the file's line, and
+take a quote that is never closed for data. `datasets` takes 5.6 times as long and names no place.
 """
 
 import bisect
@@ -106,7 +110,9 @@ def _json(path: File, columns: list[str] | None) -> Iterator[Record]:
     at = _start(text, 0)
     if not text.startswith("[", at):
         raise UserError(f"{path} holds {_excerpt(text[:200])}; {_NEEDED}")
-    number, line, counted = 0, 1, 0
+    number = 0
+    line = 1
+    counted = 0
     at = _start(text, at + 1)
     while not (text.startswith("]", at) and number == 0):
         line, counted = line + text.count("\n", counted, at), at

@@ -25,7 +25,6 @@ from lmtrain.data.store.writer import dtype_for
 from lmtrain.errors import RunError, disk_full
 from lmtrain.secrets import hashed, shown_in
 
-_OWN = "own"  # "auto" in the keys of earlier versions, whose documents may begin otherwise
 _OWN = "own"  # prepend_bos=auto; "auto" in the keys of earlier versions, whose documents may begin otherwise
 _LONGEST_LABEL = 200  # a file name may have 255 bytes, and the names of locks and temporary folders are longer
 

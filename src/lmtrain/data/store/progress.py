@@ -42,7 +42,9 @@ class PrepareProgress:
     def start(self, name: str, total_bytes: int | None, doing: str = "tokenize") -> None:
         """Starts a new split of about total_bytes UTF-8 bytes of text; None if unknown."""
         self.finish_bar()
-        self.title, self.name, self.total = f"{doing} {name}", name, total_bytes
+        self.title = f"{doing} {name}"
+        self.name = name
+        self.total = total_bytes
         self.text_bytes = self.tokens = 0
         self.began = self.shown = time.perf_counter()
         self.task = self.bar.add_task(self.title, total=total_bytes, counts="")

@@ -63,7 +63,7 @@ class _FileStream:
         found, self.notes = files.find_files(cfg.path, cfg.format)
         self.files, self.parts = found, len(found)
         self.label = files.label_of(cfg.path)
-        self.identity = [[*_told(path), format] for path, format in found]
+        self.identity = [[*_identity_of(path), format] for path, format in found]
         self._versions = {path: version_of(path) for path, _ in found if isinstance(path, Path)}
 
     def refuse_changed(self) -> None:
@@ -107,7 +107,7 @@ class _FileStream:
             yield from ((number, text) for number, text in texts if number >= start)
 
 
-def _told(file: File) -> list[Any]:
+def _identity_of(file: File) -> list[Any]:
     """Returns name, size and the file system's version, if any: hashing files would mean reading the whole stream."""
     return [str(file), file.size, file.version] if isinstance(file, Address) else [file.name, file.stat().st_size]
 
@@ -116,7 +116,8 @@ class _HubStream:
     notes: list[str] = []  # noqa: RUF012
 
     def __init__(self, cfg: DataConfig) -> None:
-        self.cfg, name, self.label = cfg, *hub.named(cfg)
+        self.cfg = cfg
+        name, self.label = hub.named(cfg)
         folder = Path(name).expanduser()  # exists for a local dataset repository
         commit, unreachable = (None, "") if folder.is_dir() else commit_of("dataset", name, cfg.revision)
         if unreachable:
@@ -211,7 +212,9 @@ def segments(source: StreamSource, encoder: Encoder, start: Place) -> Iterator[S
     Raises:
         ReadError: reading failed; it is raised after the whole segments before the failure.
     """
-    reading, inside, skip = _StreamReading(source, start), start.inside, start.skip
+    reading = _StreamReading(source, start)
+    inside = start.inside
+    skip = start.skip
     for found in encoder.encode(reading.pieces(), start.inside):
         place = reading.place(inside)._replace(skip=skip)
         reading.done, inside = reading.done + found.characters, not found.ends
@@ -250,7 +253,10 @@ def cut_shards(stream: Iterator[StreamSegment], shard_tokens: int) -> Iterator[S
                 ends.append(shard_tokens)
             end = place._replace(skip=place.skip + stop)
             yield StreamShard(np.concatenate([*parts, ids[used:stop]]), np.array(ends, dtype=np.int64), end)
-            parts, ends, held, used = [], [], 0, stop
+            parts = []
+            ends = []
+            held = 0
+            used = stop
         if used < len(ids):
             parts.append(ids[used:])
             held += len(ids) - used

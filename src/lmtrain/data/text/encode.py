@@ -93,7 +93,9 @@ class Encoder:
         text = ""
         done = searched = 0  # text[:done] has been yielded; there is no safe cut before `searched`
         for piece in pieces:
-            text, searched, done = text[done:] + piece.text, max(0, searched - done), 0
+            text = text[done:] + piece.text
+            searched = max(0, searched - done)
+            done = 0
             while len(text) - done >= 2 * SEGMENT:
                 cut = self._find_cut(text, max(done + SEGMENT, searched))
                 if cut is None:  # wait for more text rather than change the tokens
@@ -103,7 +105,10 @@ class Encoder:
                 done, continues = cut, True
             if piece.ends:
                 yield Segment(text[done:], continues, ends=True)
-                text, continues, done, searched = "", False, 0, 0
+                text = ""
+                continues = False
+                done = 0
+                searched = 0
 
     def _find_cut(self, text: str, start: int) -> int | None:
         """Returns where to cut, at `start` or later; None if no place was found, of _TRIES in each SEGMENT."""

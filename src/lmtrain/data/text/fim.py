@@ -101,7 +101,7 @@ def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, se
     return FillInTheMiddle(fim.rate, fim.spm_rate, prefix, suffix, middle, end, seed, begin)
 
 
-def fim_words(fim: FillInTheMiddle | None) -> list[str]:
+def fim_lines(fim: FillInTheMiddle | None) -> list[str]:
     """Returns the line of the plan about fill-in-the-middle, if it is used."""
     if fim is None:
         return []

@@ -151,7 +151,7 @@ def _shared_tokenizer(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, found: li
     return dataclasses.replace(tokenizer_cfg, kind="hub", name_or_path=str(target), **of_text)
 
 
-def mixture_words(parts: PreparedSources, mixture: Mixture) -> list[str]:
+def mixture_lines(parts: PreparedSources, mixture: Mixture) -> list[str]:
     """Returns one line per source: its share and the changes of it, its number of rows, its folder."""
     lines = []
     for s, (source, part) in enumerate(parts):
