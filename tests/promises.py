@@ -1,4 +1,4 @@
-"""A hook of mkdocs: promises.yaml becomes the page promises.md: what the pages promise, its tests, and when they run."""
+"""A hook of mkdocs: promises.yaml becomes the page promises.md: what pages promise, its tests, and when they run."""
 
 import ast
 from pathlib import Path
