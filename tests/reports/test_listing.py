@@ -10,7 +10,7 @@ import pytest
 from inprocess import message, run
 from lmtrain.files import read_jsonl
 from lmtrain.reports.listing import runs_under, show
-from lmtrain.reports.report import told
+from lmtrain.reports.report import reported_run
 from lmtrain.run_folder.folder import RunDir
 from support import TINY, lingers
 
@@ -73,7 +73,7 @@ def test_the_score_before_training_is_not_the_best(tmp_path: Path) -> None:
     rows = [f'{{"step": {step}, "val/loss": {score}}}\n' for step, score in scores.items()]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(rows))
     assert [listed.best for listed in runs_under(tmp_path)] == ["val/loss 2.0000 at step 4"]
-    assert told(RunDir(tmp_path / "run")).score == 2.0
+    assert reported_run(RunDir(tmp_path / "run")).score == 2.0
 
 
 def _with_tests() -> dict[str, str]:

@@ -13,7 +13,7 @@ from inprocess import message, run, train_tiny
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import logged_every
 from lmtrain.reports.curves import Curve, thinned
-from lmtrain.reports.report import told, write_own
+from lmtrain.reports.report import reported_run, write_own
 from lmtrain.run_folder import lock
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.terminal import visible
@@ -215,7 +215,7 @@ def test_a_model_of_masked_tokens_is_not_offered_a_chat(corpus: Path, tmp_path: 
     """Also without an export, which says what the model is."""
     words = ["objective=mdlm", "model=llama_nano", "tokenizer.add_tokens=[HIDDEN]", "objective.mask_token=HIDDEN"]
     assert train_tiny(corpus, *words, "trainer.max_steps=1", f"run.dir={tmp_path}/run").code == 0
-    assert told(RunDir(tmp_path / "run")).how_to_use == [f"python -m lmtrain.generate {tmp_path}/run"]
+    assert reported_run(RunDir(tmp_path / "run")).how_to_use == [f"python -m lmtrain.generate {tmp_path}/run"]
 
 
 def test_a_long_run_is_small_and_hostile_samples_are_text(long_run: Path) -> None:
@@ -257,7 +257,7 @@ def test_an_answer_that_was_cut_off_is_marked(tmp_path: Path) -> None:
     row = {"step": 1, "text": "Mia has", "reference": "Mia has a hat.", "is_answer": True}
     asked = [{**row, "prompt": "Who?", "cut_off": True}, {**row, "prompt": "What?", "text": "Mia has a hat."}]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
-    shown = told(RunDir(tmp_path)).samples
+    shown = reported_run(RunDir(tmp_path)).samples
     assert ["cut off" in " ".join(shown[prompt][0].notes) for prompt in ("Who?", "What?")] == [True, False]
 
 

@@ -79,8 +79,7 @@ def prepare_examples(
     """
     if tokenizer_cfg.kind in ("bpe", "char"):
         raise UserError(
-            f"tokenizer={tokenizer_cfg.kind} is made from text, conversations need a tokenizer that exists: "
-            "tokenizer=hub tokenizer.name_or_path=..., tokenizer=gpt2 or bytes; model=pretrained brings its own"
+            f"tokenizer={tokenizer_cfg.kind} is made from text, conversations need a tokenizer that exists: hub, gpt2, bytes"
         )
     # Everything that the tokens follow from is in the key of the folder.
     parts, named = open_parts(cfg), tokenizers.identity(tokenizer_cfg)
@@ -96,7 +95,6 @@ def prepare_examples(
         **min_val_rows(cfg),
         **({} if "train" in splits else {"splits": splits}),
     )
-    # It is filled once, and found again by later runs.
     target = folder_of(cfg, f"{parts[0].source.label}-{named.label}", key)
     notes = [note for part in parts for note in part.source.notes]
     with PrepareProgress(progress) as show, _Encoding(encoder, [part.cfg for part in parts], cfg.num_proc) as encoding:
