@@ -77,9 +77,9 @@ def prepare_examples(
             on or lose a field, a template doesn't fit, or the cache can't be written.
         RunError: the disk is full.
     """
-    if tokenizer_cfg.kind in ("bpe", "char"):
+    if (kind := tokenizer_cfg.kind) in ("bpe", "char"):
         raise UserError(
-            f"tokenizer={tokenizer_cfg.kind} is made from text, conversations need a tokenizer that exists: hub, gpt2, bytes"
+            f"tokenizer={kind} is made from text, conversations need a tokenizer that exists: hub, gpt2, bytes"
         )
     # Everything that the tokens follow from is in the key of the folder.
     parts, named = open_parts(cfg), tokenizers.identity(tokenizer_cfg)
