@@ -94,8 +94,8 @@ class Proxy:
     __slots__ = ("_lmtrain_base", "_lmtrain_derived", "_lmtrain_number", "_lmtrain_peer")
 
     def __init__(self, peer: "Peer", number: int, base: type | None = None, derived: bool = False) -> None:
-        for name, value in zip(Proxy.__slots__, (base, number, peer, derived), strict=True):
-            object.__setattr__(self, name, value)
+        for name, value in {"base": base, "derived": derived, "number": number, "peer": peer}.items():
+            object.__setattr__(self, f"_lmtrain_{name}", value)
 
     def __getattribute__(self, name: str) -> Any:
         if name in Proxy.__slots__:
