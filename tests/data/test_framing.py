@@ -6,7 +6,6 @@ known to put before a text.
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,27 +219,3 @@ def test_bos_that_a_run_was_trained_with_reaches_its_tokenizer_and_export(corpus
     assert ended.code == 0, ended.err
     (found,) = folder.glob("evaluations/now.json")
     assert json.loads(found.read_text())["settings"]["start_token"] == [tokenizer.bos_token_id]
-
-
-def test_what_was_prepared_before_serves_where_documents_begin_as_now(
-    data_config: Callable[..., Any],
-    tokenizer_config: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Keys of earlier versions say auto; of OPT, GLM and DeepSeek, their documents began otherwise."""
-    (tmp_path / "lines.txt").write_text("\n".join(LINES))
-    cfg = data_config(path=str(tmp_path / "lines.txt"), sample_by="line", val_fraction=0)
-    for family in FAMILIES[:-2]:
-        named = tokenizer_config("hub", name_or_path=str(save_family(family, tmp_path / family)))
-
-        def as_before(tokenizer: Any, data: Any) -> list[int]:
-            own = AutoTokenizer.from_pretrained(tmp_path / family)  # noqa: B023
-            first = own("a")["input_ids"][:1]
-            return first if first == [own.bos_token_id] else []
-
-        with monkeypatch.context() as before:
-            before.setattr("lmtrain.data.store.prepared._OWN", "auto")
-            before.setattr("lmtrain.data.text.encode.between_documents", as_before)
-            older = prepare(cfg, named, progress=False).folder
-        assert (prepare(cfg, named, progress=False).folder == older) == (family not in ("opt", "glm", "deepseek"))

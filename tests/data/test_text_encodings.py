@@ -9,7 +9,7 @@ import pytest
 from inprocess import run
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources import files, lines
-from lmtrain.data.sources.encodings import told
+from lmtrain.data.sources.encodings import detect
 from lmtrain.errors import UserError
 from support import TINY
 
@@ -93,10 +93,10 @@ def test_json_is_utf_8(tmp_path: Path) -> None:
 
 
 def test_letters_tell() -> None:
-    assert told("naïve".encode("latin-1")) == "cp1252"
-    assert told("l’été".encode("cp1252")) == "cp1252"
-    assert told(b"\xa9 2020") == "cp1252"
-    assert told(b"a\xb3b") is None
+    assert detect("naïve".encode("latin-1")) == "cp1252"
+    assert detect("l’été".encode("cp1252")) == "cp1252"
+    assert detect(b"\xa9 2020") == "cp1252"
+    assert detect(b"a\xb3b") is None
 
 
 def test_the_plan_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

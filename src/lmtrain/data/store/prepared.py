@@ -17,7 +17,7 @@ from lmtrain.config.constraints import PREPARED
 from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.keys import values
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
-from lmtrain.data import framing, tokenizers
+from lmtrain.data import tokenizers
 from lmtrain.data.store import bins, contents
 from lmtrain.data.store.cache import build_once
 from lmtrain.data.store.progress import PrepareProgress
@@ -25,7 +25,6 @@ from lmtrain.data.store.writer import dtype_for
 from lmtrain.errors import RunError, disk_full
 from lmtrain.secrets import hashed, shown_in
 
-_OWN = "own"  # prepend_bos=auto; "auto" in the keys of earlier versions, whose documents may begin otherwise
 _LONGEST_LABEL = 200  # a file name may have 255 bytes, and the names of locks and temporary folders are longer
 
 
@@ -62,7 +61,7 @@ def folder_key(data: DataConfig, tokenizer: TokenizerConfig, **contents: Any) ->
     # Secrets in the settings of a user's own source are replaced by hashes, as the key is written beside the tokens.
     key = shown_in({"data": settings(data), "tokenizer": settings(tokenizer), **contents}, hashed)
     if data.prepend_bos == "auto" and tokenizer.kind == "hub":  # those made here put none
-        key["prepend_bos"] = _OWN
+        key["prepend_bos"] = "own"
     elif data.prepend_bos is True:
         key["prepend_bos"] = True
     return dict(json.loads(json.dumps(key, sort_keys=True)))
@@ -74,46 +73,23 @@ def folder_of(cfg: DataConfig, label: str, key: dict[str, Any]) -> Path:
     return Path(cfg.cache_dir).expanduser() / f"{name[:_LONGEST_LABEL]}-{short_hash(key)[:12]}"
 
 
-def serving(cfg: DataConfig, label: str, key: dict[str, Any], tokenizer: TokenizerConfig) -> Path:
-    """Returns `folder_of` a key, or a complete folder of an earlier version that holds the same tokens."""
-    folder = folder_of(cfg, label, key)
-    if key.get("prepend_bos") != _OWN or bins.is_complete(folder):
-        return folder
-    without = {name: value for name, value in key.items() if name != "prepend_bos"}
-    older = [folder_of(cfg, label, known) for known in ({**key, "prepend_bos": "auto"}, without)]
-    return next((f for f in older if bins.is_complete(f) and _begins_so(f, cfg, tokenizer)), folder)
-
-
-def find_folder(
-    cfg: DataConfig, label: str, key: dict[str, Any], tokenizer: TokenizerConfig, show: PrepareProgress
-) -> Path:
-    """Returns `serving` a key, or the newest complete one that differs only in what a silent hub couldn't tell."""
-    target = serving(cfg, label, key, tokenizer)
+def find_folder(cfg: DataConfig, label: str, key: dict[str, Any], show: PrepareProgress) -> Path:
+    """Returns `folder_of` a key, or the newest complete one that differs only in what a silent hub couldn't tell."""
+    target = folder_of(cfg, label, key)
     unknown = [name for name, value in key["resolved"].items() if value is None]
-    found = []
     if not unknown or bins.is_complete(target):
         return target
+    found = []
     for folder in target.parent.glob(f"{target.name.rpartition('-')[0]}-*"):
         if ".tmp-" in folder.name or not bins.is_complete(folder):
             continue
         theirs = bins.load_meta(folder)["key"]
-        resolved = {**theirs.get("resolved", {}), **dict.fromkeys(unknown)}
-        begins = {"prepend_bos": key["prepend_bos"]} if "prepend_bos" in key else {}
-        same = {**theirs, "resolved": resolved} == key
-        if same or ({**theirs, "resolved": resolved, **begins} == key and _begins_so(folder, cfg, tokenizer)):
+        if {**theirs, "resolved": {**theirs.get("resolved", {}), **dict.fromkeys(unknown)}} == key:
             found.append(folder)
     newest = max(found, key=lambda f: (f / bins.META).stat().st_mtime_ns, default=None)
     if newest is not None:
         show.say(f"the hub doesn't answer; using what was prepared from it before: {newest}")
     return newest or target
-
-
-def _begins_so(folder: Path, cfg: DataConfig, tokenizer: TokenizerConfig) -> bool:
-    """Returns whether the documents of a folder of an earlier version begin as the tokenizer begins a text now."""
-    split = bins.open_bins(folder, "train" if bins.has_split(folder, "train") else "val")
-    own = framing.follow_file(tokenizers.load_folder(folder / "tokenizer"), str(tokenizer.name_or_path))
-    start = framing.between_documents(own, cfg)
-    return split.begins_with(start) and (bool(start) or not split.begins_with(framing.start_of(own) or [None]))
 
 
 def prepare_folder(

@@ -10,7 +10,7 @@ from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.sources.choose import refuse_changed
 from lmtrain.data.store import bins, contents
-from lmtrain.data.store.prepared import PreparedData, folder_key, new_meta, prepare_folder, serving
+from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, prepare_folder
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.stream.source import Place, StreamSource, open_stream, segments
@@ -58,7 +58,7 @@ def prepare_head(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool
         made_with=named.settings,
         resolved=named.resolved,
     )
-    target = serving(cfg, f"{source.label}-stream-{named.label}", key, tokenizer_cfg)
+    target = folder_of(cfg, f"{source.label}-stream-{named.label}", key)
     with PrepareProgress(progress) as show:
 
         def fill(folder: Path) -> None:

@@ -52,7 +52,7 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
             resolved={"source": source.resolved, "tokenizer": named.resolved},
             **sources.min_val_rows(cfg),
         )
-        target = find_folder(cfg, f"{source.label}-{named.label}", key, tokenizer_cfg, show)
+        target = find_folder(cfg, f"{source.label}-{named.label}", key, show)
         filling = _Filling(cfg, tokenizer_cfg, source, named, show)
 
         def refuse_changed() -> None:
