@@ -87,10 +87,10 @@ def _last_step(folder: Path) -> int:
 
 
 def report(folder: Path) -> None:
-    from lmtrain.reports.report import told
+    from lmtrain.reports.report import reported_run
     from lmtrain.run_folder.folder import RunDir
 
-    told(RunDir(folder))
+    reported_run(RunDir(folder))
 
 
 def make_runs(folder: Path, size: int) -> None:

@@ -89,7 +89,7 @@ def places(folder: Path) -> dict[str, tuple[Path, Callable[[], Any]]]:
         cut_back(copy, 1, True, lambda _: None)
         assert all(row["step"] <= 1 for row in read_jsonl(copy))
 
-    told = lambda: report_of.told(run)  # noqa: E731
+    told = lambda: report_of.reported_run(run)  # noqa: E731
     return {
         "manifest": (checkpoint / manifest.NAME, lambda: manifest.read(checkpoint)),
         "scores": (checkpoint / manifest.NAME, lambda: retention.scores(run.checkpoints, "val/loss")),
