@@ -11,7 +11,7 @@ from lmtrain.config.compose import check, compose
 from lmtrain.config.effect import default_in, inference_note, without_effect
 from lmtrain.data.corpus import check_rows
 from lmtrain.errors import UserError
-from lmtrain.run.plan import unlikely
+from lmtrain.run.advice import unlikely
 from support import EXPORT, TINY
 
 NO_EFFECT = {

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from inprocess import train_tiny
-from lmtrain.callbacks import foreign
+from lmtrain.callbacks import extra
 from lmtrain.config import compose as rules
 from lmtrain.config import targets
 from lmtrain.config.targets import build_target, find_class
@@ -310,7 +310,7 @@ def test_a_callback_of_functions_is_refused() -> None:
         "on_fit_start": {"_target_": "torch.nn.Identity"},
     }
     with pytest.raises(UserError, match="LambdaCallback can't be used here: it takes functions"):
-        build_target(entry, "callbacks.extra", pl.Callback, refused=foreign.REFUSED)
+        build_target(entry, "callbacks.extra", pl.Callback, refused=extra.REFUSED)
 
 
 @pytest.mark.parametrize("source", ["torch.utils.cpp_extension.subprocess.Popen", "torch.nn.Linear",

@@ -15,8 +15,9 @@ from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.models.language_model import auto_chunk_bytes
-from lmtrain.run import plan as notes
+from lmtrain.run import advice as notes
 from lmtrain.run import verify
+from lmtrain.run.plan_costs import checkpointing_words
 from lmtrain.run_folder import trained
 
 
@@ -146,7 +147,9 @@ def test_the_plan_says_what_keeps_a_gpu_waiting(gpu: Any) -> None:
     def advice(optimizer: Any, dropout: float, has_router: bool, *overrides: str) -> list[str]:
         model = SimpleNamespace(attention_dropout=dropout, has_router=has_router)
         objective = SimpleNamespace(_optimizer=optimizer, model=model)
-        return notes.for_gpus(SimpleNamespace(config=resolved(*overrides), objective=objective))  # type: ignore[arg-type]
+        corpus = SimpleNamespace(train=SimpleNamespace())
+        run = SimpleNamespace(config=resolved(*overrides), objective=objective, corpus=corpus)
+        return notes.for_gpus(run)  # type: ignore[arg-type]
 
     fused, plain = (torch.optim.AdamW([weight], fused=fused) for fused in (True, None))
     assert advice(fused, 0.1, False) == []
@@ -170,7 +173,7 @@ def test_offloaded_activations_need_a_gpu(gpu: Any) -> None:
     gpu()
     on_gpu = check(compose(["trainer.activation_checkpointing=offload"]))
     devices.resolve_auto(on_gpu)
-    assert notes.checkpointing_words(on_gpu) == ", activation checkpointing (in host memory)"
+    assert checkpointing_words(on_gpu) == ", activation checkpointing (in host memory)"
     with pytest.raises(UserError, match="did you mean selective"):
         check(compose(["trainer.activation_checkpointing=selectiv"]))
 

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from lmtrain.callbacks.stopping import Preemption
-from lmtrain.callbacks.stream import FeedStream
+from lmtrain.callbacks.stream import FeedStream, check_patience
 from lmtrain.data.stream.ring import Ring, StreamRows
 from lmtrain.data.stream.source import Place
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import ReadError, RunError, UserError
-from lmtrain.run import build_callbacks
 
 RING = Ring(
     bytes=20_000, shard_rows=24, window_shards=4, seq_len=32, global_batch_size=10, dtype="uint16",
@@ -104,10 +103,10 @@ def test_an_error_before_anything_is_read_ends_the_wait_of_loader_workers(feed: 
 def test_ranks_wait_no_longer_than_their_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "size", lambda: 2)
     config = SimpleNamespace(data=SimpleNamespace(ring_patience=240.0), trainer=SimpleNamespace(rank_timeout=300))
-    build_callbacks.check_patience(config)  # type: ignore[arg-type]
+    check_patience(config)  # type: ignore[arg-type]
     config.data.ring_patience += 1
     with pytest.raises(UserError, match=r"set data.ring_patience=240 or less, or trainer.rank_timeout=301"):
-        build_callbacks.check_patience(config)  # type: ignore[arg-type]
+        check_patience(config)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_without_a_place_is_not_gone_on_from_in_a_stream(feed: Any) -> None:

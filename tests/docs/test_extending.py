@@ -1,5 +1,6 @@
-"""The model, schedule and data source of docs/extending.md work unchanged from a package outside the tree."""
+"""The examples of docs/extending.md work unchanged from outside the tree, by what the page says."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -9,11 +10,16 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+import lmtrain
 from inprocess import Ended, run
 from support import REPO, rows
 
 PAGE = (REPO / "docs" / "extending.md").read_text()
-FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, flags=re.DOTALL))
+FILES = dict(re.findall(r"```(?:python|yaml)\n# ([\w/]+\.(?:py|yaml))\n(.*?)```", PAGE, flags=re.DOTALL))
+TINY_MODEL = ["model=gpt_nano", "tokenizer=bytes", "model.num_hidden_layers=1", "model.hidden_size=32",
+              "model.num_attention_heads=2", "model.max_position_embeddings=64", "trainer.accelerator=cpu",
+              "trainer.precision=32-true", "logger=none", "data.seq_len=64", "trainer.max_steps=1",
+              "export.enabled=false", "report.enabled=false"]  # fmt: skip
 SMALL = ["tokenizer=bytes", "data=text", "data.seq_len=32", "data.global_batch_size=6", "data.micro_batch_size=2",
          "trainer.precision=32-true", "trainer.log_every_n_steps=1", "logger=none", "data.val_fraction=0.1",
          "trainer.limit_val_batches=1", "callbacks.samples.max_new_tokens=4", "export.dtype=float32"]  # fmt: skip
@@ -25,6 +31,7 @@ MODEL = ["model=custom", "model._target_=small_decoder.SmallDecoder", "run.allow
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Writes the page's files to an empty folder, which becomes the working folder, and returns it."""
     for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -87,3 +94,45 @@ def test_the_source_is_prepared(package: Path) -> None:
                "run.allow_target=[greetings]", "data.cache_dir=cache")  # fmt: skip
     assert done.code == 0, done.err
     assert next((package / "cache").glob("greetings-*")).is_dir()
+
+
+def test_rows_of_ones_own_train_sft_on_their_answers(package: Path) -> None:
+    found = [{"question": f"{n} + 1? ", "answer": str(n + 1)} for n in range(8, 12)]
+    (package / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    words = ["objective=sft", "data=chat_jsonl", "data.path=questions.jsonl", "data.rows=questions.QuestionRows",
+             "run.allow_target=[questions]", "data.global_batch_size=4", "data.micro_batch_size=2",
+             "data.val_fraction=0", "data.packing=off"]  # fmt: skip
+    made = lmtrain.build(lmtrain.compose([*TINY_MODEL, *words, "run.dir=run"]))
+    made.fit()
+    answers = sum(len(row["answer"]) + 1 for row in found)  # their bytes, and the end of the text
+    assert int(made.objective.last_step.n_tokens) == answers
+    refused = run("train", *TINY_MODEL, *words, "run.dir=other", "objective=dpo")
+    assert (refused.code, "objective=dpo needs pairs" in refused.err) == (2, True), refused.err
+
+
+def test_a_preference_loss_of_ones_own_trains_and_is_evaluated(package: Path) -> None:
+    pairs = [{"prompt": f"{n}?", "chosen": str(n), "rejected": str(n + 1)} for n in range(6)]
+    (package / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    data = ["data=preference_jsonl", "data.path=pairs.jsonl", "data.chat_template=zephyr", "data.global_batch_size=4",
+            "data.micro_batch_size=2", "data.val_fraction=0.4", "run.allow_target=[squared]"]  # fmt: skip
+    words = ["objective=dpo", "objective.name=squared", "objective._target_=squared.Squared", "+objective.target=2"]
+    done = run("train", *TINY_MODEL, *data, *words, "run.dir=run", "export.enabled=true")
+    assert done.code == 0, done.err
+    assert column(package / "run", "train/loss")[0] == pytest.approx(4.0)  # the target's square, while both agree
+    scored = run("evaluate", "run_dir=run", "evaluate.reference=run", "run.allow_target=[squared]")
+    assert scored.code == 0, scored.err
+    assert re.search(r"loss\W+4\.0", scored.out), scored.out
+
+
+def test_a_metric_and_a_preset_of_ones_own(package: Path) -> None:
+    chats = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}]}
+             for n in range(6)]  # fmt: skip
+    (package / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    small = [word for word in TINY_MODEL if not word.startswith("model")]
+    done = run("train", "chats.jsonl", *small, "--config-dir", "mine", "model=tiny", "model.hidden_size=32",
+               "data.chat_template=zephyr", "data.val_fraction=0.4", "callbacks.samples.max_new_tokens=2",
+               "callbacks.samples.metrics=[{_target_: first_word.FirstWord}]", "run.allow_target=[first_word]",
+               "callbacks.samples.every_n_validations=1", "run.dir=run")  # fmt: skip
+    assert done.code == 0, done.err
+    assert column(package / "run", "val/FirstWord") == [0.0]
+    assert "num_hidden_layers: 2" in (package / "run" / "config.yaml").read_text()

@@ -20,6 +20,7 @@ from lmtrain.errors import FAILED, UserError
 from lmtrain.evaluation import harness, scoring, session
 from lmtrain.evaluation.results import Evaluated, Results, Scores, _label, _rows_of, interval
 from lmtrain.evaluation.scoring import Window, of_pairs, pair_scores
+from lmtrain.objectives.dpo import DPO
 
 
 def config(*words: str) -> Config:
@@ -173,7 +174,7 @@ def test_sums_of_rows_are_those_of_their_windows(monkeypatch: pytest.MonkeyPatch
 def test_pairs_are_scored_as_the_loss_says() -> None:
     objective = config("objective=dpo", "objective.beta=0.3").objective
     policy, reference = np.array([-1.0, -3.0, -2.0, -1.5]), np.array([-1.2, -2.0, -1.0, -2.5])
-    scores = pair_scores(policy, reference, np.array([4, 5, 6, 7]), objective)  # type: ignore[arg-type]
+    scores = pair_scores(policy, reference, np.array([4, 5, 6, 7]), lambda pairs: DPO.pair_losses(objective, pairs))  # type: ignore[arg-type]
     rewards = 0.3 * (policy - reference)
     margins = rewards[::2] - rewards[1::2]
     assert scores.columns["margin"] == pytest.approx(margins)

@@ -121,7 +121,7 @@ def test_peak_flops_of_known_devices(monkeypatch):
 
 def run_config(*overrides: str):
     common = [
-        "optimizer=adamw",
+        *([] if any(word.startswith("optimizer=") for word in overrides) else ["optimizer=adamw"]),
         "data.micro_batch_size=2",
         "data.global_batch_size=2",
         "data.seq_len=256",
@@ -174,6 +174,10 @@ def test_memory_by_part():
     assert memory["logits"] == 2 * 256 * 61 * 4
     assert flops.memory_estimate(model, run_config("objective.loss_chunk_tokens=10"))["logits"] == 10 * 61 * 4
     assert flops.memory_estimate(model, run_config("optimizer=lion"))["optimizer"] == 4 * total
+    theirs = {"torch.optim.SGD": 0, "torch.optim.RAdam": 8, "torch.optim.RMSprop": 4}  # bytes a weight, by their papers
+    for target, each in theirs.items():
+        own = run_config("optimizer=custom", f"optimizer._target_={target}")
+        assert flops.memory_estimate(model, own)["optimizer"] == each * total
     saved = flops.memory_estimate(model, run_config("trainer.activation_checkpointing=true"))["activations"]
     assert saved < 0.6 * memory["activations"]
 

@@ -53,14 +53,16 @@ class Text:
         return empty_window(self.ids.shape[1], False)
 
 
-def validated(objective: Any, text: Text, micro_batch_size: int, ranks: int, seed: int = 0) -> dict[str, float]:
+def validated(
+    objective: Any, text: Text, micro_batch_size: int, ranks: int, seed: int = 0, joined_tokens: int | None = None
+) -> dict[str, float]:
     """Returns the means of a validation, with the ranks run one after the other."""
     torch.manual_seed(seed)
-    objective.seed, objective.micro_batch_size, objective.val_sums = seed, micro_batch_size, {}
+    objective.seed, objective.val_sums = seed, {}
     for rank in range(ranks):
-        strategy = SimpleNamespace(tensor_parallel_size=1)
-        objective._trainer = SimpleNamespace(strategy=strategy, world_size=ranks, global_rank=rank)
-        data = ValidationDataset(text, micro_batch_size=micro_batch_size, limit=None, rank=rank, world_size=ranks)
+        data = ValidationDataset(text, micro_batch_size=micro_batch_size, limit=None, rank=rank, world_size=ranks,
+                                 joined_tokens=joined_tokens)  # fmt: skip
+        objective._trainer = SimpleNamespace(testing=False, val_dataloaders=SimpleNamespace(dataset=data))
         with torch.no_grad():
             for index in range(len(data)):
                 objective.eval().validation_step(data[index], index)
@@ -75,6 +77,15 @@ def test_a_validation_is_one_number(micro_batch_size: int, ranks: int, seed: int
     found, expected = validated(objective, text, micro_batch_size, ranks, seed), validated(objective, text, 23, 1)
     assert found == pytest.approx(expected, rel=1e-6)
     assert expected["loss_se"] > 0
+
+
+def test_joined_micro_batches_hide_the_same_tokens() -> None:
+    objective, text = an_objective("llama"), Text(23, 16)
+    expected = validated(objective, text, 5, 2)
+    text.lengths = np.full(23, 16)
+    joined = ValidationDataset(text, micro_batch_size=5, limit=None, rank=0, world_size=2, joined_tokens=160)
+    assert len(joined[0]["input_ids"]) > 5
+    assert validated(objective, text, 5, 2, joined_tokens=160) == pytest.approx(expected, rel=1e-6)
 
 
 def test_64_rows_are_as_good_as_60_draws() -> None:

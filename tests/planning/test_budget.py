@@ -18,8 +18,9 @@ import lmtrain
 from chats import write_rows
 from inprocess import run
 from lmtrain import cli, train
+from lmtrain.callbacks.length import Length
 from lmtrain.callbacks.samples import Samples
-from lmtrain.callbacks.time_budget import Length, TimeBudget
+from lmtrain.callbacks.time_budget import TimeBudget
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import row_lengths, step_sizes
 from lmtrain.config.schema import Config
@@ -32,6 +33,7 @@ from lmtrain.objectives.base import Objective
 from lmtrain.planning import budget
 from lmtrain.planning.budget import Measured, settle, steps_within
 from lmtrain.run import build, resume
+from lmtrain.run.data import rows_to_train
 from lmtrain.run.start import start
 from support import EXPORT, SAMPLES, TINY, ends_within, rows
 
@@ -314,7 +316,7 @@ def test_a_budget_ends_with_the_epochs_of_a_mixture(tmp_path: Path, monkeypatch:
     with ends_within(120):
         done = run("train", *words)
     assert done.code == 0, done.err
-    trained = build.rows_to_train(config(*words), build_corpus(config(*words)))
+    trained = rows_to_train(config(*words), build_corpus(config(*words)))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["ended_by"]) == ("finished", "data.mixture")
     assert 6 * summary["step"] <= 2 * len(trained) < 6 * (summary["step"] + 1)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
-from lmtrain.callbacks.time_budget import ENDING_S, Forecast, Length, TimeBudget
+from lmtrain.callbacks.length import Length
+from lmtrain.callbacks.time_budget import ENDING_S, Forecast, TimeBudget, build_forecast
 from lmtrain.config import compose as rules
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.schema import Config
@@ -21,7 +22,6 @@ from lmtrain.errors import UserError
 from lmtrain.models import dial
 from lmtrain.objectives.causal_lm import CausalLM
 from lmtrain.planning import budget
-from lmtrain.run import build_callbacks
 from support import REPO, Run
 
 
@@ -327,7 +327,7 @@ def test_a_run_is_forecast_if_the_fit_has_runs_like_it(typed: tuple[str, ...], f
     words += [f"{key}={value}" for key, value in usual.items()]
     config = rules.check(rules.compose([*words, *typed]))
     metrics: Any = SimpleNamespace(last_val={})
-    made = build_callbacks._forecast(config, metrics, Length(1500, 1500, 100), Console(file=io.StringIO()))
+    made = build_forecast(config, metrics, Length(1500, 1500, 100), Console(file=io.StringIO()))
     assert (made is not None) == forecasts
 
 

@@ -11,10 +11,9 @@ import yaml
 
 from chats import write_rows
 from inprocess import Ended, message, run, train_tiny
-from lmtrain.callbacks.validation import EarlyStopping
+from lmtrain.callbacks.early_stopping import EarlyStopping, early_stopping
 from lmtrain.checkpoints import manifest, retention, store
 from lmtrain.config.compose import check, compose
-from lmtrain.run.build_callbacks import early_stopping
 from support import TINY, rows, thinned
 
 PAIRS = ["objective=dpo", "data=preference_jsonl", "data.chat_template=vicuna", "data.val_fraction=0.2",

@@ -11,7 +11,7 @@ import pytest
 
 import lmtrain
 from inprocess import TWO_STEPS, message, train_tiny
-from lmtrain.callbacks import foreign
+from lmtrain.callbacks import extra
 from lmtrain.config.aliases import LIGHTNING
 from lmtrain.config.explain import flatten
 from lmtrain.config.targets import build_target
@@ -113,7 +113,7 @@ def records(name: str) -> dict[int, dict[str, float]]:
     return {row["step"]: row for row in rows(Path(name) / "metrics.jsonl") if "val/loss" not in row}
 
 
-REFUSED = sorted({cls.__name__ for cls in foreign.REFUSED} | {"EMAWeightAveraging"})
+REFUSED = sorted({cls.__name__ for cls in extra.REFUSED} | {"EMAWeightAveraging"})
 
 
 def test_the_table_says_which_callbacks_are_refused() -> None:
@@ -130,7 +130,7 @@ def test_the_table_says_which_callbacks_are_refused() -> None:
 def test_a_callback_that_cannot_work_is_refused(name: str) -> None:
     entry = {"_target_": f"{LIGHTNINGS}.{name}"}
     with pytest.raises(UserError, match=f"callbacks.extra: {name} can't be used here: "):
-        build_target(entry, "callbacks.extra", pl.Callback, refused=foreign.REFUSED)
+        build_target(entry, "callbacks.extra", pl.Callback, refused=extra.REFUSED)
 
 
 def test_a_refusal_leaves_no_run(corpus: Path, tmp_path: Path) -> None:

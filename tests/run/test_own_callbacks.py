@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Stochast
 
 import lmtrain
 from inprocess import message, train_tiny
-from lmtrain.callbacks import foreign
+from lmtrain.callbacks import extra
 from lmtrain.errors import UserError
 from support import TINY, rows
 
@@ -178,4 +178,4 @@ def test_callbacks_that_act_at_steps_are_not_refused() -> None:
     for entry in ({"_target_": "lightning.pytorch.callbacks.Timer", "interval": "step"},
                   {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "every_n_epochs": 1},
                   {"_target_": "mine.Timer", "interval": "epoch"}):  # fmt: skip
-        assert foreign.fitted(entry) == entry
+        assert extra.fitted(entry) == entry

@@ -9,9 +9,10 @@ import pytest
 
 import lmtrain
 from inprocess import train_tiny
+from lmtrain.callbacks.time_budget import for_budget
 from lmtrain.config import compose as rules
-from lmtrain.run.build import out_of_epochs
-from lmtrain.run.plan import advice, for_budget, for_repeats
+from lmtrain.run.advice import advice, for_repeats
+from lmtrain.run.data import out_of_epochs
 
 
 def test_a_cpu_has_no_16_mixed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmtrain.adapters.memory import memory_blocks
-from lmtrain.config.schema import PeftConfig
+from lmtrain.config.schema import Config, PeftConfig
 from lmtrain.data.store.contents import Facts
 from lmtrain.distributed.dtensor import full_shape, like
 from lmtrain.errors import UserError
@@ -61,6 +61,12 @@ def disabled(model: nn.Module) -> Iterator[None]:
     # Not peft's disable_adapter, which also freezes the adapter temporarily; a sharded model would keep it frozen.
     with switched(layers, "_disable_adapters", True), switched(memory_blocks(model), "enabled", False):
         yield
+
+
+def plan_rows(model: nn.Module, config: Config) -> list[tuple[str, str]]:
+    """Returns the plan's row on the adapter, if there is one."""
+    adapter = adapter_of(model)
+    return [("adapter", describe_adapter(adapter, config.peft))] if adapter is not None else []
 
 
 def describe_adapter(adapter: Adapter, cfg: PeftConfig) -> str:

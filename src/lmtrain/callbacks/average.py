@@ -13,8 +13,11 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from transformers import PreTrainedModel
 
-from lmtrain.config.schema import EmaConfig
+from lmtrain.callbacks.parts import Parts, Phase, Placed
+from lmtrain.config.schema import Config, EmaConfig
+from lmtrain.models.feature import Feature
 
 
 class WeightAverage(pl.Callback):
@@ -66,6 +69,28 @@ class WeightAverage(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Copies the average into the model for the export, now that all checkpoints are written."""
         _set(pl_module, self._average)
+
+
+class Averaging(Feature):
+    """The average of the weights, callbacks.ema."""
+
+    def is_on(self, config: Config) -> bool:
+        return config.callbacks.ema.enabled
+
+    def callbacks(self, parts: Parts) -> list[Placed]:
+        average = WeightAverage(parts.config.callbacks.ema)
+        parts.validation.weights = average.in_place
+        return [(Phase.CHANGES_WEIGHTS, average)]
+
+    def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
+        ema = config.callbacks.ema
+        since = f" from step {ema.update_starting_at_step:,} on" if ema.update_starting_at_step else ""
+        steps = "every step" if ema.update_every_n_steps == 1 else f"every {ema.update_every_n_steps:,} steps"
+        text = (
+            f"of the weights, decay {ema.decay:g}, {steps}{since}: validated and exported; training itself "
+            "continues from the plain weights"
+        )
+        return [("average", text)]
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:

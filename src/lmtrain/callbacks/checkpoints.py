@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
+from lmtrain.callbacks.length import DependsOnLength
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.checkpoints import retention, store
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
@@ -20,7 +21,7 @@ from lmtrain.data.tokenizers import file_hashes
 from lmtrain.errors import RunError
 
 
-class Checkpoints(Checkpoint):
+class Checkpoints(DependsOnLength, Checkpoint):
     """A Lightning Checkpoint callback, since Lightning runs those after the callbacks whose state they save."""
 
     def __init__(
@@ -29,7 +30,7 @@ class Checkpoints(Checkpoint):
         """
         Args:
             scored_on: names the rows that checkpoint.monitor is measured on, see `val_sets.scored_on`.
-            mode: how scores are ranked, see `build.ranking`.
+            mode: how scores are ranked, see `RunData.ranking`.
         """
         self.folder, self.metrics, self.cfg, self.scored_on = folder, metrics, config.checkpoint, scored_on
         self.every_n_steps, self.total_steps, self.mode = config.trainer.save_every_n_steps, total_steps, mode

@@ -1,6 +1,7 @@
 """Progress of training on the screen: a rich bar on a terminal, plain lines elsewhere."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,10 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from lmtrain.callbacks.length import DependsOnLength
 from lmtrain.callbacks.metrics import Row
+from lmtrain.config.effect import TRIAL
+from lmtrain.config.schema import Config
 
 _SHOWN = (  # (key of a row, label, format) of what follows the headline
     ("train/loss", "loss", "{:.4f}"),
@@ -75,7 +79,7 @@ class Numbers(ProgressColumn):
         return Text("  ".join(shown))
 
 
-class RichBar(pl.Callback):
+class RichBar(DependsOnLength, pl.Callback):
     """A single bar with step, percentage and time left; if there is room, loss, validation loss, learning rate, ..."""
 
     def __init__(
@@ -154,7 +158,7 @@ class RichBar(pl.Callback):
         self._stop()
 
 
-class PlainLines(pl.Callback):
+class PlainLines(DependsOnLength, pl.Callback):
     """Progress lines at intervals, after each validation and at the end: for logs, pipes and notebooks."""
 
     def __init__(
@@ -204,3 +208,16 @@ class PlainLines(pl.Callback):
         each = self._step_seconds(step, seconds)
         left = f", {duration(each * (self.total_steps - step))} left" if each > 0 or step == self.total_steps else ""
         return f"{duration(seconds)} elapsed{left}"
+
+
+def progress_bar(config: Config, console: Console, total_steps: int) -> RichBar | PlainLines | None:
+    style = config.callbacks.progress.style
+    if style == "auto":
+        style = "rich" if console.is_terminal else "plain"
+    if style == "rich":
+        return RichBar(console, total_steps, config.headline())
+    if style == "plain":
+        # A trial of a sweep prints only its validations.
+        every = math.inf if os.environ.get(TRIAL) == "1" else config.callbacks.progress.plain_every_seconds
+        return PlainLines(console, total_steps, every, config.headline())
+    return None

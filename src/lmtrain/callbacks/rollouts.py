@@ -12,13 +12,16 @@ from rich.text import Text
 
 from lmtrain import terminal
 from lmtrain.callbacks.metrics import Metrics
+from lmtrain.callbacks.parts import Parts, Phase, Placed
 from lmtrain.callbacks.samples import on_a_line
 from lmtrain.config.effect import TRIAL
+from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.pairs import bare_turns
 from lmtrain.data.examples.prompt_rows import prompt_column
 from lmtrain.data.order import mix64
 from lmtrain.files import json_line
+from lmtrain.models.feature import Feature
 from lmtrain.objectives.grpo import GRPO
 from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.rollouts.episodes import written
@@ -139,6 +142,18 @@ class Rollouts(pl.Callback):
                 (f"{which:<7}", "bold"), f"{float(group.rewards[i]):<7.3g}", (given, "dim"), " ", text
             )
             self.console.print(words, soft_wrap=True)
+
+
+class ReportingRollouts(Feature):
+    """Reports on the completions of an objective that trains on groups of its own."""
+
+    def is_on(self, config: Config) -> bool:
+        return config.objective.trains_on_rollouts
+
+    def callbacks(self, parts: Parts) -> list[Placed]:
+        options: Any = parts.config.objective
+        rollouts = Rollouts(parts.metrics, parts.run_dir, options, parts.config.data, parts.console)
+        return [(Phase.MEASURES, rollouts)]
 
 
 def signs(groups: list[Group]) -> dict[str, float]:

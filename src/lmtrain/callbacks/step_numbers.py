@@ -11,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from lmtrain import terminal
 from lmtrain.config.batch import Stages, row_lengths, step_sizes
-from lmtrain.config.schema import DataConfig
+from lmtrain.config.schema import Config, DataConfig
 from lmtrain.data.order import Rows
 from lmtrain.errors import first_line
+from lmtrain.models.feature import Feature
 
 
 class StepNumbers:
@@ -112,3 +114,20 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     """Returns this process's peak resident memory in bytes; the system reports KiB, macOS bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Growing(Feature):
+    """Rows or steps that are shorter early in the run: data.curriculum, data.batch_warmup."""
+
+    def is_on(self, config: Config) -> bool:
+        return row_lengths(config.data) is not None or len(step_sizes(config.data).values) > 1
+
+    def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
+        lengths, sizes, found = row_lengths(config.data), step_sizes(config.data), []
+        if lengths is not None:
+            found.append(("row length", f"{lengths.in_words()}: tokens; the tokens per step stay the same"))
+        if len(sizes.values) > 1:
+            scaling = {"none": "the schedule's", "sqrt": "times (rows / {0})^(1/2)", "linear": "times rows / {0}"}
+            rate = scaling[config.data.batch_warmup.lr_scaling].format(sizes.last)
+            found.append(("rows a step", f"{sizes.in_words()}; their learning rate: {rate}"))
+        return found

@@ -1,21 +1,30 @@
 """Feeds a run from a stream: starts its reader, removes consumed rows, and saves the position in checkpoints."""
 
+import math
 import shutil
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
+from lmtrain.callbacks.length import DependsOnLength
+from lmtrain.callbacks.parts import Parts, Phase, Placed
+from lmtrain.config.schema import Config
+from lmtrain.data.corpus import Corpus
 from lmtrain.data.stream.head import Head
 from lmtrain.data.stream.ring import Producer, StreamRows
 from lmtrain.data.stream.source import Place
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import ReadError, UserError
+from lmtrain.models.feature import Feature
+from lmtrain.run_folder.folder import RunDir
 
 _LOOK_SECONDS = 0.2  # how often a wait for data checks for a stop request
+_PAUSES = 60  # seconds: ranks also wait for the pauses between read attempts
 
 
-class FeedStream(pl.Callback):
+class FeedStream(DependsOnLength, pl.Callback):
     """A callback in which rank 0 reads the stream for all; checkpoints hold where the window of the next step begins.
 
     Before each step, the rows of that step and of the next are on disk: if the stream breaks off, the ranks still have
@@ -104,3 +113,45 @@ class FeedStream(pl.Callback):
         if trainer.is_global_zero:
             assert self.rows.folder is not None
             shutil.rmtree(self.rows.folder, ignore_errors=True)
+
+
+class Streaming(Feature):
+    """Training on a stream, text larger than the disk."""
+
+    def is_on(self, config: Config) -> bool:
+        return config.data.ring_bytes is not None
+
+    def callbacks(self, parts: Parts) -> list[Placed]:
+        feed = build_feed(parts.config, parts.run_dir, parts.corpus, parts.objective.stop, parts.length.steps)
+        return [(Phase.MAY_STOP, feed)] if feed is not None else []
+
+
+def build_feed(
+    config: Config, run_dir: RunDir, corpus: Corpus, stop: StopRequest, total_steps: int
+) -> FeedStream | None:
+    """Builds the callback that feeds a stream, and an empty ring for it in the run's folder; None without a stream."""
+    if corpus.stream is None:
+        return None
+    assert isinstance(corpus.train, StreamRows)
+    check_patience(config)
+    corpus.train.folder = run_dir.ring
+    world.from_first(lambda: _make_empty(run_dir.ring))
+    return FeedStream(corpus.stream, corpus.train, stop, total_steps, config.data.ring_patience or 0.0)
+
+
+def check_patience(config: Config) -> None:
+    """Raises UserError if the other ranks would time out while rank 0 still retries reading."""
+    patience = config.data.ring_patience or 0.0
+    longest = config.trainer.rank_timeout - _PAUSES
+    if world.size() > 1 and patience > longest:
+        raise UserError(
+            f"data.ring_patience={patience:g}: the ranks wait for the one that reads, and give up after trainer."
+            f"rank_timeout={config.trainer.rank_timeout} seconds: set data.ring_patience={max(0, longest)} or less, or "
+            f"trainer.rank_timeout={math.ceil(patience) + _PAUSES}"
+        )
+
+
+def _make_empty(folder: Path) -> None:
+    """Empties the folder: what a killed run left in it is produced again from its checkpoint."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)

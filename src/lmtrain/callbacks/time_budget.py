@@ -4,23 +4,28 @@ The learning rate schedule spans the current number of steps, so it also ends wi
 number and the time used so far; a resumed run continues from both. `Forecast` predicts the final loss.
 """
 
+import math
 import os
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 from rich.console import Console
 
+from lmtrain.callbacks.length import DependsOnLength, Length
 from lmtrain.callbacks.metrics import Metrics
+from lmtrain.callbacks.parts import Parts, Phase, Placed
 from lmtrain.callbacks.samples import Samples
 from lmtrain.config.batch import step_sizes
 from lmtrain.config.options import WarmupStableDecayConfig
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.models import dial
+from lmtrain.models.feature import Feature
 from lmtrain.objectives.base import Objective
 from lmtrain.optim.schedules import warmup_steps
+from lmtrain.terminal import counted
 
 ENDING_S = 4.0  # reserved for the last checkpoint, the export and the report
 _FORWARD = 0.4  # time per token of validation, relative to training
@@ -39,23 +44,20 @@ def steps_of_validation(rows: int, global_batch_size: int) -> float:
     return _FORWARD * rows / global_batch_size
 
 
-class Length(NamedTuple):
-    """The planned length of a run."""
-
-    steps: int
-    at_most: int  # the most steps that a time budget may extend it to
-    validated: int  # rows that each validation reads
-
-
 class TimeBudget(pl.Callback):
     """A callback that keeps the run within budget.minutes, including the time before this process's training."""
 
     def __init__(
-        self, config: Config, length: Length, console: Console, parts: Sequence[Any], samples: Samples | None = None
+        self,
+        config: Config,
+        length: Length,
+        console: Console,
+        parts: Sequence[DependsOnLength],
+        samples: Samples | None = None,
     ) -> None:
         """
         Args:
-            parts: objects besides Trainer and objective whose `total_steps` is updated when the length changes.
+            parts: the other callbacks that depend on the length.
             samples: writes a sample early in the run, whose time is no part of a step.
         """
         self.samples = samples
@@ -192,3 +194,61 @@ class Forecast(pl.Callback):
             f"forecast from validations so far: {SCORE} will be about {bits:.3f} at the end ({low:.2f} to {high:.2f})"
         )
         self.console.print(said, highlight=False)
+
+
+def build_forecast(config: Config, metrics: Metrics, length: Length, console: Console) -> Forecast | None:
+    """Builds the callback that forecasts the final loss, for a run that is like those it was fitted to."""
+    schedule, minutes, epochs = config.schedule, config.budget.minutes, config.trainer.max_epochs
+    if minutes is None or not dial.is_measured(config) or not isinstance(schedule, WarmupStableDecayConfig):
+        return None
+    if (schedule.decay_ratio, schedule.decay_shape) != dial.LR_DECAY or schedule.decay_from is not None:
+        return None
+    epoch_steps = length.at_most / epochs if epochs is not None else math.inf
+    # The fit has no runs with more weight decay, with another dropout, or with a model too large for a repeated text.
+    decay, repeats = config.optimizer.weight_decay, length.steps / epoch_steps
+    too_much = decay > 1.1 * dial.weight_decay(config.optimizer.lr, epoch_steps)
+    if too_much or config.model.dropout != dial.dropout(repeats):
+        return None
+    tokens = epoch_steps * config.data.global_batch_size * config.data.seq_len
+    if repeats > 1 and config.model.num_hidden_layers > dial.fed_by(tokens)[-1]:  # type: ignore[attr-defined]
+        return None
+    return Forecast(metrics, schedule, minutes, console, decayed=decay > 0)
+
+
+def for_budget(c: Config, steps: int, ended_by: str | None) -> list[str]:
+    """Returns notes on the number of steps that a budget chose, and on epochs that end the run before its minutes."""
+    if c.budget.chosen is None:
+        return []
+    budget = f"budget.{c.budget.chosen}={getattr(c.budget, c.budget.chosen):g}"
+    if c.budget.minutes is None:
+        return [f"{budget} chose {counted(steps, 'step')}"]
+    notes = [
+        f"{budget} chose {counted(steps, 'step')} from the measured time of a few steps on this machine; during "
+        f"training the number is adjusted to the time that is left"
+    ]
+    if ended_by == "data.mixture":
+        notes.append("the run ends before that, where every source of data.mixture was seen its max_epochs times")
+    elif ended_by is not None:
+        notes.append(
+            f"the data is small for {budget}: the run ends after {c.trainer.max_epochs} passes over it, because "
+            f"further passes rarely help (trainer.max_epochs=40, for example, decides the length instead of the budget)"
+        )
+    return notes
+
+
+class Budgeted(Feature):
+    """A run whose number of steps a budget chose: minutes, in which it ends with the clock, tokens or FLOPs."""
+
+    def is_on(self, config: Config) -> bool:
+        return config.budget.chosen is not None
+
+    def callbacks(self, parts: Parts) -> list[Placed]:
+        config, length, console = parts.config, parts.length, parts.console
+        if config.budget.minutes is None:
+            return []
+        budget = TimeBudget(config, length, console, parts.depend_on_length, parts.samples)
+        forecast = build_forecast(config, parts.metrics, length, console)
+        return [(Phase.MAY_STOP, budget), *([(Phase.READS_SCORES, forecast)] if forecast is not None else [])]
+
+    def advice(self, run: Any) -> list[str]:
+        return for_budget(run.config, run.total_steps, run.ended_by)

@@ -8,12 +8,14 @@ validation that was due; so `Validation` runs Lightning's validation loop itself
 """
 
 import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
+from torch import nn
 
-from lmtrain.callbacks.average import WeightAverage
+from lmtrain.callbacks.length import DependsOnLength
 from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.stopping import ValidationInterrupted
@@ -22,11 +24,11 @@ from lmtrain.objectives.base import Objective
 from lmtrain.strategies.lightning_private import between_batches
 
 
-class Validation(pl.Callback):
-    def __init__(
-        self, metrics: Metrics, samples: Samples | None, average: WeightAverage | None, config: Config, total_steps: int
-    ) -> None:
-        self.metrics, self.samples, self.average = metrics, samples, average
+class Validation(DependsOnLength, pl.Callback):
+    def __init__(self, metrics: Metrics, samples: Samples | None, config: Config, total_steps: int) -> None:
+        self.metrics, self.samples = metrics, samples
+        # The context in which a module has the weights that are validated; without an average those trained.
+        self.weights: Callable[[nn.Module], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
         self.every_n_steps = config.trainer.val_check_interval
         self.before_training = config.trainer.val_before_training
         self.total_steps, self.last_step = total_steps, -1
@@ -59,7 +61,7 @@ class Validation(pl.Callback):
         with between_batches(trainer):
             loop.batch_progress.reset()
             try:
-                with self.average.in_place(module) if self.average is not None else contextlib.nullcontext():
+                with self.weights(module):
                     loop.run()
                 self.last_step = trainer.global_step
             except ValidationInterrupted:  # the resumed run starts with it
@@ -73,29 +75,3 @@ class Validation(pl.Callback):
         row = self.metrics.log_validation(trainer, pl_module, means, scores)
         # For Lightning's EarlyStopping and a user's own callbacks, which read trainer.callback_metrics.
         pl_module.log_dict({k: v for k, v in row.items() if k.startswith("val/")}, logger=False)
-
-
-class EarlyStopping(LightningEarlyStopping):
-    """Lightning's EarlyStopping, but it ignores the validation before the first step and restarts on other rows.
-
-    A resumed run has the patience of its config, which may have changed, not that of its checkpoint.
-    """
-
-    def __init__(self, *args: Any, scored_on: str | None = None, **kwargs: Any) -> None:
-        """
-        Args:
-            scored_on: names the rows that the monitored score is measured on, see `val_sets.scored_on`.
-        """
-        super().__init__(*args, **kwargs)
-        self.scored_on = scored_on
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "scored_on": self.scored_on}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict.get("scored_on", self.scored_on) == self.scored_on:
-            super().load_state_dict({**state_dict, "patience": self.patience})
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.global_step > 0:
-            super().on_validation_end(trainer, pl_module)

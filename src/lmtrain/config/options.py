@@ -4,7 +4,9 @@ Other objectives and schedules declare theirs as the `Options` of the class; cus
 arguments of the class. sections.py chooses among them.
 """
 
-from dataclasses import dataclass
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar
 
 from lmtrain.config.constraints import *  # the vocabulary of declarations
@@ -21,7 +23,8 @@ def _of_loss(*names: str) -> ReadWhere:
 
 
 _PER_TOKEN = "simpo and orpo always take log-probabilities per token; leave it out"
-_CHOOSES = ReadWhere(lambda c: c.objective.loss not in ("simpo", "orpo"), _PER_TOKEN)
+WITHOUT_REFERENCE = ("simpo", "orpo")
+_CHOOSES = ReadWhere(lambda c: c.objective.loss not in WITHOUT_REFERENCE, _PER_TOKEN)
 
 
 @dataclass(kw_only=True)
@@ -52,6 +55,9 @@ class DPOConfig(ObjectiveConfig):
     sft_weight: Annotated[float, TRAJECTORY, not_negative]
     length_normalize: Annotated[bool | str, TRAJECTORY, choice("auto"), _CHOOSES]
     reference: Annotated[str, MACHINE, choice(*REFERENCES)]
+
+    def reference_in_use(self) -> str:
+        return "none" if self.loss in WITHOUT_REFERENCE else self.reference
 
     def why_on_every_rank(self) -> str | None:
         if self.reference == "precomputed":
@@ -125,9 +131,15 @@ def over_layers(config: Config) -> str:
     return "joint" if isinstance(config.model, LoadedModelConfig) else "sum"
 
 
+# The `state_bytes` of each optimizer are the bytes it keeps for a number, of `itemsize` bytes, of a weight.
+
+
 @dataclass(kw_only=True)
 class LionConfig(OptimizerConfig):
     betas: Annotated[Any, TRAJECTORY, OPEN, two_betas]
+
+    def state_bytes(self, name: str, shape: Sequence[int], itemsize: int) -> float:
+        return itemsize
 
 
 @dataclass(kw_only=True)
@@ -135,10 +147,16 @@ class AdamWConfig(OptimizerConfig):
     betas: Annotated[Any, TRAJECTORY, OPEN, two_betas]
     eps: Annotated[float, TRAJECTORY, not_negative]
 
+    def state_bytes(self, name: str, shape: Sequence[int], itemsize: int) -> float:
+        return 2 * itemsize
+
 
 @dataclass(kw_only=True)
 class AdamW8bitConfig(AdamWConfig):
     full_state_pattern: Annotated[str, TRAJECTORY, OPEN, regular_expression]
+
+    def state_bytes(self, name: str, shape: Sequence[int], itemsize: int) -> float:
+        return 8 if re.search(self.full_state_pattern, name) else 2  # two moments in 32 bits, or in 8
 
 
 @dataclass(kw_only=True)
@@ -147,6 +165,9 @@ class AdafactorConfig(OptimizerConfig):
     eps: Annotated[float, TRAJECTORY, not_negative]
     min_parameter_rms: Annotated[float, TRAJECTORY, not_negative]
     clip_threshold: Annotated[float, TRAJECTORY, above_zero]
+
+    def state_bytes(self, name: str, shape: Sequence[int], itemsize: int) -> float:
+        return 0  # a number per row and column
 
 
 @dataclass(kw_only=True)
@@ -157,6 +178,18 @@ class MuonConfig(AdamWConfig):
     nesterov: Annotated[bool, TRAJECTORY]
     ns_steps: Annotated[int, TRAJECTORY, at_least(1)]
     adamw_pattern: Annotated[str, TRAJECTORY, OPEN, regular_expression]
+
+    def state_bytes(self, name: str, shape: Sequence[int], itemsize: int) -> float:
+        """Returns the bytes of one momentum of hidden matrices, and of AdamW's two moments of all other weights."""
+        hidden = len(shape) == 2 or (len(shape) == 3 and "experts" in name)
+        return itemsize if hidden and not re.search(self.adamw_pattern, name) else 2 * itemsize
+
+
+def arguments_of(optimizer: OptimizerConfig, takes: Container[str]) -> dict[str, Any]:
+    """Returns the arguments of a custom class: its own keys, and lr and weight_decay if it `takes` them."""
+    common = {f.name for f in fields(OptimizerConfig)}
+    own = {f.name: getattr(optimizer, f.name) for f in fields(optimizer) if f.name not in common}
+    return own | {name: getattr(optimizer, name) for name in ("lr", "weight_decay") if name in takes}
 
 
 # optimizer.name -> its keys; `optim.optimizers` builds the optimizer.

@@ -42,9 +42,10 @@ class RunConfig:
 class ObjectiveConfig:
     """The keys of every objective. Subclasses add options: those in options.py, or `Options` of a user's class."""
 
-    rows: ClassVar[str] = "text"  # the data it needs: text, conversations, pairs, or the path of a row format's class
+    rows: ClassVar[str] = "text"  # the data it needs: text, or a row format, for all that hold the same
     headline: ClassVar[tuple[str, ...]] = ("loss",)  # the means shown first, the most important one at the beginning
     scalar_head: ClassVar[bool] = False  # whether the model outputs one scalar per row instead of next-token logits
+    trains_on_rollouts: ClassVar[bool] = False  # on groups of its own completions, which `Objective.rollout` holds
     name: Annotated[str, TRAJECTORY, OPEN]
     _target_: Annotated[str, TRAJECTORY, classes("lmtrain.objectives")]
     loss_chunk_tokens: Annotated[int | str, MACHINE, OPEN, auto_or_count]
@@ -55,6 +56,9 @@ class ObjectiveConfig:
     def row_tokens(self, data: DataConfig, model: Any) -> int:
         """Returns the maximum number of tokens that `model` reads in training for a row of the data."""
         return data.seq_len
+
+    def reference_in_use(self) -> str:
+        return "none"  # or another of options.REFERENCES; lmtrain.estimate adds the memory of a copy
 
     def why_on_every_rank(self) -> str | None:
         """Returns why every rank has to build the whole model; None if it is enough that rank 0 does."""

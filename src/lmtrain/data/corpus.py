@@ -45,6 +45,8 @@ from lmtrain.terminal import counted
 class PadsAnswers(Protocol):
     """Rows that pack several examples into one row of a micro-batch; `pad` switches to one padded example per row."""
 
+    padded: bool
+
     def pad(self) -> None: ...
 
     @property
@@ -82,6 +84,15 @@ class Corpus:
             "splits": {**prepared.meta["splits"]},
         }
         return cls(**(known | facts))
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a pass over the training rows reads the same rows again; those of a stream come once."""
+        return self.stream is None
+
+    def plan_rows(self, config: Config) -> list[tuple[str, str]]:
+        tokenizer = f"{config.tokenizer.kind}, {len(self.tokenizer):,} tokens"
+        return [("data", "\n".join([*self.words, *self.notes])), ("tokenizer", tokenizer)]
 
     def how_to_validate(self, data: DataConfig) -> str:
         """Returns advice on which config keys to set in order to get a validation split."""
@@ -160,9 +171,9 @@ def prepare_corpus(config: Config) -> Corpus:
 
 
 def check_rows(config: Config) -> None:
-    """Raises UserError if the data holds a different kind of rows than the objective trains on."""
+    """Raises UserError if the data holds something else than the objective needs."""
     objective, held = config.objective, config.data.rows
-    if objective.rows == held:
+    if objective.rows == held or held_by(held, config) == held_by(objective.rows, config):
         return
     option = "text" if objective.rows == "text" else option_holding(objective.rows, [conf_dir()])
     options = f"data={option} data.path=..." if option else f"an option of the group data with rows: {objective.rows}"
@@ -172,14 +183,22 @@ def check_rows(config: Config) -> None:
     raise UserError(f"objective={objective.name} needs {needed}, and this data holds {held}: choose {options}{instead}")
 
 
+def held_by(rows: str, config: Config) -> str:
+    """Returns what rows of a format hold (`RowEncoder.holds`), by its name as in data.rows; of text its name."""
+    return rows if rows == "text" else getattr(format_named(rows, config.run.allow_target), "holds", rows)
+
+
 def row_format(config: Config) -> type[RowEncoder]:
     """Returns the class that data.rows names; raises UserError if it can't be imported or lacks a method."""
-    rows = config.data.rows
+    return format_named(config.data.rows, config.run.allow_target)
+
+
+def format_named(rows: str, allow_target: Sequence[str]) -> type[RowEncoder]:
     if rows in ROW_FORMATS:
         return ROW_FORMATS[rows]
     if "." not in rows:
         raise UserError(f"data.rows={rows} is not known: text, {', '.join(ROW_FORMATS)}, or the path of a class")
-    cls = class_named(rows, "data.rows", config.run.allow_target)
+    cls = class_named(rows, "data.rows", allow_target)
     missing = lacking(cls, ("group", "encode", "decode", "make_rows", "words", "finish_tokenizer"))
     if missing:
         found = f"data.rows={rows} is not a row format: it lacks {', '.join(missing)}"

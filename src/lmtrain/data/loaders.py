@@ -73,15 +73,6 @@ def coupled(rows: Rows, chosen: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.column_stack([chosen, others]) if getattr(rows, "coupled", False) else chosen
 
 
-def validation_places(index: int, micro_batch_size: int, rank: int, world_size: int) -> np.ndarray:
-    """Returns a rank's `index`-th micro-batch as positions among the validated rows, counted from 0.
-
-    Positions past the last row are included; the caller drops them.
-    """
-    span = micro_batch_size * world_size
-    return np.arange(index * span, (index + 1) * span)[rank::world_size]
-
-
 @dataclass(eq=False)
 class StepDataset(Dataset):
     """A dataset whose item s is this rank's share of step s: {"step": s, "rows": hash, "micro_batches": [...]}.
@@ -191,11 +182,18 @@ class ValidationDataset(Dataset):
     def __len__(self) -> int:
         return len(self.batches)
 
-    def share(self, index: int) -> np.ndarray:
-        """Returns this rank's `index`-th micro-batch, as an argument of `Rows.read`; the last ones may be empty."""
+    def places(self, index: int) -> np.ndarray:
+        """Returns the rows of this rank's `index`-th micro-batch by their places among all validated rows, int64 [n].
+
+        They depend neither on the number of ranks nor on the size of a micro-batch.
+        """
         span = self.micro_batch_size * self.world_size
         stop = self.batches[index + 1] * span if index + 1 < len(self) else self.total
-        places = np.arange(self.batches[index] * span, stop)[self.rank :: self.world_size]
+        return np.arange(self.batches[index] * span, stop)[self.rank :: self.world_size]
+
+    def share(self, index: int) -> np.ndarray:
+        """Returns this rank's `index`-th micro-batch, as an argument of `Rows.read`; the last ones may be empty."""
+        places = self.places(index)
         rows, others = (at % self.total * len(self.rows) // self.total for at in (places, places - 1))
         return coupled(self.rows, np.stack([np.zeros_like(rows), rows], axis=1), others)
 

@@ -16,12 +16,12 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import framing
 from lmtrain.data.chat.templates import ChatEncoder
-from lmtrain.data.corpus import row_format
+from lmtrain.data.corpus import held_by, row_format
 from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.prepare import prepare_examples
 from lmtrain.data.examples.prompt_rows import PromptRowEncoder
 from lmtrain.data.examples.row_counts import Counts
-from lmtrain.data.examples.row_format import ChatRows
+from lmtrain.data.examples.row_format import PAIRS, ChatRows
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store import bins
@@ -33,9 +33,10 @@ from lmtrain.data.tokenizers import unknown_token
 from lmtrain.errors import UserError
 
 
-def kind_of(data: DataConfig) -> str:
+def kind_of(config: Config) -> str:
     """Returns the kind of the data: text, conversations (and rows that are scored like them) or pairs."""
-    return "text" if data.rows == "text" else "conversations" if data.share_prompts is None else "pairs"
+    held = held_by(config.data.rows, config)
+    return held if held == "text" else "pairs" if held == PAIRS else "conversations"
 
 
 def chosen(config: Config, own: Config | None) -> tuple[Config, str]:

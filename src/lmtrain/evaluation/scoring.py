@@ -3,7 +3,7 @@
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from lmtrain.adapters.finetune import build_trainable_model
-from lmtrain.config.options import DPOConfig, LoadedModelConfig
-from lmtrain.config.schema import Config
+from lmtrain.config.options import LoadedModelConfig
+from lmtrain.config.schema import Config, ObjectiveConfig
+from lmtrain.config.targets import find_class
 from lmtrain.data.chat.turns import is_exact
 from lmtrain.data.examples.pair_rows import margins_of
 from lmtrain.data.examples.rows import padded
@@ -26,13 +27,12 @@ from lmtrain.evaluation.results import Evaluated, Scores
 from lmtrain.evaluation.subject import Subject
 from lmtrain.generation.sampling import Continuation, continuations, positions
 from lmtrain.generation.text_metrics import ExactMatch, TextMetrics
-from lmtrain.losses.preferences import LOSSES, Pairs, bradley_terry, preference_losses
+from lmtrain.losses.preferences import Pairs, PreferenceLosses, bradley_terry
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.documents import Inputs
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.models.scalar_head import refuse_scalar_head, scores_of
-from lmtrain.objectives.dpo import loss_options
-from lmtrain.objectives.reward import RewardOptions
+from lmtrain.objectives.base import Objective
 from lmtrain.run_folder.trained import place
 
 _AHEAD = 16  # number of batches whose windows are sorted by length together, which keeps padding small
@@ -105,7 +105,7 @@ def _summed(model: LanguageModel, batch: list[Window], device: torch.device) -> 
 
 def evaluate(who: Subject, config: Config, chosen: Config) -> Evaluated:
     """Scores `who` on the data of `chosen` with the settings of `config.evaluate`."""
-    kind = data.kind_of(chosen.data)
+    kind = data.kind_of(chosen)
     if kind != "pairs":
         refuse_scalar_head(who.model.model, "text to score")
     if kind == "text":
@@ -231,27 +231,38 @@ def _add_answers(
 
 
 def _pairs(who: Subject, config: Config, rows: data.ScoredRows, count: int) -> Evaluated:
-    options = (c.objective for c in (who.own, config) if c is not None)
-    objective = next((o for o in options if isinstance(o, DPOConfig)), None)
-    if objective is None:
-        raise UserError("pairs are judged by a preference loss: set objective=dpo (objective.loss, objective.beta)")
+    judge, options = _judge_of_pairs(who, config)
     nll, tokens = _sums(who.model, _examples(rows, 2 * count), config)
     reference, named = None, "none"
-    if LOSSES[str(objective.loss)].has_reference and objective.reference != "none":
+    if options.reference_in_use() != "none":
         model, named = world.together(lambda: reference_model(who, config))
         reference = -_sums(model, _examples(rows, 2 * count), config)[0]
-    scores = pair_scores(-nll, reference, tokens, objective)
+    scores = pair_scores(-nll, reference, tokens, lambda pairs: judge(options, pairs))
     known = {"pairs": count, "rows_fingerprint": rows.fingerprint}
-    used = {"precision": config.evaluate.precision, "loss": objective.loss, "beta": objective.beta, "reference": named}
-    return Evaluated(scores, known, used)
+    said = {name: getattr(options, name) for name in ("loss", "beta") if hasattr(options, name)}
+    return Evaluated(scores, known, {"precision": config.evaluate.precision, **said, "reference": named})
 
 
-def pair_scores(policy: np.ndarray, reference: np.ndarray | None, tokens: np.ndarray, objective: DPOConfig) -> Scores:
+def _judge_of_pairs(who: Subject, config: Config) -> tuple[Callable[[Any, Pairs], PreferenceLosses], ObjectiveConfig]:
+    """Returns the `pair_losses` of the model's own objective, or of that of the command, and its options."""
+    for own in (c for c in (who.own, config) if c is not None):
+        cls = find_class(own.objective._target_, "objective", Objective, config.run.allow_target)  # type: ignore[type-abstract]
+        if cls.pair_losses is not Objective.pair_losses:
+            return cls.pair_losses, own.objective
+    raise UserError("pairs are judged by a preference loss: set objective=dpo (objective.loss, objective.beta)")
+
+
+def pair_scores(
+    policy: np.ndarray,
+    reference: np.ndarray | None,
+    tokens: np.ndarray,
+    judge: Callable[[Pairs], PreferenceLosses],
+) -> Scores:
     """Computes loss, accuracy and rewards from answer log-probabilities [2 P], alternating chosen and rejected."""
     chosen, rejected = (torch.from_numpy(policy[i::2]) for i in (0, 1))
     lengths = [torch.from_numpy(tokens[i::2]) for i in (0, 1)]
     base = [None, None] if reference is None else [torch.from_numpy(reference[i::2]) for i in (0, 1)]
-    losses = preference_losses(str(objective.loss), Pairs(chosen, rejected, *lengths, *base), loss_options(objective))
+    losses = judge(Pairs(chosen, rejected, *lengths, *base))
     return of_pairs(losses.total.detach(), losses.chosen_rewards, losses.rejected_rewards)
 
 
@@ -275,10 +286,11 @@ def _rewarded(who: Subject, config: Config, rows: data.ScoredRows, count: int) -
     """Scores pairs by the rewards that a model with a scalar head assigns to their answers."""
     rewards = _rewards(who, rows, 2 * count, config)
     objectives = (c.objective for c in (who.own, config) if c is not None)
-    options = next((o for o in objectives if isinstance(o, RewardOptions)), None)
+    options = next((o for o in objectives if o.scalar_head), None)
     margins = margins_of(rows.examples)
     margin = None if margins is None else torch.from_numpy(margins[:count])
-    loss = bradley_terry(rewards[::2], rewards[1::2], margin, options.center_rewards_coefficient if options else 0.0)
+    center = getattr(options, "center_rewards_coefficient", 0.0)
+    loss = bradley_terry(rewards[::2], rewards[1::2], margin, center)
     scores = of_pairs(loss, rewards[::2], rewards[1::2])
     known = {"pairs": count, "rows_fingerprint": rows.fingerprint}
     return Evaluated(scores, known, {"precision": config.evaluate.precision})

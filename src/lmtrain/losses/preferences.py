@@ -158,6 +158,7 @@ class Loss(NamedTuple):
     function: Callable[[Ratios, LossOptions], Tensor]
     at_zero: Callable[[LossOptions], float] | None  # its value if policy and reference agree; None: no reference
     per_token: bool = False  # whether its paper takes log-probabilities per token
+    options: tuple[str, ...] = ()  # those of LossOptions that only some losses read
 
     @property
     def has_reference(self) -> bool:
@@ -165,15 +166,15 @@ class Loss(NamedTuple):
 
 
 LOSSES: dict[str, Loss] = {
-    "sigmoid": Loss(sigmoid, lambda o: math.log(2)),
-    "robust": Loss(robust, lambda o: math.log(2)),
+    "sigmoid": Loss(sigmoid, lambda o: math.log(2), options=("label_smoothing",)),
+    "robust": Loss(robust, lambda o: math.log(2), options=("label_smoothing",)),
     "ipo": Loss(ipo, lambda o: 1 / (4 * o.beta**2), per_token=True),
     "hinge": Loss(hinge, lambda o: 1.0),
-    "dpop": Loss(dpop, lambda o: math.log(2)),
+    "dpop": Loss(dpop, lambda o: math.log(2), options=("dpop_lambda",)),
     "kto_pair": Loss(kto_pair, lambda o: 0.5),
     "apo_zero": Loss(apo_zero, lambda o: 1.0),
     "apo_down": Loss(apo_down, lambda o: 1.0),
-    "simpo": Loss(simpo, None, per_token=True),
+    "simpo": Loss(simpo, None, per_token=True, options=("gamma",)),
     "orpo": Loss(orpo, None, per_token=True),
 }
 

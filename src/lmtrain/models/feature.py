@@ -29,12 +29,20 @@ class Feature:
     def restore_model(self, model: PreTrainedModel) -> None:
         """Undoes `change_model`, before the model is exported."""
 
+    def callbacks(self, parts: Any) -> list[Any]:
+        """Returns the callbacks of the feature, each with its place (`callbacks.parts` has both, and says `parts`)."""
+        return []
+
     def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
         """Returns rows (title, description) for the plan."""
         return []
 
     def notes(self, config: Config) -> list[str]:
         """Returns advice that the plan should give on a GPU."""
+        return []
+
+    def advice(self, run: Any) -> list[str]:
+        """Returns further notes for the plan of a `run.build.Run`."""
         return []
 
     def content(self, model: PreTrainedModel, config: Config) -> Any:

@@ -1,5 +1,6 @@
 """Estimates of a model's cost before it runs (parameters, FLOPs, memory), and the peak FLOP/s of devices."""
 
+import inspect
 import re
 from typing import Any
 
@@ -8,9 +9,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lmtrain.config import safe_yaml
-from lmtrain.config.options import AdamW8bitConfig, MuonConfig
-from lmtrain.config.schema import Config, OptimizerConfig
+from lmtrain.config.options import arguments_of
+from lmtrain.config.schema import Config
 from lmtrain.config.strategies import context_parallel, engine_config, outside_fp8, ranks_per_part, tensor_parallel
+from lmtrain.config.targets import building, find_class
 from lmtrain.models.blocks import decoder_blocks, untied_layers
 from lmtrain.models.language_model import auto_chunk_bytes
 
@@ -152,7 +154,7 @@ def memory_estimate(model: PreTrainedModel, config: Config, card_bytes: int | No
         # Autocast keeps a half-precision copy of the blocks' matrices until their backward.
         "parameters": _weights_bytes(model, weight_bytes) + (2 * in_blocks if mixed else 0),
         "gradients": weight_bytes * trained,
-        "optimizer": _state_bytes(model, config.optimizer, state_bytes) + (2 * trained if state_bytes == 2 else 0),
+        "optimizer": _state_bytes(model, config, state_bytes) + (2 * trained if state_bytes == 2 else 0),
         "activations": tokens * _activation_bytes(model, config, weight_bytes, mixed)
         + _memory_bytes(model, config, tokens, 2 if mixed else weight_bytes),
         **({"average": 4 * trained} if config.callbacks.ema.enabled else {}),
@@ -228,18 +230,27 @@ def _packed_bytes(parameter: nn.Parameter) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in (parameter, *scales))
 
 
-def _state_bytes(model: nn.Module, optimizer: OptimizerConfig, itemsize: int) -> int:
-    """Returns the bytes of the optimizer's state: one or two moments of `itemsize` bytes per trained parameter."""
+def _state_bytes(model: nn.Module, config: Config, itemsize: int) -> int:
+    """Returns the bytes of the optimizer's state; of a custom class what it keeps for a small weight is measured."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if config.optimizer._target_ is not None:
+        each = _measured_state(config) * itemsize / 4
+        return round(each * sum(p.numel() for _, p in trained))
+    optimizer: Any = config.optimizer
+    return round(sum(p.numel() * optimizer.state_bytes(name, p.shape, itemsize) for name, p in trained))
 
-    def of_weight(name: str, p: nn.Parameter) -> int:
-        if isinstance(optimizer, MuonConfig):  # it keeps one momentum of hidden matrices; AdamW updates all others
-            hidden = p.ndim == 2 or (p.ndim == 3 and "experts" in name)
-            return itemsize if hidden and not re.search(optimizer.adamw_pattern, name) else 2 * itemsize
-        if isinstance(optimizer, AdamW8bitConfig):  # two moments in 8 bits, or in 32
-            return 8 if re.search(optimizer.full_state_pattern, name) else 2
-        return {"adafactor": 0, "lion": itemsize}.get(optimizer.name, 2 * itemsize)
 
-    return sum(p.numel() * of_weight(name, p) for name, p in model.named_parameters() if p.requires_grad)
+def _measured_state(config: Config, side: int = 256) -> float:
+    """Returns the bytes that a custom optimizer keeps for each fp32 number of a weight, from a step on a small one."""
+    cfg = config.optimizer
+    cls = find_class(str(cfg._target_), "optimizer", torch.optim.Optimizer, config.run.allow_target)
+    weight = nn.Parameter(torch.ones(side, side, dtype=torch.float32, device="cpu"))
+    weight.grad = torch.ones_like(weight)
+    with building("optimizer", str(cfg._target_)):
+        optimizer: Any = cls([weight], **arguments_of(cfg, inspect.signature(cls).parameters))
+        optimizer.step(lambda: weight.sum())
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(value.numel() * value.itemsize for value in kept if value.numel() > 1) / side**2
 
 
 def _activation_bytes(model: PreTrainedModel, config: Config, weight_bytes: int, mixed: bool) -> int:

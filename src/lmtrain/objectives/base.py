@@ -25,6 +25,7 @@ from lmtrain.distributed import dtensor as layout
 from lmtrain.distributed.devices import agreed, data_parallel, total, trainer_steps
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import RunError, UserError
+from lmtrain.losses.preferences import Pairs, PreferenceLosses
 from lmtrain.models.denoising import set_mask_token
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.parts import LossParts, StepResult, add_sums, means_over
@@ -176,6 +177,15 @@ class Objective(pl.LightningModule):
         if not self.reported:
             return ["loss"]
         return [*self.reported, *self.model.router_losses.names()]
+
+    @staticmethod
+    def pair_losses(options: Any, pairs: Pairs) -> PreferenceLosses:
+        """Computes the losses of pairs from their log-probabilities, in training and for lmtrain.evaluate.
+
+        Raises:
+            NotImplementedError: the objective, whose options these are, doesn't compare answers in pairs.
+        """
+        raise NotImplementedError
 
     def plan_rows(self) -> list[tuple[str, str]]:
         """Returns (name, text) rows that describe the objective in the plan."""

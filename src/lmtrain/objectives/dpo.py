@@ -10,14 +10,10 @@ from torch import Tensor
 from lmtrain.config.options import DPOConfig
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus
-from lmtrain.losses.preferences import LOSSES, LossOptions, Pairs, preference_losses
+from lmtrain.losses.preferences import LOSSES, LossOptions, Pairs, PreferenceLosses, preference_losses
 from lmtrain.objectives.parts import LossParts, of_rows, options_of, with_routers
 from lmtrain.objectives.start_check import check_start
 from lmtrain.objectives.with_reference import ReferenceObjective
-
-# The options that only some losses read.
-_FLIPS = ["label_smoothing"]
-_OWN_OPTIONS = {"sigmoid": _FLIPS, "robust": _FLIPS, "simpo": ["gamma"], "dpop": ["dpop_lambda"]}
 
 
 def loss_options(cfg: DPOConfig) -> LossOptions:
@@ -44,9 +40,13 @@ class DPO(ReferenceObjective):
             UserError: see `reference.choose`.
         """
         options = options_of(config, DPOConfig)
-        self.loss, self.options = options.loss, loss_options(options)
-        self.settle_reference(options.reference if LOSSES[options.loss].has_reference else "none", config, corpus)
+        self.keys, self.loss, self.options = options, options.loss, loss_options(options)
+        self.settle_reference(options.reference_in_use(), config, corpus)
         self.fingerprint["keys"]["objective.length_normalize"] = self.options.length_normalize  # with auto resolved
+
+    @staticmethod
+    def pair_losses(options: DPOConfig, pairs: Pairs) -> PreferenceLosses:
+        return preference_losses(options.loss, pairs, loss_options(options))
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["pairs"]
@@ -56,13 +56,15 @@ class DPO(ReferenceObjective):
         return [name for name in super().validation_names() if not absent.get(name)]
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        keys = ["beta", "sft_weight", "length_normalize", *_OWN_OPTIONS.get(self.loss, [])]
+        keys = ["beta", "sft_weight", "length_normalize", *LOSSES[self.loss].options]
         shown = {k: v for k, v in self.options._asdict().items() if k in keys and v}
         words = ", ".join([self.loss, *(f"{key}={value:g}" for key, value in shown.items())])
         return [("loss", f"{words}; reference: {self.reference_words()}")]
 
     def check_start(self, batch: dict[str, Tensor]) -> Tensor:
-        return check_start(self, batch)
+        # What a subclass's own loss should be is not known; that policy and reference agree is checked all the same.
+        is_own = type(self).pair_losses is not DPO.pair_losses
+        return super().check_start(batch) if is_own else check_start(self, batch)
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
         reference = self.reference_log_probs(batch)
@@ -70,7 +72,7 @@ class DPO(ReferenceObjective):
         tokens = batch["lengths"].view(-1, 2)
         base = (None, None) if reference is None else reference.unbind(1)
         pairs = Pairs(*policy.unbind(1), *tokens.unbind(1), *base)
-        losses = preference_losses(self.loss, pairs, self.options)
+        losses = self.pair_losses(self.keys, pairs)
         numbers = {
             "rewards/chosen": losses.chosen_rewards,
             "rewards/rejected": losses.rejected_rewards,

@@ -88,7 +88,7 @@ class GRPO(ReferenceObjective):
         )  # fmt: skip
         greedy = sampling._replace(temperature=0.0, top_p=1.0)
         self.judge = replace(self.maker, sampling=greedy, group_size=1, overlong_buffer=0)
-        self.settle_reference(o.reference if o.kl_coef else "none", config)
+        self.settle_reference(o.reference_in_use(), config)
         contents = {part.name: content for part in parts if (content := part.reward.content()) is not None}
         self.fingerprint["contents"] |= {"reward": contents} if contents else {}
         self.pending: dict[int, dict[tuple[int, int], Group]] = {}  # by step, then by (epoch, row) of the prompt

@@ -26,6 +26,7 @@ _WITH_ENVIRONMENT = ReadWhere(
 class GRPOOptions(ObjectiveConfig):
     rows: ClassVar[str] = PROMPT_ROWS
     headline: ClassVar[tuple[str, ...]] = ("reward",)
+    trains_on_rollouts: ClassVar[bool] = True
 
     loss: Annotated[str, TRAJECTORY, choice(*VARIANTS)]
     group_size: Annotated[int, TRAJECTORY, at_least(1)]
@@ -63,6 +64,9 @@ class GRPOOptions(ObjectiveConfig):
     def max_sampled(self) -> int:
         """The maximum number of tokens that the model may sample for a completion."""
         return self.max_new_tokens * (self.max_turns if self.plays else 1)
+
+    def reference_in_use(self) -> str:
+        return self.reference if self.kl_coef else "none"
 
     def row_tokens(self, data: DataConfig, model: Any) -> int:
         prompts = self.group_size if getattr(model, "unpacked_because", None) else 1  # completions may share it

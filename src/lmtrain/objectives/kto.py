@@ -30,6 +30,9 @@ class KTOOptions(ObjectiveConfig):
     undesirable_weight: Annotated[float, TRAJECTORY, not_negative]
     reference: Annotated[str, MACHINE, choice("auto", "frozen_copy", "adapter_off")]
 
+    def reference_in_use(self) -> str:
+        return self.reference
+
 
 def kto_losses(log_ratios: Tensor, desirable: Tensor, reference_point: Tensor, options: KTOOptions) -> Tensor:
     """Computes equation 8: `w_d (1 - s(beta (r - z)))` for desirable answers, `w_u (1 - s(beta (z - r)))` for others.

@@ -20,10 +20,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from lmtrain.config.constraints import OPEN, TRAJECTORY, above_zero, share
 from lmtrain.config.schema import Config, ObjectiveConfig
 from lmtrain.data.corpus import Corpus
-from lmtrain.data.loaders import validation_places
+from lmtrain.data.loaders import ValidationDataset
 from lmtrain.data.order import mix64
 from lmtrain.data.text.windows import IGNORE
-from lmtrain.distributed.devices import data_parallel
 from lmtrain.errors import UserError
 from lmtrain.models.denoising import mask_token, set_mask_token
 from lmtrain.models.documents import Inputs
@@ -83,7 +82,7 @@ class MDLM(base.Objective):
 
     def prepare(self, config: Config, corpus: Corpus) -> None:
         """Reads the options, and the id of the mask token that `settle_model` has set."""
-        self.min_time, self.micro_batch_size = options_of(config, MDLMOptions).min_time, config.data.micro_batch_size
+        self.min_time = options_of(config, MDLMOptions).min_time
         mask_id = mask_token(self.model.model)
         assert mask_id is not None  # set by settle_model
         self.mask_id = mask_id
@@ -115,15 +114,24 @@ class MDLM(base.Objective):
         return with_routers(LossParts(loss_sum, self.count_tokens(batch), {"loss": loss_sum.detach()}), out)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        ids, part = batch["input_ids"], data_parallel(self.trainer)
-        places = validation_places(batch_idx, self.micro_batch_size, part.rank, part.size)[: len(ids)]
-        losses, out = self.row_losses(batch, draw_for(places.tolist(), ids.shape[1], ids.device))
+        ids = batch["input_ids"]
+        places = self._places(batch_idx, dataloader_idx, len(ids))
+        losses, out = self.row_losses(batch, draw_for(places, ids.shape[1], ids.device))
         losses = losses.double()
         per_token = losses / ids.shape[1]
         sums = {"loss": losses.sum(), "rows": _real(batch).sum().double()}
         sums |= {"row_losses": per_token.sum(), "row_squares": per_token.square().sum()}
         parts = with_routers(LossParts(losses.sum(), self.count_tokens(batch), sums), out)
         base.add_sums(self.val_sums.setdefault(dataloader_idx, {}), {**parts.sums, "n_tokens": parts.n_tokens})
+
+    def _places(self, batch_idx: int, dataloader_idx: int, rows: int) -> list[int]:
+        """Returns the places of a micro-batch's rows among all that are validated, which the draws follow from."""
+        trainer: Any = self.trainer
+        loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        dataset = (loaders[dataloader_idx] if isinstance(loaders, list) else loaders).dataset
+        if isinstance(dataset, ValidationDataset):
+            return dataset.places(batch_idx).tolist() or [0] * rows  # a rank without rows reads an empty one
+        return list(range(batch_idx * rows, (batch_idx + 1) * rows))  # a loader that the caller of `test` has passed
 
     def means_of(self, sums: dict[str, Any], n_tokens: Any) -> dict[str, Any]:
         """Computes the mean loss; in validation also loss_se, its standard error: its spread over rows / sqrt(rows)."""

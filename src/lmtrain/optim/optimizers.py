@@ -1,6 +1,5 @@
 """Builds the optimizer that the config selects, over its parameter groups."""
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmtrain.config.options import AdafactorConfig, AdamW8bitConfig, AdamWConfig, LionConfig, MuonConfig
+from lmtrain.config.options import AdafactorConfig, AdamW8bitConfig, AdamWConfig, LionConfig, MuonConfig, arguments_of
 from lmtrain.config.schema import OptimizerConfig
 from lmtrain.config.targets import build_target, find_class
 from lmtrain.distributed.dtensor import held
@@ -150,9 +149,7 @@ def _custom(groups: Groups, cfg: OptimizerConfig, allow_target: Sequence[str]) -
     """Builds a custom torch.optim.Optimizer from the section's own keys, plus lr and weight_decay if it takes them."""
     target = str(cfg._target_)
     takes = inspect.signature(find_class(target, "optimizer", torch.optim.Optimizer, allow_target)).parameters
-    own = {f.name for f in dataclasses.fields(OptimizerConfig)}
-    entry = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in own}
-    entry |= {name: getattr(cfg, name) for name in ("lr", "weight_decay") if name in takes} | {"_target_": target}
+    entry = {**arguments_of(cfg, takes), "_target_": target}
     optimizer = build_target(entry, "optimizer", torch.optim.Optimizer, allow_target, first=(groups,))
     optimizer._step_supports_amp_scaling = False  # as in _adamw
     return optimizer

@@ -18,6 +18,7 @@ from typing import Any
 
 from lmtrain import terminal
 from lmtrain.callbacks.stopping import EndsEarly
+from lmtrain.callbacks.stream import build_feed
 from lmtrain.callbacks.time_budget import ENDING_S, steps_of_validation
 from lmtrain.config import safe_yaml
 from lmtrain.config.batch import nearest_divisor, step_sizes
@@ -38,6 +39,7 @@ from lmtrain.models.flops import flops_per_token
 from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.planning import estimation, trial
 from lmtrain.run import build
+from lmtrain.run.data import at_most, rows_to_train
 from lmtrain.run.start import place
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.run_folder.folder import RunDir
@@ -159,8 +161,8 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
             return [f"{dial.KEY}={depth}"]
     took = _expected.pop() if _expected else measure(config, corpus)
     left = began + 60 * config.budget.minutes - time.time()  # type: ignore[operator]
-    rows = build.rows_to_train(config, corpus)
-    most = build.at_most(config, rows)
+    rows = rows_to_train(config, corpus)
+    most = at_most(config, rows)
     steps = min(most, steps_within(left, took, config))
     _set_untyped(config, typed, {"trainer.val_check_interval": math.ceil(steps / _VALIDATIONS)})
     config.trainer.max_steps = min(most, steps_within(left, took, config))  # with the time of these validations
@@ -293,7 +295,7 @@ def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
         fit_to_model(tried, corpus, objective.model.unpacked_because, objective.model.lengths.limit)
         datamodule = build.build_datamodule(tried, corpus, _MOST)
         ends = EndsEarly(str(curve), _MOST - 1, seconds=_MEASURED_S, fewest=_FEWEST)
-        feed = build.build_feed(tried, RunDir(Path(folder)), corpus, StopRequest(), _MOST)
+        feed = build_feed(tried, RunDir(Path(folder)), corpus, StopRequest(), _MOST)
         trainer = build.build_trainer(tried, RunDir(Path(folder)), [ends, *([feed] if feed else [])], None, _MOST)
         building = time.time() - began
         trainer.fit(objective, datamodule=datamodule)

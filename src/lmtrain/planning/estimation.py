@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from lmtrain import errors, terminal
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.config.batch import split_over, step_sizes
-from lmtrain.config.options import DPOConfig
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import adopt_file, check_strategy
 from lmtrain.data import tokenizers
@@ -139,12 +138,10 @@ def build(config: Config, tokens: int | None = None) -> PreTrainedModel:
 
 
 def memory(model: PreTrainedModel, config: Config) -> dict[str, int]:
-    """Returns the bytes on one device by part; for DPO with the frozen copy of the model, if it has or may have one."""
+    """Returns the bytes on one device by part, with the frozen copy of the model if the objective may keep one."""
     card = None if config.estimate.device is None else int(device_of(config).bytes)
     parts = flops.memory_estimate(model, config, card)
-    o = config.objective
-    copies = isinstance(o, DPOConfig) and o.reference in ("auto", "frozen_copy") and o.loss not in ("simpo", "orpo")
-    if copies and config.peft.method == "none":
+    if config.objective.reference_in_use() in ("auto", "frozen_copy") and config.peft.method == "none":
         parts["reference"] = parts["gradients"]
     return parts
 

@@ -1,10 +1,8 @@
-"""Builds a run's objects from its config, in order: data, model, optimizer, objective, callbacks, loggers, trainer.
+"""Builds a run's objects from its config, in order: data, model with its objective, callbacks, trainer.
 
 Nothing else in lmtrain instantiates these.
 """
 
-import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,14 +15,10 @@ from rich.console import Console
 
 from lmtrain.adapters.finetune import build_trainable_model, starting_weights
 from lmtrain.callbacks.metrics import Metrics
+from lmtrain.callbacks.parts import Parts
 from lmtrain.callbacks.records import Records
-from lmtrain.callbacks.samples import Samples
-from lmtrain.callbacks.step_numbers import StepNumbers
-from lmtrain.callbacks.stopping import Preemption
-from lmtrain.callbacks.time_budget import ENDLESS, Length
-from lmtrain.checkpoints import retention
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
-from lmtrain.config.batch import check_reached, horizon, logged_every, rate_factor, row_lengths, step_sizes
+from lmtrain.config.batch import logged_every, rate_factor, row_lengths, step_sizes
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.fingerprint import Fingerprint, fingerprint
 from lmtrain.config.options import over_layers
@@ -32,22 +26,21 @@ from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
-from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
-from lmtrain.data.loaders import check_descriptors, first_rows, rows_used, seen_rows
+from lmtrain.data.corpus import Corpus
+from lmtrain.data.loaders import check_descriptors
 from lmtrain.data.modules import TokenDataModule, module_class
-from lmtrain.data.order import Rows
-from lmtrain.data.val_sets import ValSet, build_val_sets, count, measured_on, scored_on
+from lmtrain.data.val_sets import ValSet
 from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
-from lmtrain.errors import UserError
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
 from lmtrain.objectives.base import Objective
 from lmtrain.optim.optimizers import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.optim.skipping import StepGuard
-from lmtrain.run.build_callbacks import build_callbacks, build_feed, check_monitors
+from lmtrain.run.build_callbacks import Callbacks, build_callbacks
+from lmtrain.run.data import RunData, build_data, out_of_epochs, rows_to_train
 from lmtrain.run.features import contents_of_features, features_on
 from lmtrain.run.loggers import build_loggers
 from lmtrain.run_folder.folder import RunDir
@@ -67,14 +60,24 @@ class Run:
     config: Config
     dir: RunDir
     console: Console
-    corpus: Corpus
+    data: RunData
     objective: Objective
     datamodule: TokenDataModule
-    metrics: Metrics
-    preemption: Preemption
+    callbacks: Callbacks
     trainer: pl.Trainer
-    scored_on: str | None  # names the rows that checkpoint.monitor is measured on
-    ranking: str  # min, max or last, see `ranking`
+
+    @property
+    def corpus(self) -> Corpus:
+        return self.data.corpus
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.callbacks.metrics
+
+    @property
+    def scored_on(self) -> str | None:
+        """A name for the rows that checkpoint.monitor is measured on."""
+        return self.data.scored_on(self.config.checkpoint.monitor)
 
     @property
     def total_steps(self) -> int:
@@ -84,7 +87,7 @@ class Run:
     @property
     def ended_by(self) -> str | None:
         """The key whose epochs, and not the clock, end a run with a time budget, or None; see `out_of_epochs`."""
-        return out_of_epochs(self.config, self.total_steps, rows_to_train(self.config, self.corpus))
+        return out_of_epochs(self.config, self.total_steps, self.data.train_rows)
 
 
 def build(config: Config, run_dir: RunDir, console: Console, started: float) -> Run:
@@ -92,92 +95,23 @@ def build(config: Config, run_dir: RunDir, console: Console, started: float) -> 
     quiet_libraries()
     for feature in features_on(config):
         feature.check_machine(config)
-    corpus = world.together(lambda: build_corpus(config))
-    rows = rows_to_train(config, corpus)
-    total_steps = horizon(config.trainer.max_steps, config.trainer.max_epochs, len(rows), step_sizes(config.data))
-    check_reached(config, total_steps)
-    check_mixture(config, rows, total_steps)
+    data = build_data(config)
     stop = StopRequest(time_limit_seconds(config.run.time_limit), started)
-    val_sets = world.together(lambda: build_val_sets(config, corpus))
-    corpus.notes += [f"data.val_sets.{name}: {note}" for name, set_ in val_sets.items() for note in set_.notes]
-    objective = build_objective(config, corpus, total_steps, stop)
-    model, more = objective.model, [s.rows for s in val_sets.values()]
-    fit_to_model(config, corpus, model.unpacked_because, model.lengths.limit, more)
-    most = total_steps if config.budget.minutes is None else at_most(config, rows_to_train(config, corpus))
-    datamodule = build_datamodule(config, corpus, most, val_sets)
-    if model.has_router:
-        datamodule.joined_tokens = None  # the balance of experts is judged within a micro-batch
-    bytes_per_token = {"": corpus.val_bytes_per_token, **{n: s.bytes_per_token for n, s in val_sets.items()}}
-    numbers = StepNumbers(config.data, rows_to_train(config, corpus), config.trainer.max_epochs)
-    metrics = Metrics(Records(run_dir.metrics), config, objective.model.model, numbers, bytes_per_token, total_steps)
-    writes = config.callbacks.samples.every_n_validations > 0 and corpus.val is not None
-    writes = writes and not config.objective.scalar_head
-    samples = Samples(run_dir.samples, config, corpus, console, metrics.clock) if writes else None
-    check_monitors(config, corpus, objective, samples, val_sets)
-    feed = build_feed(config, run_dir, corpus, stop, total_steps)
-    preemption = Preemption(stop)
-    rows_of = functools.partial(scored_on, config, corpus, val_sets)
-    validated = sum(seen_rows(rows, config.data.micro_batch_size, config.trainer.limit_val_batches)
-                    for rows in datamodule.val_sets.values())  # fmt: skip
-    ranked = ranking(config, corpus, val_sets)
-    length = Length(total_steps, most, validated)
-    callbacks = build_callbacks(config, run_dir, metrics, samples, feed, preemption, console, length, rows_of, ranked)
-    trainer = build_trainer(config, run_dir, callbacks, metrics.records, total_steps)
-    monitored = rows_of(config.checkpoint.monitor)
-    return Run(config, run_dir, console, corpus, objective, datamodule, metrics, preemption, trainer, monitored, ranked)
-
-
-def at_most(config: Config, rows: Rows) -> int:
-    """Returns the most steps of a run with a time budget: until trainer.max_epochs or a mixture ends it, or ENDLESS."""
-    mixture = getattr(rows, "mixture", None)
-    used_up = ENDLESS if mixture is None or mixture.end is None else mixture.step_sizes.step_of(mixture.end)
-    return min(used_up, _steps_of_epochs(config, rows))
-
-
-def _steps_of_epochs(config: Config, rows: Rows) -> int:
-    epochs = config.trainer.max_epochs
-    return ENDLESS if epochs is None else horizon(None, epochs, len(rows), step_sizes(config.data))
-
-
-def out_of_epochs(config: Config, steps: int, rows: Rows) -> str | None:
-    """Returns the key whose epochs, and not the clock, end a run with a time budget after `steps` steps, or None."""
-    if config.budget.minutes is None or steps != at_most(config, rows):
-        return None
-    return "trainer.max_epochs" if steps == _steps_of_epochs(config, rows) else "data.mixture"
-
-
-def ranking(config: Config, corpus: Corpus, val_sets: dict[str, ValSet]) -> str:
-    """Returns how checkpoint.monitor ranks checkpoints: min, max, or LAST if it is measured on too few rows."""
-    rows, _ = measured_on(corpus, val_sets, config.checkpoint.monitor)
-    few = rows is not None and count(rows) < config.checkpoint.min_val_rows
-    return retention.LAST if few else config.checkpoint.mode
-
-
-def rows_to_train(config: Config, corpus: Corpus) -> Rows:
-    """Returns all training rows, or those of trainer.overfit_batches steps if that is set."""
-    if not config.trainer.overfit_batches:
-        return corpus.train
-    return first_rows(corpus.train, rows_used(config, len(corpus.train)))
-
-
-def check_mixture(config: Config, rows: Rows, total_steps: int) -> None:
-    """Raises UserError where the sources of a mixture are used up before the run ends."""
-    mixture = getattr(rows, "mixture", None)
-    if mixture is None or mixture.end is None:
-        return
-    sizes = mixture.step_sizes
-    steps = sizes.step_of(mixture.end)
-    needed = len(rows) * config.trainer.max_epochs if config.trainer.max_epochs is not None else math.inf
-    if min(sizes.before(total_steps), needed) > mixture.end:
-        raise UserError(
-            f"data.mixture: every source that has a weight is used up after {steps:,} of {total_steps:,} steps (each "
-            f"was seen max_epochs times): set trainer.max_steps={steps}, or raise or leave out a max_epochs"
-        )
+    objective = build_objective(config, data.corpus, data.total_steps, stop)
+    data.fit_to(objective.model)
+    # The balance of experts is judged within a micro-batch, which is then that of the config.
+    joins = not objective.model.has_router
+    datamodule = build_datamodule(config, data.corpus, data.length.at_most, data.val_sets, joins=joins)
+    parts = Parts(config, run_dir, console, data.corpus, objective, data.length, data.scored_on, data.ranking)
+    callbacks = build_callbacks(parts, data)
+    trainer = build_trainer(config, run_dir, callbacks.in_order, callbacks.metrics.records, data.total_steps)
+    return Run(config, run_dir, console, data, objective, datamodule, callbacks, trainer)
 
 
 def build_datamodule(
-    config: Config, corpus: Corpus, total_steps: int, val_sets: dict[str, ValSet] | None = None
+    config: Config, corpus: Corpus, total_steps: int, val_sets: dict[str, ValSet] | None = None, joins: bool = True
 ) -> TokenDataModule:
+    """Builds the loaders of a run; `joins` says whether micro-batches of short padded rows may be joined."""
     check_descriptors(config.data.num_workers)
     return module_class(config).for_run(
         rows_to_train(config, corpus),
@@ -185,7 +119,7 @@ def build_datamodule(
         seed=config.seed,
         sizes=step_sizes(config.data),
         micro_batch_size=config.data.micro_batch_size,
-        joined_tokens=joined_tokens(config),
+        joined_tokens=joined_tokens(config) if joins else None,
         total_steps=total_steps,
         max_epochs=config.trainer.max_epochs,
         limit_val_batches=config.trainer.limit_val_batches,

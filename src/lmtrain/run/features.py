@@ -5,13 +5,21 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lmtrain.adapters.memory_adapter import Memory
+from lmtrain.callbacks.average import Averaging
+from lmtrain.callbacks.early_stopping import StoppingEarly
+from lmtrain.callbacks.rollouts import ReportingRollouts
+from lmtrain.callbacks.step_numbers import Growing
+from lmtrain.callbacks.stream import Streaming
+from lmtrain.callbacks.time_budget import Budgeted
 from lmtrain.config.fingerprint import FEATURE
 from lmtrain.config.schema import Config
 from lmtrain.models.feature import Feature
 from lmtrain.models.fp8 import Fp8
 from lmtrain.strategies.choose import Rounding
 
-FEATURES: list[Feature] = [Memory(), Fp8(), Rounding()]
+FEATURES: list[Feature] = [
+    Memory(), Fp8(), Rounding(), ReportingRollouts(), Averaging(), StoppingEarly(), Streaming(), Budgeted(), Growing(),
+]  # fmt: skip
 
 
 def features_on(config: Config) -> list[Feature]:

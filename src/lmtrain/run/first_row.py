@@ -28,7 +28,7 @@ def first_row(run: Run) -> tuple[Text, Text, int | None]:
     c = run.config
     rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed)
     read, title = run.corpus.train, Text("first training row  ")
-    if run.corpus.stream is not None and run.corpus.val is not None:  # the stream is not read yet
+    if not run.corpus.repeats and run.corpus.val is not None:  # the training rows are not read yet
         read, rows, title = run.corpus.val, np.zeros((1, 2), dtype=np.int64), Text("first validation row  ")
     tokenizer = run.corpus.tokenizer
     if c.data.rows == "text":

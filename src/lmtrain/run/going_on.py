@@ -12,7 +12,7 @@ from lmtrain.data.chat.templates import own_template
 from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
 from lmtrain.models.denoising import mask_token
-from lmtrain.run.build import Run, rows_to_train
+from lmtrain.run.build import Run
 from lmtrain.run_folder.folder import begins_elsewhere, checkpoint_names
 from lmtrain.secrets import command
 
@@ -23,7 +23,7 @@ def say_how_to_go_on(run: Run) -> None:
     """Prints why the run stopped and the command that continues it, which a sweep or pipeline prints itself."""
     step = run.trainer.global_step
     saved = "the checkpoint is written" if checkpoint_names(run.dir.checkpoints) else "there is no checkpoint yet"
-    stopped = f"stopped by {run.preemption.stop.why()} at step {step:,} of {run.total_steps:,}; {saved}"
+    stopped = f"stopped by {run.objective.stop.why()} at step {step:,} of {run.total_steps:,}; {saved}"
     if os.environ.get(TRIAL):
         run.console.print(f"{stopped}.")
         return
@@ -86,7 +86,7 @@ def longer(run: Run) -> list[str]:
     chosen = run.config.budget.chosen
     if chosen is not None:
         return [f"budget.{chosen}={2 * getattr(run.config.budget, chosen):g}"]
-    t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(rows_to_train(run.config, run.corpus))
+    t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(run.data.train_rows)
     steps, epochs = t.max_steps, t.max_epochs
     if epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps:
         too_few = steps is not None and steps < horizon(None, 2 * epochs, rows, sizes)

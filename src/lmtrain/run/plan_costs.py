@@ -1,4 +1,4 @@
-"""The plan's rows on time and memory: duration from an earlier similar run or the GPU's peak, memory per device."""
+"""The plan's rows on cost: time from an earlier similar run or the GPU's peak, FLOPs, memory, the machine."""
 
 import bisect
 import copy
@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
+from lmtrain.config.batch import Stages, row_lengths
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import context_parallel
+from lmtrain.distributed import devices
 from lmtrain.models import flops
+from lmtrain.models.blocks import decoder_blocks
 from lmtrain.models.build import MAX_POSITIONS
 from lmtrain.run.features import features_on
 from lmtrain.run_folder.folder import RunDir
-from lmtrain.terminal import time_in_words
+from lmtrain.terminal import si, time_in_words
 
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
@@ -46,7 +49,21 @@ def speed_of(run: "Run") -> dict[str, Any]:
     }
 
 
-def time_words(run: "Run", tokens: float, flops_per_token: float) -> str:
+def plan_rows(run: "Run") -> list[tuple[str, str]]:
+    """Returns the plan's rows on compute, memory and the machine."""
+    c, model = run.config, run.objective.model.model
+    per_token, compute = flops.flops_per_token(model, c.data.seq_len), flops_in_all(run)
+    device = f"{run.trainer.world_size} x {devices.device_name(c.trainer.accelerator)}"
+    computed = f"{c.trainer.precision}{instead_words(c)}{devices.speedup_words(c)} on {device}"
+    return [
+        ("compute", f"{si(per_token, 'FLOP')} a token, {si(compute, 'FLOP')} in all"),
+        *memory_rows(model, c),
+        ("precision", f"{computed}{matmul_words(c)}{compile_words(run)}{checkpointing_words(c)}"),
+        ("no GPU", devices.why_not_used() or ""),
+    ]
+
+
+def time_words(run: "Run", tokens: float) -> str:
     """Describes the time to train `tokens` more tokens, without validation, and what the estimate is based on."""
     found = earlier(speed_of(run), run.dir.path)
     if found is not None:
@@ -56,6 +73,7 @@ def time_words(run: "Run", tokens: float, flops_per_token: float) -> str:
     if peak is None:
         return "estimated after the first steps (no earlier run of this model and batch here to compare with)"
     mfu = run.config.estimate.mfu
+    flops_per_token = flops.flops_per_token(run.objective.model.model, run.config.data.seq_len)
     hoped = mfu * peak * run.trainer.world_size / flops_per_token
     time = time_in_words(tokens / hoped)
     return f"about {time} at {hoped:,.0f} tokens/s, at {mfu:.0%} of the peak FLOP/s (estimate.mfu)"
@@ -119,3 +137,48 @@ def longest_row(model: PreTrainedModel, c: Config, room: int) -> int:
         return sum(flops.memory_estimate(model, tried, room).values())
 
     return step * bisect.bisect_right(range(1, _MOST), float(room), key=needed)
+
+
+def flops_in_all(run: "Run") -> float:
+    """Returns the FLOPs of the whole run, with fewer for attention over shorter rows."""
+    c, model = run.config, run.objective.model.model
+    tokens_per_row = run.corpus.epoch_tokens / len(run.corpus.train)
+    lengths, rows_before = row_lengths(c.data) or Stages.constant(c.data.seq_len), run.metrics.numbers.rows_before
+    ends = [min(end, run.total_steps) for end in [*lengths.starts[1:], run.total_steps]]
+    return sum(
+        flops.flops_per_token(model, length) * tokens_per_row * (rows_before(end) - rows_before(min(start, end)))
+        for start, end, length in zip(lengths.starts, ends, lengths.values, strict=True)
+    )
+
+
+def compile_words(run: "Run") -> str:
+    """Describes what torch.compile is applied to, or why it is not, on a GPU or in a CPU run with budget.minutes."""
+    t = run.config.trainer
+    if t.compile:
+        return f", compiled: {len(decoder_blocks(run.objective.model.model))} blocks and the loss"
+    why = devices.why_not_compiled(t)
+    if t.accelerator != "cuda" and (why is None or run.config.budget.minutes is None):
+        return ""
+    return f", not compiled: {why or 'trainer.compile=false'}"
+
+
+def matmul_words(c: Config) -> str:
+    words = {"high": ", fp32 products in TF32", "medium": ", fp32 products in bf16"}
+    return words.get(c.trainer.float32_matmul_precision, "")
+
+
+def instead_words(c: Config) -> str:
+    """Names the precision that replaces an unsupported one; Lightning's own warning about it is not shown."""
+    replaced = c.trainer.precision == "16-mixed" and c.trainer.accelerator == "cpu"
+    return ", computed as bf16-mixed (Lightning has no 16-mixed on a CPU)," if replaced else ""
+
+
+def checkpointing_words(c: Config) -> str:
+    """Describes which activations blocks keep for the backward pass under activation checkpointing."""
+    kept = {
+        True: "",
+        "selective": " (selective: results of matrix products and attention are kept)",
+        "offload": " (in host memory)",
+    }
+    how = c.trainer.activation_checkpointing
+    return f", activation checkpointing{kept[how]}" if how else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain import errors, terminal
-from lmtrain.callbacks import foreign
+from lmtrain.callbacks import extra
 from lmtrain.checkpoints import manifest, store
 from lmtrain.checkpoints.checksums import helped_by_ranks
 from lmtrain.config import compose as rules
@@ -24,7 +24,7 @@ from lmtrain.distributed.stop_signals import Preempted
 from lmtrain.errors import RunError
 from lmtrain.exports import hf_folder
 from lmtrain.exports.export import check_upload, push
-from lmtrain.run import build, build_callbacks, failures, going_on, loggers, plan, resume, summary
+from lmtrain.run import build, failures, going_on, loggers, plan, resume, summary
 from lmtrain.run.build import Run
 from lmtrain.run_folder import finished, links, lock
 from lmtrain.run_folder import folder as run_dir
@@ -112,12 +112,12 @@ class Session:
         loggers.log_config(run.trainer.loggers, rules.to_plain(self.config))
         self.notes += environment.in_full(dataclasses.asdict(self.config), self.config.kept)
         callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
-        self.notes += [*build_callbacks.outside(self.config, self.folder, callbacks), *foreign.epoch_notes(callbacks)]
+        self.notes += [*extra.outside(self.config, self.folder, callbacks), *extra.epoch_notes(callbacks)]
         resumed_from = f"continues after step {self.done:,} ({self.checkpoint})" if self.checkpoint else None
         plan.show(run, resumed_from, self.done, self.notes)
         if world.rank() == 0:
             run_dir.note_start(self.folder, self.done, self.config.headline(), self.files)
-        signals = run.preemption.stop.signals
+        signals = run.objective.stop.signals
         signals.how_to_go_on = (lambda: going_on.continuing(run)) if world.rank() == 0 else None
         with contextlib.closing(signals):
             try:
@@ -134,11 +134,12 @@ class Session:
 
     def _end(self, run: Run) -> int:
         """Exports, writes summary.json and prints the results; returns the exit code."""
-        complete = run.trainer.global_step >= run.total_steps and not run.preemption.interrupted_validation
-        status = "finished" if complete else "preempted" if run.preemption.stopped else "stopped_early"
+        preemption = run.callbacks.preemption
+        complete = run.trainer.global_step >= run.total_steps and not preemption.interrupted_validation
+        status = "finished" if complete else "preempted" if preemption.stopped else "stopped_early"
         if not run.trainer.is_global_zero:
             return errors.PREEMPTED if status == "preempted" else errors.FINISHED
-        failed = run.preemption.stop.error
+        failed = preemption.stop.error
         if status == "preempted" and failed is not None:
             error = RunError(f"{failed}; {failures.last_good(run)}")
             summary.note_failure(run, self.started, error)

@@ -49,7 +49,7 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
     """Writes and returns summary.json, at the end of a run: its presence shows that the run has ended, and how."""
     checkpoints = store.scan(run.dir.checkpoints)
     scores = retention.scores(run.dir.checkpoints, run.config.checkpoint.monitor, run.scored_on)
-    best = retention.best_of(scores, run.ranking)
+    best = retention.best_of(scores, run.data.ranking)
     metrics = run.metrics
     summary = {
         "status": status,
@@ -169,7 +169,7 @@ def facts_of(run: Run, summary: dict[str, Any], exported: list[Path]) -> list[tu
         words = f"{SCORE} {made[SCORE]:.4f} at step {made['step']:,}; the final value differs by {off:+.1%}"
         rows.append(("forecast", words))
     monitor, mode = run.config.checkpoint.monitor, run.config.checkpoint.mode
-    best = listing.best_row(run.dir, summary, monitor, mode) if run.ranking != retention.LAST else None
+    best = listing.best_row(run.dir, summary, monitor, mode) if run.data.ranking != retention.LAST else None
     if best is not None:
         rows.append(("best", "{} {:.4f} at step {:,}".format(*listing.lead(best, names), best["step"])))
     rows.append(("tokens", f"{summary['tokens']:,}"))

@@ -13,7 +13,7 @@ from lmtrain.data.chat.pairs import Pair, to_pair
 from lmtrain.data.chat.templates import cut_left
 from lmtrain.data.chat.turns import BadRow, Remark, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
-from lmtrain.data.examples.row_format import Encoded, TemplateRows
+from lmtrain.data.examples.row_format import PAIRS, Encoded, TemplateRows
 from lmtrain.data.examples.rows import documents_at
 
 Answer = tuple[np.ndarray, np.ndarray]  # ids int64 [T], and mask of those that the answer is scored by, bool [T]
@@ -24,6 +24,7 @@ _ESTIMATED_FROM = 2000  # pairs read to estimate the length of shared prompts; t
 class PairRowEncoder(TemplateRows):
     """Encodes a pair as two examples: the prompt with its chosen and with its rejected answer."""
 
+    holds = PAIRS
     group = 2
     independent = True
     kind = "pairs"

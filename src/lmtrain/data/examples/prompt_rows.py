@@ -14,7 +14,7 @@ from lmtrain.data.chat.conversations import Completion, Conversation, options_of
 from lmtrain.data.chat.pairs import opening
 from lmtrain.data.chat.turns import BadRow, Remark, check, tools_of, unread, whole_text
 from lmtrain.data.examples.documents import ExampleRows, Examples
-from lmtrain.data.examples.row_format import Encoded, TemplateRows
+from lmtrain.data.examples.row_format import PROMPTS, Encoded, TemplateRows
 from lmtrain.errors import UserError
 
 # Names under which rewards get something else than a column: rewards/base.py.
@@ -28,6 +28,7 @@ class PromptRowEncoder(TemplateRows):
     none, else as a user turn. Messages always go through the template.
     """
 
+    holds = PROMPTS
     learns = False
     kind = "prompts"
     unread_as = "that only rewards read"

@@ -32,17 +32,21 @@ class Encoded:
     kept: str | None = None  # a line of text that is stored with each of its examples (Examples.texts)
 
 
+# What the rows of a format hold. An objective trains on every format that holds what it needs (ObjectiveConfig.rows).
+TOKENS = "tokens with a loss mask"
+PAIRS = "pairs of answers"
+ANSWERS = "answers with a label"
+PROMPTS = "prompts"
+
+
 class RowEncoder(Protocol):
     """A row format, which converts rows to examples, and the examples on disk to the rows of micro-batches.
 
     It is built from (tokenizer, config.data). data.rows names it: conversations, pairs, or the path of its class. For
     example, for rows {"question", "answer"} whose answers are trained on:
 
-        class QuestionRows:
-            identity, group, words = {"format": "questions", "version": 1}, 1, "questions and answers"
-
-            def __init__(self, tokenizer, cfg):
-                self.tokenizer = tokenizer
+        class QuestionRows(RowFormat):
+            identity = {"format": "questions", "version": 1}
 
             def encode(self, row, where, cfg, question):
                 if not row.get("answer"):
@@ -51,9 +55,10 @@ class RowEncoder(Protocol):
                 ids = [*given, *learned, self.tokenizer.eos_token_id][: cfg.seq_len + 1]
                 return Encoded([(ids, [at >= len(given) for at in range(len(ids))])])
 
-    with `decode`, `make_rows` and `finish_tokenizer` as in ChatRows. A static method `to_evaluate(examples)` may return
-    those of the examples that `lmtrain.evaluate` scores.
+    A static method `to_evaluate(examples)` may return those of the examples that `lmtrain.evaluate` scores.
     """
+
+    holds: ClassVar[str]  # TOKENS, PAIRS, ANSWERS or PROMPTS, and then its `make_rows` reads what others of these do
 
     # What determines the examples besides rows, settings and the tokenizer's rules; it is in the key of prepared data.
     # A user's class also needs a version here, to raise when the same rows begin to give different examples.
@@ -89,7 +94,32 @@ class RowEncoder(Protocol):
         """Stores in the tokenizer what users of the trained model need: the chat template."""
 
 
-class TemplateRows:
+class RowFormat:
+    """A base class for row formats: one example per row, tokens with a loss mask. See `RowEncoder`."""
+
+    holds: ClassVar[str] = TOKENS
+    identity: dict[str, Any]
+    group = 1
+
+    def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    def words(self) -> str:
+        return f"rows of {type(self).__name__}"
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids))
+
+    @staticmethod
+    def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple[Rows, str]:
+        return example_rows(examples, config, seed)
+
+    def finish_tokenizer(self, tokenizer: Any) -> None:
+        """Changes nothing: there is no chat template."""
+
+
+class TemplateRows(RowFormat):
     """The base class of encoders for rows that go through a chat template; see `RowEncoder`.
 
     version: what a subclass adds to the identity.
@@ -98,13 +128,13 @@ class TemplateRows:
     unread_as: what the plan says of the columns that aren't read.
     """
 
-    group = 1
     kind = "conversations"
     unread_as = "that nothing reads"
     version: ClassVar[dict[str, int]] = {}
     independent = False  # a subclass may remember rows: each says it for itself
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:
+        super().__init__(tokenizer, cfg)
         self.chat = ChatEncoder(tokenizer, cfg)
         self.identity = {**self.chat.identity, **self.version}
         self.formats: dict[Any, RowColumns] = {}  # of the rows so far, by their columns
@@ -137,9 +167,6 @@ class TemplateRows:
             "reference": self.chat.as_decoded(reference),
             "chat": isinstance(sample, Conversation),
         }
-
-    def decode(self, ids: list[int]) -> str:
-        return self.chat.tokenizer.decode(ids)
 
     def finish_tokenizer(self, tokenizer: Any) -> None:
         if self.chat.template is None:
@@ -177,7 +204,3 @@ class ChatRows(TemplateRows):
             others,
             self.chat.texts,
         )
-
-    @staticmethod
-    def make_rows(examples: Examples, config: Config, seed: int | None) -> tuple[Rows, str]:
-        return example_rows(examples, config, seed)

@@ -14,12 +14,13 @@ from lmtrain.data.chat.templates import fit
 from lmtrain.data.chat.turns import BadRow, check, tools_of, truth_of, turns_of, unread
 from lmtrain.data.examples.documents import ExampleRows, Examples
 from lmtrain.data.examples.pair_rows import Answer, lay_answers, pad_answers
-from lmtrain.data.examples.row_format import Encoded, TemplateRows
+from lmtrain.data.examples.row_format import ANSWERS, Encoded, TemplateRows
 
 
 class UnpairedRowEncoder(TemplateRows):
     """Encodes a row as one example, the prompt with its answer; the label is 1 if the answer is desirable, else 0."""
 
+    holds = ANSWERS
     independent, kind = True, "unpaired"
 
     def __init__(self, tokenizer: Any, cfg: DataConfig) -> None:

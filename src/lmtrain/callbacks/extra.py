@@ -4,7 +4,9 @@ A run is a single epoch of Lightning's, so what acts at each epoch would act onc
 the callbacks that work.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,9 +14,12 @@ import lightning.pytorch.callbacks as theirs
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
-from lmtrain.callbacks.validation import EarlyStopping
+from lmtrain.callbacks.early_stopping import EarlyStopping
 from lmtrain.config import safe_yaml
+from lmtrain.config.schema import Config
+from lmtrain.config.targets import build_target
 from lmtrain.errors import UserError
+from lmtrain.run_folder.folder import RunDir
 
 _WHY = safe_yaml.table(__file__, "refused.yaml")
 REFUSED: dict[type[Callback], str] = {getattr(theirs, name): why for name, why in _WHY.items()}
@@ -98,3 +103,43 @@ def epoch_notes(callbacks: list[Callback]) -> list[str]:
         for hook in EPOCH_HOOKS
         if getattr(type(c), hook) is not getattr(Callback, hook)
     ]
+
+
+def build_extra(config: Config) -> list[pl.Callback]:
+    """Builds the callbacks of callbacks.extra; raises UserError for one that can't work here."""
+    entries = map(fitted, config.callbacks.extra)
+    allowed, refused = config.run.allow_target, REFUSED
+    return [build_target(e, "callbacks.extra", pl.Callback, allowed, refused=refused) for e in entries]
+
+
+_NAMES_A_PLACE = re.compile(r"(dir|path|root|folder)s?$")  # argument names: dirpath, save_dir, ...
+_LEADS_OUT = re.compile(r"^([/~]|file:)|(^|/)\.\.(/|$)")
+
+
+def outside(config: Config, run_dir: RunDir, callbacks: list[pl.Callback]) -> list[str]:
+    """Returns a note on each path outside the run's folder and the cache that the user's loggers and callbacks name."""
+    roots = [run_dir.path, Path(config.data.cache_dir).expanduser()]
+    named = [(f"logger.{name}", options) for name, options in config.logger.items()]
+    named += [
+        (f"callbacks.extra, {type(c).__name__}", vars(c)) for c in callbacks
+        if not type(c).__module__.startswith("lmtrain.")
+    ]  # fmt: skip
+    return [
+        f"{who}: {argument} is {place}, outside the run's folder: what is written there is not part of the run, and "
+        f"nothing in it is removed with it"
+        for who, arguments in named
+        for argument, place in _outside(arguments, roots)
+    ]
+
+
+def _outside(arguments: Any, roots: Sequence[Path], key: str = "") -> Iterator[tuple[str, Path]]:
+    """Yields the name and path of each argument that is a path below none of `roots`."""
+    if isinstance(arguments, dict | list):
+        for name, inner in arguments.items() if isinstance(arguments, dict) else enumerate(arguments):
+            yield from _outside(inner, roots, str(name))
+    elif isinstance(arguments, str | Path) and key != "_target_" and str(arguments):
+        text = str(arguments).removeprefix("file:")
+        if _LEADS_OUT.search(text) or _NAMES_A_PLACE.search(key):
+            place = Path(text).expanduser().resolve()
+            if "://" not in text and not any(place.is_relative_to(root.resolve()) for root in roots):
+                yield key, place
