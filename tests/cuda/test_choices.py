@@ -17,7 +17,7 @@ from lmtrain.errors import UserError
 from lmtrain.models.language_model import auto_chunk_bytes
 from lmtrain.run import advice as notes
 from lmtrain.run import verify
-from lmtrain.run.plan_costs import checkpointing_words
+from lmtrain.run.plan_costs import describe_checkpointing
 from lmtrain.run_folder import trained
 
 
@@ -173,7 +173,7 @@ def test_offloaded_activations_need_a_gpu(gpu: Any) -> None:
     gpu()
     on_gpu = check(compose(["trainer.activation_checkpointing=offload"]))
     devices.resolve_auto(on_gpu)
-    assert checkpointing_words(on_gpu) == ", activation checkpointing (in host memory)"
+    assert describe_checkpointing(on_gpu) == ", activation checkpointing (in host memory)"
     with pytest.raises(UserError, match="did you mean selective"):
         check(compose(["trainer.activation_checkpointing=selectiv"]))
 

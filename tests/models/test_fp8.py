@@ -86,7 +86,7 @@ def test_layers_that_gain_are_converted(recipe: str, kinds: set[str], factor: in
     inside = 2 * factor * (2 * inner if kinds == ROWWISE else 3 * inner + 2 * q)
     attention = 12 * 2 * 2048 * 256
     share = inside / (6 * (2 * (3 * inner + 2 * q + 2 * kv) + 2048 * VOCAB) + attention)
-    words = fp8.in_words(model, config)
+    words = fp8.describe(model, config)
     assert words.startswith(f"{recipe}, {2 * len(kinds)} of 14 linear layers of the blocks: ")
     assert f", {share:.0%} of the FLOPs; in bf16: " in words
     assert set(words.rpartition("in bf16: ")[2].partition(", where")[0].split(", ")) == {

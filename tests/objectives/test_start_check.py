@@ -129,7 +129,7 @@ def over(first: WeightsMove, rates: list[float] | None = None, gradient: Callabl
     for step in (1, WEIGHTS_SINCE):
         for p in first.parameters:
             p.grad = gradient(p.detach())
-        first.see_gradients()
+        first.before_update()
         if step > 1:
             with torch.no_grad():
                 moves()

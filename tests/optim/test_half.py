@@ -79,7 +79,7 @@ def test_small_updates_pass_the_check_of_the_first_steps(name: str, capsys: pyte
     check = WeightsMove(SimpleNamespace(model=model, trainer=trainer, _optimizer=optimizer, device=torch.device("cpu")))
     for step in range(20):
         backward(model, step)
-        check.see_gradients()
+        check.before_update()
         optimizer.step()
         optimizer.zero_grad()
         over = check.over(step + 1, [2e-5], torch.tensor(1.0), may_wait=True)

@@ -16,8 +16,8 @@ from rich.console import Console
 from inprocess import run, train_tiny
 from lmtrain.callbacks.progress import PlainLines, RichBar, duration
 from lmtrain.config import compose
-from lmtrain.run import going_on
-from lmtrain.run.going_on import longer
+from lmtrain.run import next_commands
+from lmtrain.run.next_commands import longer
 from lmtrain.run.repository import git_state
 from lmtrain.terminal import visible
 from support import EXPORT, SAMPLES, TINY
@@ -210,20 +210,20 @@ def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: py
 def test_the_command_that_continues(
     words: list[str], changes: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(going_on, "typed", lambda: words)
+    monkeypatch.setattr(next_commands, "typed", lambda: words)
     name = "a" if "run.name=a" in words else None
     named = SimpleNamespace(run=SimpleNamespace(name=name))
     made = SimpleNamespace(config=named, dir=SimpleNamespace(path=Path("out/1")))
-    said = going_on.continuing(made, *changes)  # type: ignore[arg-type]
+    said = next_commands.continuing(made, *changes)  # type: ignore[arg-type]
     assert shlex.split(said) == ["python", "-m", "lmtrain.train", *wanted]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_a_command_with_control_characters_is_read_by_a_shell_as_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["run.name=a", "data.path=\x1b[1m\x85it's\\ é\u202e日本", "data.val_path=\udcff\n\t"]
-    monkeypatch.setattr(going_on, "typed", lambda: words)
+    monkeypatch.setattr(next_commands, "typed", lambda: words)
     made = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name="a")), dir=SimpleNamespace(path=Path("a")))
-    shown = visible(going_on.continuing(made))  # type: ignore[arg-type]
+    shown = visible(next_commands.continuing(made))  # type: ignore[arg-type]
     read = subprocess.run(["bash", "-c", shown.replace("python", "printf '%s\\0'", 1)], capture_output=True, check=True)
     assert read.stdout.split(b"\0")[2:-1] == [os.fsencode(word) for word in words]
 

@@ -51,18 +51,18 @@ class Rollouts(pl.Callback):
         self.kept = run_dir.path / "rollouts" if options.keep_rollouts else None  # for whole rollouts
         self.warn_after_steps = options.warn_after_steps
         self.idle_steps, self.warned = 0, False
-        self.told: list[str] = []  # kinds of failures and of collapse already reported
+        self.reported: list[str] = []  # kinds of failures and of collapse already reported
         self.first: list[dict[str, float]] = []  # `signs` of the first steps
         self.sums = [0, 0.0, 0.0]  # since the last validation: number of rewards, their sum and that of their squares
         self.validated: list[Validated] = []
 
     def state_dict(self) -> dict[str, Any]:
-        said = {"idle_steps": self.idle_steps, "warned": self.warned, "told": [*self.told], "first": [*self.first]}
+        said = {"idle_steps": self.idle_steps, "warned": self.warned, "told": [*self.reported], "first": [*self.first]}
         return said | {"sums": [*self.sums], "validated": [[*one] for one in self.validated]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.idle_steps, self.warned = state_dict["idle_steps"], state_dict["warned"]
-        self.told, self.first = list(state_dict["told"]), list(state_dict.get("first", []))
+        self.reported, self.first = list(state_dict["told"]), list(state_dict.get("first", []))
         self.sums = list(state_dict.get("sums", self.sums))
         self.validated = [Validated(*one) for one in state_dict.get("validated", [])]
 
@@ -93,15 +93,15 @@ class Rollouts(pl.Callback):
         spread = math.sqrt(max(0.0, squares / count - mean**2))
         self.validated.append(Validated(trainer.global_step, held_out, mean, spread))
         words = overfits(self.validated, int(pl_module.val_sums[0]["n_tokens"]) * trainer.world_size)
-        if words is not None and "held_out" not in self.told:
-            self.told.append("held_out")
+        if words is not None and "held_out" not in self.reported:
+            self.reported.append("held_out")
             terminal.note(f"step {trainer.global_step:,}: {words}")
 
     def _warn(self, module: GRPO, step: int) -> None:
         for reason, count in module.failures.items():
             kind = reason.split(":")[0]
-            if kind not in self.told:
-                self.told.append(kind)
+            if kind not in self.reported:
+                self.reported.append(kind)
                 terminal.note(
                     f"step {step:,}: the reward {reason} ({count} completions). They are left out of their groups and "
                     f"counted in train/reward_failures"
@@ -122,8 +122,8 @@ class Rollouts(pl.Callback):
     def _warn_of_collapse(self, groups: list[Group], step: int) -> None:
         first = {name: sum(one[name] for one in self.first) / len(self.first) for name in self.first[0]}
         for kind, words in collapses(first, signs(groups)).items() if groups else ():
-            if kind not in self.told:
-                self.told.append(kind)
+            if kind not in self.reported:
+                self.reported.append(kind)
                 terminal.note(f"step {step:,}: {words}")
 
     def _show(self, found: list[tuple[str, Group, int]], step: int) -> None:

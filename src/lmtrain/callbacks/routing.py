@@ -26,7 +26,7 @@ class Routing(pl.Callback):
         """
         self.records, self.warn_after_steps, self.memory_noise = records, warn_after_steps, memory_noise
         self.in_a_row: dict[str, Tensor] = {}  # steps, int64 [routers], by kind of router
-        self.told: set[tuple[str, int]] = set()
+        self.reported: set[tuple[str, int]] = set()
 
     def state_dict(self) -> dict[str, Any]:
         return {kind: steps.tolist() for kind, steps in self.in_a_row.items()}
@@ -50,9 +50,9 @@ class Routing(pl.Callback):
         limit, losses = self.warn_after_steps, module.model.router_losses
         for kind, steps in self.in_a_row.items():
             for number, count in enumerate(steps.tolist()):
-                if limit is None or count < limit or (kind, number) in self.told:
+                if limit is None or count < limit or (kind, number) in self.reported:
                     continue
-                self.told.add((kind, number))
+                self.reported.add((kind, number))
                 top_k, choices = losses.kinds[kind].top_k, losses.chosen[kind].shape[1]
                 noise = f", memory.router_noise ({self.memory_noise:g})" if kind == "memory" else ""
                 terminal.note(

@@ -113,8 +113,8 @@ class Samples(pl.Callback):
             return
         step = trainer.global_step
         prompts = [replace(p, shown=hide(p.shown), reference=p.reference and hide(p.reference)) for p in self.prompts]
-        told = list(zip(prompts, (hide(made.text) for made in self.written), strict=True))
-        for (prompt, text), made in zip(told, self.written, strict=True):
+        texts = list(zip(prompts, (hide(made.text) for made in self.written), strict=True))
+        for (prompt, text), made in zip(texts, self.written, strict=True):
             row = {"step": step, "prompt": prompt.shown, "text": text}
             row |= {"reference": prompt.reference} if prompt.reference is not None else {}
             row |= {"is_answer": True} if self.end_ids else {}
@@ -131,7 +131,7 @@ class Samples(pl.Callback):
             elif not os.environ.get(TRIAL):
                 words = [title, on_a_line(prompt.shown), on_a_line(text), *([said] if said is not None else [])]
                 self.console.print(" | ".join(words), soft_wrap=True, highlight=False, markup=False)
-        self._log(trainer, step, told)
+        self._log(trainer, step, texts)
 
     def _shown(self, prompt: Prompt, text: str) -> Text:
         if self.end_ids is None:
@@ -140,15 +140,15 @@ class Samples(pl.Callback):
         given = [(name, visible(words), style) for name, words, style in parts if words is not None]
         return Text("\n").join(Text.assemble((f"{name:<11}", "bold"), (words, style)) for name, words, style in given)
 
-    def _log(self, trainer: pl.Trainer, step: int, told: list[tuple[Prompt, str]]) -> None:
+    def _log(self, trainer: pl.Trainer, step: int, texts: list[tuple[Prompt, str]]) -> None:
         columns = ["step", "prompt", "text", "reference"]
-        rows = [[str(step), prompt.shown, text, prompt.reference or ""] for prompt, text in told]
+        rows = [[str(step), prompt.shown, text, prompt.reference or ""] for prompt, text in texts]
         for logger in trainer.loggers:
             if not isinstance(logger, Joined) or logger not in logger.records.joined:
                 continue
             with logger.records.outliving(logger):
                 if isinstance(logger, pl.loggers.TensorBoardLogger):
-                    for i, (prompt, text) in enumerate(told):
+                    for i, (prompt, text) in enumerate(texts):
                         logger.experiment.add_text(f"sample/{i}", f"```\n{self._shown(prompt, text).plain}\n```", step)
                 else:
                     logger.log_texts(columns, rows)

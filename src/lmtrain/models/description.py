@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 from lmtrain.config.schema import Config
 from lmtrain.models.flops import parameter_counts
 from lmtrain.models.mixers import by_rows
-from lmtrain.models.wrapper import kept_words, wrapper_of
+from lmtrain.models.wrapper import describe_left_out, wrapper_of
 from lmtrain.terminal import si
 
 
@@ -17,7 +17,7 @@ def plan_rows(model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
     size = f"{si(total)} parameters ({si(trained)} trained, {si(embedding)} in embeddings)"
     return [
         ("model", f"{config.model.name}: {size}"),
-        ("left out", kept_words(wrapper) if wrapper is not None else ""),
+        ("left out", describe_left_out(wrapper) if wrapper is not None else ""),
         ("attention", f"the model's own: {own_attention}" if own_attention else ""),
         ("mixers", f"{layers} layers read each packed document as a row of its own" if layers else ""),
     ]

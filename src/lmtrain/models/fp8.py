@@ -57,7 +57,7 @@ class Fp8(Feature):
             layer.__class__ = nn.Linear  # the module objects stay, since sharding and compilation refer to them
 
     def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
-        return [("fp8", in_words(model, config))]
+        return [("fp8", describe(model, config))]
 
     def notes(self, config: Config) -> list[str]:
         if config.trainer.compile:
@@ -97,7 +97,7 @@ def converted(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
-def in_words(model: PreTrainedModel, config: Config) -> str:
+def describe(model: PreTrainedModel, config: Config) -> str:
     """Describes which layers multiply in 8 bits, their share of a token's FLOPs, and which layers stay in bf16."""
     inside, layers = converted(model), linear_layers(model)
     outside = {n: m for n, m in layers.items() if n not in inside}

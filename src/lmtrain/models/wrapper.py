@@ -77,7 +77,7 @@ def wrapper_of(model: nn.Module) -> Wrapper | None:
     return model.__dict__.get(ATTRIBUTE)
 
 
-def kept_words(wrapper: Wrapper) -> str:
+def describe_left_out(wrapper: Wrapper) -> str:
     """Describes the parts that are not trained, for the plan."""
     parts = ", ".join(f"{si(number)} of {name}" for name, number in wrapper.kept.items())
     return f"{parts}: kept as they are in the files, not loaded onto a device, and exported with the trained weights"

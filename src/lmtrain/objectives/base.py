@@ -233,7 +233,7 @@ class Objective(pl.LightningModule):
         if step != self.trainer.global_step:
             raise RunError(f"the loader gave step {step} where {self.trainer.global_step} is due: please report this")
         if step == 0:
-            self.first_steps = self.looks(micro_batches[0])
+            self.first_steps = self.first_checks(micro_batches[0])
         self.seed_step(step)
         optimizer = self.optimizers()
         self.set_rate(step)
@@ -288,7 +288,7 @@ class Objective(pl.LightningModule):
             self.most_lr = min(last, self.most_lr)
         self.schedule_steps = steps
 
-    def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
+    def first_checks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
         """Returns the checks to run after the first steps of a run; called before them, with the first micro-batch.
 
         It must not draw from a random generator, except from those that `seed_step` reseeds.
@@ -327,7 +327,7 @@ class Objective(pl.LightningModule):
         elif bad:
             optimizer.zero_grad(set_to_none=True)  # parameters without a gradient are not updated
         for first in self.first_steps:
-            first.see_gradients()
+            first.before_update()
 
     def seed_step(self, step: int) -> None:
         """Seeds the generators from (seed, step, rank), so that no generator state needs saving.

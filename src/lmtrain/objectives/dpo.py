@@ -59,7 +59,7 @@ class DPO(ReferenceObjective):
         keys = ["beta", "sft_weight", "length_normalize", *LOSSES[self.loss].options]
         shown = {k: v for k, v in self.options._asdict().items() if k in keys and v}
         words = ", ".join([self.loss, *(f"{key}={value:g}" for key, value in shown.items())])
-        return [("loss", f"{words}; reference: {self.reference_words()}")]
+        return [("loss", f"{words}; reference: {self.describe_reference()}")]
 
     def check_start(self, batch: dict[str, Tensor]) -> Tensor:
         # What a subclass's own loss should be is not known; that policy and reference agree is checked all the same.

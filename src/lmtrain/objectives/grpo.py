@@ -67,12 +67,16 @@ class GRPO(ReferenceObjective):
         self.options = o = options_of(config, GRPOOptions)
         if not isinstance(corpus.train, PromptRows):
             raise UserError(f"objective={config.objective.name} samples prompts: data.rows={config.data.rows} has none")
+
+        # The loss, by its variant.
         self.prompts, self.prompts_used = corpus.train, rows_used(config, len(corpus.train))
         own: dict[str, Any] = {"clip_low": o.clip_low, "clip_high": o.clip_high}
         self.variant = VARIANTS[o.loss]._replace(**{name: value for name, value in own.items() if value is not None})
         self.loss_settings = LossSettings(
             self.variant.clip_low, self.variant.clip_high, o.max_sampled, o.kl_coef, o.kl_estimator, o.kl_by_ratio
         )
+
+        # What samples, scores and compares completions.
         parts = build_rewards(config.reward, config.run.allow_target, o.plays)
         self.reward_names = [part.name for part in parts if part.name != SOLE]
         self.check_room(corpus)
@@ -86,11 +90,15 @@ class GRPO(ReferenceObjective):
             o.max_sampled, config.data, self.seed, self.make_player(config, chat, decoder),
             thought_marks(chat.chat if chat.template else None),
         )  # fmt: skip
+
+        # The validation, and the reference.
         greedy = sampling._replace(temperature=0.0, top_p=1.0)
         self.judge = replace(self.maker, sampling=greedy, group_size=1, overlong_buffer=0)
         self.settle_reference(o.reference_in_use(), config)
         contents = {part.name: content for part in parts if (content := part.reward.content()) is not None}
         self.fingerprint["contents"] |= {"reward": contents} if contents else {}
+
+        # The state of the current step.
         self.pending: dict[int, dict[tuple[int, int], Group]] = {}  # by step, then by (epoch, row) of the prompt
         self.rollout: list[Group] = []
         self.failures = Counter[str]()  # number of occurrences of each reward failure in the last rollout
@@ -151,7 +159,9 @@ class GRPO(ReferenceObjective):
     def plan_rows(self) -> list[tuple[str, str]]:
         o, rows = self.options, []
         clip = "" if self.variant.ratio == "none" else f", clip -{self.variant.clip_low:g} +{self.variant.clip_high:g}"
-        kl = f", {o.kl_coef:g} x KL ({o.kl_estimator}) to {self.reference_words()}" if o.kl_coef else ", no reference"
+        kl = (
+            f", {o.kl_coef:g} x KL ({o.kl_estimator}) to {self.describe_reference()}" if o.kl_coef else ", no reference"
+        )
         rows.append(("loss", f"{o.loss}{clip}{kl}"))
         updates = f", {o.updates_per_rollout} updates a rollout" if o.updates_per_rollout > 1 else ""
         rows.append(("rollouts", f"{o.group_size} completions a prompt, up to {o.max_new_tokens:,} tokens, temperature "
@@ -162,8 +172,8 @@ class GRPO(ReferenceObjective):
         words = [f"{p.weight:g} x {label(p.reward)}" + f" ({p.name})" * (p.name != SOLE) for p in parts]
         return [*rows, ("reward", " + ".join(words))]
 
-    def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
-        return Objective.looks(self, batch)  # what could be compared with the reference is sampled first
+    def first_checks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
+        return Objective.first_checks(self, batch)  # what could be compared with the reference is sampled first
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         returned = super().training_step(batch, batch_idx)

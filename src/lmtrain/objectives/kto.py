@@ -101,7 +101,7 @@ class KTO(ReferenceObjective):
         return batch["answers"]
 
     def plan_rows(self) -> list[tuple[str, str]]:
-        return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.reference_words()}")]
+        return [("loss", f"KTO, beta={self.options.beta:g}; reference: {self.describe_reference()}")]
 
     def look_ahead(self, micro_batches: list[dict[str, Tensor]], n_tokens: Tensor) -> None:
         """Sets z for the step: max(0, mean log-ratio of its prompts with other rows' completions), 0-dim fp64."""

@@ -108,7 +108,7 @@ class FirstSteps:
         self.must_show, self.wrong, self.since, self.slowest = must_show, wrong, since, slowest
         self.rates, self.moved = 0.0, torch.zeros((), dtype=torch.float32)
 
-    def see_gradients(self) -> None:
+    def before_update(self) -> None:
         """Called before each optimizer step, once its gradients are clipped."""
 
     def over(self, step: int, rates: Sequence[float], grad_norm: Tensor, may_wait: bool) -> bool:
@@ -203,7 +203,7 @@ class WeightsMove(FirstSteps):
             (), dtype=torch.float32
         )  # then [n]: the sample after step 1, and its gradients since
 
-    def see_gradients(self) -> None:
+    def before_update(self) -> None:
         found = [torch.zeros_like(self._some(p)) if p.grad is None else self._some(p.grad) for p in self.parameters]
         self.gradients = self.gradients + torch.cat(found).float().abs().nan_to_num(0.0, 0.0, 0.0)
 

@@ -93,7 +93,7 @@ class ReferenceObjective(Objective):
         super().on_save_checkpoint(checkpoint)
         checkpoint["reference"] = self.reference
 
-    def reference_words(self) -> str:
+    def describe_reference(self) -> str:
         """Returns a description of the reference for the plan."""
         return self.reference + (f" ({self.why_reference})" if self.why_reference else "")
 
@@ -105,10 +105,10 @@ class ReferenceObjective(Objective):
         """
         return check_agreement(self, batch, ["answer"] * self.answers)[0]
 
-    def looks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
+    def first_checks(self, batch: dict[str, Tensor]) -> list[FirstSteps]:
         if self.reference == "none":
-            return super().looks(batch)
-        return [answers_move(self, batch, self.check_start(batch)), *super().looks(batch)]
+            return super().first_checks(batch)
+        return [answers_move(self, batch, self.check_start(batch)), *super().first_checks(batch)]
 
     def setup(self, stage: str) -> None:
         """Precomputes the reference's log-probabilities if wanted, before a checkpoint is read into the model."""

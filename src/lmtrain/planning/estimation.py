@@ -264,11 +264,11 @@ def rows(model: Any, config: Config, device: Device) -> list[tuple[str, str]]:
         ("compute", compute),
         ("checkpoint", f"{gib(saved)}; up to {kept} kept: {gib(kept * saved)}"),
         ("bins", bins),
-        ("time", time_words(c, device, tokens, per_token, world)),
+        ("time", describe_time(c, device, tokens, per_token, world)),
     ]
 
 
-def time_words(c: Config, device: Device, tokens: int | None, per_token: float, world: int) -> str:
+def describe_time(c: Config, device: Device, tokens: int | None, per_token: float, world: int) -> str:
     """Describes how long the run takes, and the speed that this assumes."""
     speed, by = c.estimate.tokens_per_s, "estimate.tokens_per_s"
     if speed is None and device.peak is not None:

@@ -26,11 +26,15 @@ from lmtrain.terminal import counted, si
 
 def advice(run: Run) -> list[str]:
     """Returns the notes that a practitioner would make on the plan."""
-    c, corpus, tokenizer, notes = run.config, run.corpus, run.corpus.tokenizer, []
+    c, corpus = run.config, run.corpus
+    notes: list[str] = []
+
+    # On the length of the run, beside its data and its model.
     epochs = run.metrics.numbers.rows_before(run.total_steps) / len(corpus.train)
     if corpus.repeats:
         notes += for_repeats(c, epochs, run.total_steps)
     notes += for_size(run, epochs)
+    # On settings.
     if unheard := overruled(c):
         notes.append(f"{c.trainer.deepspeed.config}: the run's own config overrides {', '.join(unheard)}")
     notes += [note for feature in features_on(c) for note in feature.advice(run)]
@@ -41,11 +45,13 @@ def advice(run: Run) -> list[str]:
         notes.append("router.*: this model has neither a mixture of experts nor a memory, so none is balanced")
     notes += effect.inference_note(ranks.typed(), c, ranks.proposed())
     notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))
+    # On the machine.
     on_every_rank = sharding.why_on_every_rank(c)
     if run.trainer.world_size > 1 and on_every_rank is not None:
         notes.append(f"each of {run.trainer.world_size} ranks builds the whole model in host memory: {on_every_rank}")
     if c.trainer.accelerator == "cuda":
         notes += [*for_gpus(run), *not_measured()]
+    # On the data.
     sets, monitor = run.datamodule.val_sets, c.checkpoint.monitor
     if not sets:
         notes.append(f"no validation split: no val/loss, no best checkpoint ({corpus.how_to_validate(c.data)})")
@@ -57,9 +63,9 @@ def advice(run: Run) -> list[str]:
             "checkpoint is taken for the best (checkpoint.min_val_rows=0 chooses by score anyway; data.val_path can "
             "name a larger validation set)"
         )
-    if c.data.rows != "text" and leaves_out_bos(tokenizer):
+    if c.data.rows != "text" and leaves_out_bos(corpus.tokenizer):
         notes.append(
-            f"the chat template doesn't write {tokenizer.bos_token}, which the tokenizer puts before plain "
+            f"the chat template doesn't write {corpus.tokenizer.bos_token}, which the tokenizer puts before plain "
             f"text: the model is trained without it, but llama.cpp (GGUF) begins every chat with it (docs/sft.md)"
         )
     return notes

@@ -140,6 +140,7 @@ def joined_tokens(config: Config) -> int:
 
 def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: StopRequest | None = None) -> Objective:
     tokenizer = corpus.tokenizer
+    # The model, from the seed's random numbers, as it is trained.
     pl.seed_everything(config.seed, verbose=False)
     model = sharding.build(config, lambda: build_language_model(config, tokenizer, sharding.reads_files(config)))
     hf_model = model.model
@@ -149,6 +150,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
         enable_activation_checkpointing(hf_model, config.trainer.activation_checkpointing)
     if config.trainer.compile:
         compile_model(hf_model, changing_lengths=config.data.rows != "text" or config.data.packing == "off")
+    # Its objective, with what makes the optimizer and the learning rate.
     allowed = config.run.allow_target
     make_optimizer = lambda model: build_optimizer(model.named_parameters(), config.optimizer, allowed)  # noqa: E731
     target = config.objective._target_

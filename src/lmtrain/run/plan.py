@@ -63,7 +63,7 @@ def plan_rows(run: Run, resumed_from: str | None, done: int) -> list[tuple[str, 
         *run.corpus.plan_rows(c),
         *length_rows(run, done),
         *run.objective.plan_rows(),
-        ("validation", validation_words(run)),
+        ("validation", describe_validation(run)),
         *plan_costs.plan_rows(run),
         *(row for feature in features_on(c) for row in feature.plan_rows(model, c)),
         ("schedule", f"{c.schedule.name}, peak lr {c.optimizer.lr:g}, {c.optimizer.name}"),
@@ -80,17 +80,17 @@ def length_rows(run: Run, done: int) -> list[tuple[str, str]]:
     per_row = corpus.epoch_tokens / len(corpus.train)
     tokens_per_step = round(per_row * sizes.last)
     tokens = round(per_row * rows_before(run.total_steps))
-    split = f"{split_over(c, run.trainer.world_size)}{joined_words(run)}"
+    split = f"{split_over(c, run.trainer.world_size)}{describe_joined(run)}"
     steps = counted(run.total_steps, "step") + (f" x {tokens_per_step:,}" if len(sizes.values) == 1 else "")
     passes = f"{tokens / corpus.epoch_tokens:.2f} {'epochs' if corpus.repeats else 'windows'}"
     return [
-        ("batch", f"{split} = {tokens_per_step:,} tokens a step{updates.examples_words(c, corpus)}"),
+        ("batch", f"{split} = {tokens_per_step:,} tokens a step{updates.describe_examples(c, corpus)}"),
         ("length", f"{steps} = {si(tokens)} tokens = {passes} of {si(corpus.epoch_tokens)}"),
-        ("time", plan_costs.time_words(run, tokens - per_row * rows_before(done))),
+        ("time", plan_costs.describe_time(run, tokens - per_row * rows_before(done))),
     ]
 
 
-def joined_words(run: Run) -> str:
+def describe_joined(run: Run) -> str:
     """Describes how many tokens short padded rows may have in a forward pass, if that lets them be more."""
     tokens, size = run.datamodule.joined_tokens, run.config.data.micro_batch_size
     lengths = getattr(run.datamodule.train_rows, "lengths", None)
@@ -99,7 +99,7 @@ def joined_words(run: Run) -> str:
     return f" (of short ones more, up to {tokens:,} tokens)"
 
 
-def validation_words(run: Run) -> str:
+def describe_validation(run: Run) -> str:
     """Describes how many of the validation rows are used, and when."""
     c, rows, sets = run.config, run.corpus.val, list(run.datamodule.val_sets)
     if not sets:

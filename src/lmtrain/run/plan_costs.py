@@ -14,8 +14,8 @@ from lmtrain.config.schema import Config
 from lmtrain.config.strategies import context_parallel
 from lmtrain.distributed import devices
 from lmtrain.models import flops
+from lmtrain.models.architecture import MAX_POSITIONS
 from lmtrain.models.blocks import decoder_blocks
-from lmtrain.models.build import MAX_POSITIONS
 from lmtrain.run.features import features_on
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.terminal import si, time_in_words
@@ -54,16 +54,16 @@ def plan_rows(run: "Run") -> list[tuple[str, str]]:
     c, model = run.config, run.objective.model.model
     per_token, compute = flops.flops_per_token(model, c.data.seq_len), flops_in_all(run)
     device = f"{run.trainer.world_size} x {devices.device_name(c.trainer.accelerator)}"
-    computed = f"{c.trainer.precision}{instead_words(c)}{devices.speedup_words(c)} on {device}"
+    computed = f"{c.trainer.precision}{describe_replacement(c)}{devices.speedup_words(c)} on {device}"
     return [
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(compute, 'FLOP')} in all"),
         *memory_rows(model, c),
-        ("precision", f"{computed}{matmul_words(c)}{compile_words(run)}{checkpointing_words(c)}"),
+        ("precision", f"{computed}{describe_products(c)}{describe_compiling(run)}{describe_checkpointing(c)}"),
         ("no GPU", devices.why_not_used() or ""),
     ]
 
 
-def time_words(run: "Run", tokens: float) -> str:
+def describe_time(run: "Run", tokens: float) -> str:
     """Describes the time to train `tokens` more tokens, without validation, and what the estimate is based on."""
     found = earlier(speed_of(run), run.dir.path)
     if found is not None:
@@ -109,11 +109,11 @@ def memory_rows(model: PreTrainedModel, c: Config) -> list[tuple[str, str]]:
     parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.items())
     found = [("memory", f"about {gib(sum(memory.values()))} a device: {parts}")]
     if context_parallel(c.trainer) > 1 and c.trainer.accelerator == "cuda" and torch.cuda.is_available():
-        found.append(("longest row", longest_row_words(model, c, torch.cuda.get_device_properties(0).total_memory)))
+        found.append(("longest row", describe_longest_row(model, c, torch.cuda.get_device_properties(0).total_memory)))
     return found
 
 
-def longest_row_words(model: PreTrainedModel, c: Config, card_bytes: int) -> str:
+def describe_longest_row(model: PreTrainedModel, c: Config, card_bytes: int) -> str:
     """Describes how long rows may be with the config's context parallelism, and without it."""
     room = int(card_bytes * (1 - c.estimate.headroom))
     key, size = "trainer.fsdp.context_parallel_size", context_parallel(c.trainer)
@@ -151,7 +151,7 @@ def flops_in_all(run: "Run") -> float:
     )
 
 
-def compile_words(run: "Run") -> str:
+def describe_compiling(run: "Run") -> str:
     """Describes what torch.compile is applied to, or why it is not, on a GPU or in a CPU run with budget.minutes."""
     t = run.config.trainer
     if t.compile:
@@ -162,18 +162,18 @@ def compile_words(run: "Run") -> str:
     return f", not compiled: {why or 'trainer.compile=false'}"
 
 
-def matmul_words(c: Config) -> str:
+def describe_products(c: Config) -> str:
     words = {"high": ", fp32 products in TF32", "medium": ", fp32 products in bf16"}
     return words.get(c.trainer.float32_matmul_precision, "")
 
 
-def instead_words(c: Config) -> str:
+def describe_replacement(c: Config) -> str:
     """Names the precision that replaces an unsupported one; Lightning's own warning about it is not shown."""
     replaced = c.trainer.precision == "16-mixed" and c.trainer.accelerator == "cpu"
     return ", computed as bf16-mixed (Lightning has no 16-mixed on a CPU)," if replaced else ""
 
 
-def checkpointing_words(c: Config) -> str:
+def describe_checkpointing(c: Config) -> str:
     """Describes which activations blocks keep for the backward pass under activation checkpointing."""
     kept = {
         True: "",

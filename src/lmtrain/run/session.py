@@ -24,7 +24,7 @@ from lmtrain.distributed.stop_signals import Preempted
 from lmtrain.errors import RunError
 from lmtrain.exports import hf_folder
 from lmtrain.exports.export import check_upload, push
-from lmtrain.run import build, failures, going_on, loggers, plan, resume, summary
+from lmtrain.run import build, failures, loggers, next_commands, plan, resume, summary
 from lmtrain.run.build import Run
 from lmtrain.run_folder import finished, links, lock
 from lmtrain.run_folder import folder as run_dir
@@ -106,10 +106,12 @@ class Session:
         if self.is_done:
             run.console.print(finished.nothing_to_do(self.folder), soft_wrap=True, highlight=False)
             return errors.FINISHED
+        # The folder: its files, its logs cut back to the checkpoint, and what the loggers hold.
         world.from_first(lambda: self._write_what_runs(run.corpus.tokenizer))
         world.from_first(lambda: resume.rewind(run, self.checkpoint, self.notes.append))
         resume.let_last_validation_run(run, self.checkpoint)
         loggers.log_config(run.trainer.loggers, rules.to_plain(self.config))
+        # The plan.
         self.notes += environment.in_full(dataclasses.asdict(self.config), self.config.kept)
         callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
         self.notes += [*extra.outside(self.config, self.folder, callbacks), *extra.epoch_notes(callbacks)]
@@ -117,8 +119,9 @@ class Session:
         plan.show(run, resumed_from, self.done, self.notes)
         if world.rank() == 0:
             run_dir.note_start(self.folder, self.done, self.config.headline(), self.files)
+        # Training, until its last step, a stop request or an error.
         signals = run.objective.stop.signals
-        signals.how_to_go_on = (lambda: going_on.continuing(run)) if world.rank() == 0 else None
+        signals.how_to_go_on = (lambda: next_commands.continuing(run)) if world.rank() == 0 else None
         with contextlib.closing(signals):
             try:
                 run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=self.checkpoint, weights_only=True)
@@ -146,7 +149,7 @@ class Session:
             raise error
         if status == "preempted":
             summary.write_summary(run, status, self.started)
-            going_on.say_how_to_go_on(run)
+            next_commands.print_how_to_continue(run)
             return errors.PREEMPTED
         try:
             failures.refuse_lost_model(run)

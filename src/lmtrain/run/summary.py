@@ -26,7 +26,7 @@ from lmtrain.files import read_jsonl
 from lmtrain.reports import listing, report
 from lmtrain.run.build import Run
 from lmtrain.run.features import features_on
-from lmtrain.run.going_on import next_commands
+from lmtrain.run.next_commands import next_commands
 from lmtrain.run.plan_costs import speed_of
 from lmtrain.run.repository import git_state
 from lmtrain.run_folder.finished import asked

@@ -136,7 +136,7 @@ def learning_rate(config: Config, tokenizer: Any) -> float:
     return float(f"{rate:.1e}")
 
 
-def examples_words(config: Config, corpus: Corpus) -> str:
+def describe_examples(config: Config, corpus: Corpus) -> str:
     """Returns how many examples an update averages over, for the plan; '' for rows that hold none."""
     examples: Any = getattr(corpus.train, "examples", None)
     if config.data.rows == "text" or examples is None:

@@ -15,7 +15,7 @@ from lmtrain.config import safe_yaml
 from lmtrain.config.options import ScratchModelConfig
 from lmtrain.errors import UserError
 
-_TABLES = safe_yaml.table(__file__, "nulls.yaml")
+_TABLES = safe_yaml.table(__file__, "null_shapes.yaml")
 ALIASES, UNDECLARED, MEANING = (_TABLES[name] for name in ("aliases", "undeclared", "meaning"))
 
 

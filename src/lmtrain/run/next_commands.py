@@ -19,7 +19,7 @@ from lmtrain.secrets import command
 _PROMPT = 40  # maximum number of characters of a prompt
 
 
-def say_how_to_go_on(run: Run) -> None:
+def print_how_to_continue(run: Run) -> None:
     """Prints why the run stopped and the command that continues it, which a sweep or pipeline prints itself."""
     step = run.trainer.global_step
     saved = "the checkpoint is written" if checkpoint_names(run.dir.checkpoints) else "there is no checkpoint yet"
