@@ -75,16 +75,11 @@ def build_model(
         if scalar_head:
             raise UserError("model._target_: objective=reward needs a model of transformers with a scalar head")
         model = _custom_model(cfg, config, allow_target)
-    elif not isinstance(cfg, LoadedModelConfig):
+    elif isinstance(cfg, LoadedModelConfig):
+        model = _pretrained(cfg, config, vocab_size, scalar_head, in_files, loading)
+    else:
         model = _instantiate(cfg, config, scalar_head)
         init_residual_projections(model)
-    else:
-        if torch.get_default_device().type == "meta":
-            model = _instantiate(cfg, config, scalar_head)
-        else:
-            grows = vocab_size > config.get_text_config().vocab_size  # the mean of existing rows is needed then
-            model = load_pretrained(cfg, config, scalar_head, in_files and not grows, loading)
-        _grow_vocabulary(model, vocab_size)
 
     # What lmtrain changes about every model.
     _let_padding_learn(model)
@@ -115,6 +110,24 @@ def _custom_model(cfg: CustomModelConfig, config: PretrainedConfig, allow_target
         f"model: {cfg._target_} needs a body, the attribute that its base_model_prefix names, with embed_tokens in it "
         f"(or get_input_embeddings), and lm_head (or get_output_embeddings), by which the loss is computed"
     )
+
+
+def _pretrained(
+    cfg: LoadedModelConfig,
+    config: PretrainedConfig,
+    vocab_size: int,
+    scalar_head: bool,
+    in_files: bool,
+    loading: dict[str, Any],
+) -> PreTrainedModel:
+    """Loads the model, or only its shapes on the meta device, with a row of the embeddings for each token."""
+    if torch.get_default_device().type == "meta":
+        model = _instantiate(cfg, config, scalar_head)
+    else:
+        grows = vocab_size > config.get_text_config().vocab_size  # the mean of existing rows is needed then
+        model = load_pretrained(cfg, config, scalar_head, in_files and not grows, loading)
+    _grow_vocabulary(model, vocab_size)
+    return model
 
 
 def _instantiate(cfg: ModelConfig, config: PretrainedConfig, scalar_head: bool) -> PreTrainedModel:
