@@ -242,6 +242,6 @@ def test_what_ended_a_run_makes_it_longer(length: list[str], wanted: list[str]) 
     config = compose.check(compose.compose([*TINY, *length]))
     steps = 4 if "max_epochs=1" in length[-1] else 2
     steps = 3 if "trainer.max_steps=3" in length else steps
-    corpus = SimpleNamespace(train=range(4 * 6))
-    made = SimpleNamespace(config=config, total_steps=steps, corpus=corpus, ended_by=None)
+    data = SimpleNamespace(train_rows=range(4 * 6))
+    made = SimpleNamespace(config=config, total_steps=steps, data=data, ended_by=None)
     assert longer(made) == wanted  # type: ignore[arg-type]

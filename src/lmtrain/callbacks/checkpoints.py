@@ -32,8 +32,10 @@ class Checkpoints(DependsOnLength, Checkpoint):
             scored_on: names the rows that checkpoint.monitor is measured on, see `val_sets.scored_on`.
             mode: how scores are ranked, see `RunData.ranking`.
         """
-        self.folder, self.metrics, self.cfg, self.scored_on = folder, metrics, config.checkpoint, scored_on
-        self.every_n_steps, self.total_steps, self.mode = config.trainer.save_every_n_steps, total_steps, mode
+        self.folder, self.metrics = folder, metrics
+        self.cfg, self.every_n_steps = config.checkpoint, config.trainer.save_every_n_steps
+        self.scored_on, self.mode = scored_on, mode
+        self.total_steps = total_steps
         self.interim = False
         self.tokenizer: dict[str, str] = {}  # hashes of the files in the run's tokenizer/
 

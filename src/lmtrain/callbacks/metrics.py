@@ -39,7 +39,9 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        self.start, self.paused, self.data_wait, self.steps = time.perf_counter(), 0.0, 0.0, 0
+        self.start = time.perf_counter()
+        self.paused = self.data_wait = 0.0
+        self.steps = 0
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.start - self.paused

@@ -167,7 +167,8 @@ class PlainLines(DependsOnLength, pl.Callback):
         self.console, self.total_steps, self.headline = console, total_steps, headline
         self.every_seconds = every_seconds
         self.latest: Row = {}  # the numbers of the latest step
-        self._printed, self._began, self._first, self._last = -math.inf, time.perf_counter(), 0, 0
+        self._printed, self._began = -math.inf, time.perf_counter()
+        self._first = self._last = 0
         self._timed: tuple[int, float] | None = None  # step and time of the first row, after compilation
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

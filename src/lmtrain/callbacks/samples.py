@@ -41,7 +41,8 @@ class Samples(pl.Callback):
             clock: measures the training time, which sampling is no part of.
         """
         self.clock = clock
-        self.path, self.console, self.cfg, self.seed = path, console, config.callbacks.samples, config.seed
+        self.path, self.console = path, console
+        self.cfg, self.seed = config.callbacks.samples, config.seed
         self.tokenizer, self.end_ids = corpus.tokenizer, corpus.end_ids
         self.prompts = prompts_of(self.cfg, corpus, config.data.system_prompt)
         self.text_metrics = TextMetrics(self.cfg.metrics, config.run.allow_target)

@@ -123,7 +123,8 @@ class Growing(Feature):
         return row_lengths(config.data) is not None or len(step_sizes(config.data).values) > 1
 
     def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
-        lengths, sizes, found = row_lengths(config.data), step_sizes(config.data), []
+        lengths, sizes = row_lengths(config.data), step_sizes(config.data)
+        found = []
         if lengths is not None:
             found.append(("row length", f"{lengths.in_words()}: tokens; the tokens per step stay the same"))
         if len(sizes.values) > 1:

@@ -136,11 +136,15 @@ def _text(who: Subject, config: Config, chosen: Config) -> Evaluated:
             sizes.append(size - lost)  # bytes of the scored text
             yield from windows(np.concatenate([first, ids]).astype(np.int64), row, context, stride, max(1, len(first)))
 
+    # The documents' log-likelihoods; the last ones may have no token to score.
     nll, tokens = _sums(who.model, stretches(), config)
     nll, tokens = (np.pad(column, (0, len(sizes) - len(column))) for column in (nll, tokens))
     if not tokens.sum():
         raise UserError("the text to evaluate on has no token to score: is it empty?")
-    columns, ratios = {"nll": nll, "tokens": tokens}, {"loss": ("nll", "tokens")}
+
+    # The scores, per byte only where all characters are known to the tokenizer.
+    columns: dict[str, np.ndarray] = {"nll": nll, "tokens": tokens}
+    ratios = {"loss": ("nll", "tokens")}
     known = {"documents": len(sizes), "tokens": int(tokens.sum())}
     if not shows_numbers(who.tokenizer):
         columns |= {"bits": nll / math.log(2), "bytes": np.array(sizes, dtype=float)}

@@ -117,6 +117,8 @@ def text_of(model: PreTrainedModel, scalar_head: bool = False) -> PreTrainedMode
         return model
     outside, names = model.config, {id(module): name for name, module in model.named_modules()}
     decoder, head = model.get_decoder(), model.get_output_embeddings()
+
+    # The language model of its family as a shell, for the decoder in the wrapper, which has to be of the same class.
     with torch.device("meta"):
         text: Any = auto_class(scalar_head).from_config(decoder.config)
     inside = next(name for name, module in text.named_children() if isinstance(module, PreTrainedModel))
@@ -125,6 +127,8 @@ def text_of(model: PreTrainedModel, scalar_head: bool = False) -> PreTrainedMode
         found = f"its language model ({type(body).__name__}) is not that of a {type(text).__name__}"
         raise UserError(f"{type(model).__name__}: {found}, so it can't be trained on its own")
     _check_forward(type(model), decoder.config)
+
+    # The decoder and the head in their places; `here` and `there` are their names in the shell and in the wrapper.
     here, there = [inside], [names[id(body)]]
     setattr(text, inside, body)
     text.base_model_prefix = inside  # Llama 4's class gives another name
@@ -139,6 +143,8 @@ def text_of(model: PreTrainedModel, scalar_head: bool = False) -> PreTrainedMode
     for name in _QUANTISED:
         if hasattr(model, name):
             setattr(text, name, getattr(model, name))
+
+    # What stays behind, for the plan and for the export.
     own = {id(p) for p in text.parameters()} | {id(head.weight)}
     kept = Counter[str]()
     for name, parameter in model.named_parameters():
@@ -191,6 +197,8 @@ def write(model: PreTrainedModel, state: dict[str, Tensor], tied: dict[str, Tens
     if not files:
         gone = f"{wrapper.name_or_path}, from which the model was loaded, has no safetensors files any more"
         raise RunError(f"the vision or audio tower can't be exported: {gone}; put them back and export again")
+
+    # The trained tensors, by their names in the files.
     config = config_of(model, wrapper)
     with torch.device("meta"):
         shell: Any = wrapper.cls._from_config(config)
@@ -202,6 +210,8 @@ def write(model: PreTrainedModel, state: dict[str, Tensor], tied: dict[str, Tens
     whole = in_files(state)
     for name, tensor in tied.items():
         whole |= {key: value.clone() for key, value in in_files({name: tensor}).items() if key in files}
+
+    # All others as they are in the files, and the processor.
     for file in sorted(set(files.values())):
         with safe_open(file, "pt") as reader:
             whole |= {name: reader.get_tensor(name) for name in reader.keys() if name not in whole}  # noqa: SIM118

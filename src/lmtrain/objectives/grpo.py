@@ -286,6 +286,7 @@ class GRPO(ReferenceObjective):
             keep_old(groups, self.token_log_probs(batch, self.options.temperature)[0])
 
     def micro_batch_loss(self, batch: dict[str, Tensor]) -> LossParts:
+        # Log-probabilities of the tokens under the reference, under the policy and under the one that sampled them.
         reference = None
         if self.reference != "none":
             with torch.no_grad(), evaluating(self.model), self._reference_weights():
@@ -293,6 +294,8 @@ class GRPO(ReferenceObjective):
         policy, out = self.token_log_probs(batch, self.options.temperature)
         current = policy.detach()
         old, sampler = (batch[name].view(torch.float64) if name in batch else current for name in ("old", "sampler"))
+
+        # The completions as the loss sees them; an empty micro-batch has a dummy one of weight 0.
         compared = batch["advantages"].view(torch.float64)
         real = (batch["sampled"] > 0).double()
         weight = batch["weight"].double() * real
@@ -302,6 +305,8 @@ class GRPO(ReferenceObjective):
         if reference is not None and self.variant.kl_in_reward:
             sampled = sampled._replace(advantages=self._with_kl(batch, sampled, reference))
         loss = policy_loss(policy, sampled, self.variant, self.loss_settings, self.completions_per_token)
+
+        # What is reported.
         sums = {
             "loss": loss.loss.detach(),
             "clip_fraction": loss.clipped,

@@ -36,7 +36,6 @@ from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
 from lmtrain.models import dial
 from lmtrain.models.flops import flops_per_token
-from lmtrain.objectives.grpo_options import GRPOOptions
 from lmtrain.planning import estimation, trial
 from lmtrain.run import build
 from lmtrain.run.data import at_most, rows_to_train
@@ -137,7 +136,7 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
         UserError: no time is left for training, or a trial fails.
     """
     known = not config.data.streaming and not config.trainer.overfit_batches  # whether epochs are passes over all data
-    known = known and not isinstance(config.objective, GRPOOptions)  # which samples new completions in every epoch
+    known = known and not config.objective.trains_on_rollouts  # with new completions in every epoch
     if config.trainer.max_epochs is None and known and "trainer.max_epochs" not in typed:
         config.trainer.max_epochs = EPOCHS["text" if config.data.rows == "text" else "rows"]
     chooses = config.model.name == dial.NAME and not {dial.KEY, dial.LAYERS} & typed.keys()

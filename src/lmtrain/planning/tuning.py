@@ -122,6 +122,8 @@ def range_test(config: Config, folder: Path, found: Found) -> None:
     low, high = settings.min_lr or lr / _REACH, settings.max_lr or lr * _REACH
     if not low < high:
         raise UserError(f"tune.min_lr={low:g} and tune.max_lr={high:g}: the second has to be the larger")
+
+    # The test: the run's own steps, at a rate that rises from the lowest to the highest.
     print(f"a range test of {settings.steps} steps, optimizer.lr from {low:.2g} to {high:.2g}", flush=True)
     ends = {"diverged": settings.diverged, "smoothing": settings.smoothing}
     tried = trial.config_of(config, folder, settings.steps, **ends)
@@ -129,6 +131,8 @@ def range_test(config: Config, folder: Path, found: Found) -> None:
     tried.optimizer.groups = scaled(config.optimizer.groups, lr, high) or config.optimizer.groups
     tried.schedule = RangeTestConfig(name="range_test", warmup_steps=None, warmup_ratio=None, min_lr_ratio=low / high)
     found.curve = trial.run(tried, folder)
+
+    # Where the loss falls fastest, and the rates that follow from it.
     rates, losses = ([row[name] for row in found.curve] for name in ("lr", "loss"))
     found.suggestion = suggest(rates, losses, settings.smoothing)
     if found.suggestion is None:

@@ -93,7 +93,8 @@ _COMPILING_PAYS = 1e13  # FLOPs, one or two minutes on a CPU: longer runs gain f
 
 def for_size(run: Run, epochs: float) -> list[str]:
     """Returns notes on a model too large for its text, and on compiling in a long run on a CPU."""
-    c, model, notes = run.config, run.objective.model.model, []
+    c, model = run.config, run.objective.model.model
+    notes = []
     total, _, embedding = flops.parameter_counts(model)
     tokens = run.corpus.epoch_tokens
     if c.model.init == "scratch" and c.data.rows == "text" and epochs > 1 and total - embedding > dial.FED * tokens:
@@ -132,7 +133,8 @@ def for_mixtures(rows: Any, total_steps: int) -> list[str]:
 
 def for_gpus(run: Run) -> list[str]:
     """Returns notes on settings that slow down training on a GPU, and on what to set instead."""
-    c, model, notes = run.config, run.objective.model, []
+    c, model = run.config, run.objective.model
+    notes = []
     if c.trainer.strategy != "deepspeed" and not can_skip(run.objective._optimizer):
         notes.append(
             f"each step waits for the GPU once, to check whether {c.optimizer.name} has to skip a bad update "

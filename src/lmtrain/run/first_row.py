@@ -27,9 +27,11 @@ def first_row(run: Run) -> tuple[Text, Text, int | None]:
     """
     c = run.config
     rows = rows_of_step(run.corpus.train, 0, sizes=step_sizes(c.data), seed=c.seed)
-    read, title = run.corpus.train, Text("first training row  ")
+    read = run.corpus.train
+    title = Text("first training row  ")
     if not run.corpus.repeats and run.corpus.val is not None:  # the training rows are not read yet
-        read, rows, title = run.corpus.val, np.zeros((1, 2), dtype=np.int64), Text("first validation row  ")
+        read, rows = run.corpus.val, np.zeros((1, 2), dtype=np.int64)
+        title = Text("first validation row  ")
     tokenizer = run.corpus.tokenizer
     if c.data.rows == "text":
         text = documents(tokenizer, read.read(rows[:1])["input_ids"][0, :_SHOWN].tolist())

@@ -73,11 +73,14 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # What the ranks inherit.
     os.environ |= {_LAUNCHER: str(os.getpid()), ranks.TYPED: shlex.join(ranks.typed())}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code prints its stack
     world.write_traces_to(folder)
     spinning.limit()  # needed if Python code, not the command line, starts the run
+
+    # A rendezvous on this machine alone.
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -94,6 +97,8 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
         settings.shutdown_timeout = _SHUTDOWN_SECONDS
     else:  # torch 2.11 waits for as long as a default argument says, 30 seconds
         PContext.close.__defaults__ = (None, _SHUTDOWN_SECONDS)
+
+    # The ranks, until all have ended or the first has failed.
     try:
         elastic_launch(settings, sys.executable)("-m", module, str(folder / "config.yaml"), opened)
     except ChildFailedError as failure:

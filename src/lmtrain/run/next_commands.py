@@ -86,8 +86,8 @@ def longer(run: Run) -> list[str]:
     chosen = run.config.budget.chosen
     if chosen is not None:
         return [f"budget.{chosen}={2 * getattr(run.config.budget, chosen):g}"]
-    t, sizes, rows = run.config.trainer, step_sizes(run.config.data), len(run.data.train_rows)
-    steps, epochs = t.max_steps, t.max_epochs
+    sizes, rows = step_sizes(run.config.data), len(run.data.train_rows)
+    steps, epochs = run.config.trainer.max_steps, run.config.trainer.max_epochs
     if epochs is not None and horizon(None, epochs, rows, sizes) == run.total_steps != steps:
         too_few = steps is not None and steps < horizon(None, 2 * epochs, rows, sizes)
         return [f"trainer.max_epochs={2 * epochs}", *(["trainer.max_steps=null"] if too_few else [])]

@@ -40,6 +40,8 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: C
         if newest is None and config.run.resume == "auto":
             tell(f"run.resume=auto: no checkpoint in {folder.checkpoints} yet, so this is a fresh start")
         return newest
+
+    # A checkpoint by its path: there, whole, and the newest of its run.
     path = Path(mode).expanduser().resolve()
     key = f"run.{'resume' if config.run.cooldown_from is None else 'cooldown_from'}={mode}"
     if not path.is_dir():
