@@ -165,3 +165,12 @@ def test_one_name_for_one_file_of_tests() -> None:
     for path in (REPO / "tests").rglob("test_*.py"):
         where.setdefault(path.name, []).append(str(path.relative_to(REPO)))
     assert {name: files for name, files in where.items() if len(files) > 1} == {}
+
+
+def test_no_room_asks_which_objective_a_run_has() -> None:
+    """Objectives say what others need to know of them (docs/architecture.md, "Who is asked")."""
+    options = "GRPOOptions|DPOConfig|RewardOptions|KTOOptions|MDLMOptions|DistillOptions|SFTConfig|CausalLMConfig"
+    asks = re.compile(rf"isinstance\([^()]*\b(?:{options})\b|objective\.name (?:==|!=|in|not in) ")
+    found = {name: asks.findall(path.read_text(encoding="utf-8")) for name, path in modules().items()
+             if not name.startswith(("objectives.", "config."))}  # fmt: skip
+    assert {name: asked for name, asked in found.items() if asked} == {}

@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+import lmtrain
 from inprocess import TWO_STEPS, message, run
+from lmtrain.callbacks.parts import Parts, Phase, Placed
 from lmtrain.config.schema import Config
 from lmtrain.models.feature import Feature
 from lmtrain.run import features
@@ -28,6 +32,13 @@ class Doubled(Feature):
 
     def restore_model(self, model: PreTrainedModel) -> None:
         self.hook.remove()
+
+    def callbacks(self, parts: Parts) -> list[Placed]:
+        self.steps = list[int]()
+        return [(Phase.READS_SCORES, LambdaCallback(on_train_batch_end=lambda t, *_: self.steps.append(t.global_step)))]
+
+    def advice(self, run: Any) -> list[str]:
+        return [f"doubled for {run.total_steps} steps"]
 
     def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
         return [("doubled", f"the final norm times {self.factor}")]
@@ -56,7 +67,10 @@ def test_a_feature_of_a_tests_own(
 
     losses = [rows(tmp_path / name / "metrics.jsonl")[0]["train/loss"] for name in ("plain", "run")]
     assert losses[0] != losses[1]
-    assert "the final norm times 2" in (tmp_path / "run" / "plan.txt").read_text()
+    plan = (tmp_path / "run" / "plan.txt").read_text()
+    assert "the final norm times 2" in plan
+    assert "doubled for 2 steps" in plan
+    assert feature.steps == [1, 2]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["final_norm_factor"], summary["speed_of"]["final_norm"]) == (2, "doubled")
     assert torch.isfinite(load_file(tmp_path / "run" / "export" / "model.safetensors")["transformer.wte.weight"]).all()
@@ -70,9 +84,24 @@ def test_a_feature_of_a_tests_own(
     assert "feature.doubled" in message(again.err)
 
 
+def test_callbacks_run_in_the_order_of_their_phases(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order that docs/architecture.md gives reasons for, with the callbacks of features in their places."""
+    monkeypatch.chdir(tmp_path)
+    mine = ["callbacks.extra=[{_target_: lightning.pytorch.callbacks.LearningRateMonitor}]", "logger=csv"]
+    words = [*TINY, "data=text", f"data.path={corpus}", "callbacks=[early_stopping,ema]", *mine, "trainer.max_steps=2"]
+    made = lmtrain.build(lmtrain.compose([*words, "run.dir=run"]))
+    names = [type(callback).__name__ for callback in made.trainer.callbacks]
+    expected = ["Metrics", "Routing", "BadSteps", "LearningRateMonitor", "WeightAverage", "Validation", "EarlyStopping",
+                "Samples", "PlainLines", "Preemption", "WriteRecords", "Checkpoints"]  # fmt: skip
+    assert [name for name in names if name in expected] == expected
+
+
 def test_a_feature_that_is_off_says_nothing() -> None:
     assert [type(f).__name__ for f in features.FEATURES] == [
         "Memory", "Fp8", "Rounding",
         "ReportingRollouts", "Averaging", "StoppingEarly", "Streaming", "Budgeted", "Growing",
     ]  # fmt: skip
     assert all(getattr(Feature(), name)(None, None) in ([], None, {}) for name in ("plan_rows", "content", "summary"))
+    assert Feature().callbacks(None) == Feature().advice(None) == []

@@ -30,6 +30,7 @@ _CHOOSES = ReadWhere(lambda c: c.objective.loss not in WITHOUT_REFERENCE, _PER_T
 @dataclass(kw_only=True)
 class CausalLMConfig(ObjectiveConfig):
     headline: ClassVar[tuple[str, ...]] = ("bits_per_byte", "loss")
+    may_stay_in_files: ClassVar[bool] = True
     label_smoothing: Annotated[float, TRAJECTORY, share]
     z_loss: Annotated[float, TRAJECTORY, not_negative]
 

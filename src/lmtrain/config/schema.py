@@ -45,6 +45,7 @@ class ObjectiveConfig:
     rows: ClassVar[str] = "text"  # the data it needs: text, or a row format, for all that hold the same
     headline: ClassVar[tuple[str, ...]] = ("loss",)  # the means shown first, the most important one at the beginning
     scalar_head: ClassVar[bool] = False  # whether the model outputs one scalar per row instead of next-token logits
+    may_stay_in_files: ClassVar[bool] = False  # whether pretrained weights may, as nothing reads them before sharding
     trains_on_rollouts: ClassVar[bool] = False  # on groups of its own completions, which `Objective.rollout` holds
     name: Annotated[str, TRAJECTORY, OPEN]
     _target_: Annotated[str, TRAJECTORY, classes("lmtrain.objectives")]
@@ -136,8 +137,7 @@ class OptimizerConfig:
     weight_decay: Annotated[float, RATE, not_negative]
     # [{pattern, lr, weight_decay, name}], first match wins
     groups: Annotated[list[dict[str, Any]], TRAJECTORY, only("pattern", "lr", "weight_decay", "name")]
-    # A custom class, instead of one chosen by `name`.
-    _target_: Annotated[str | None, TRAJECTORY, classes("torch.optim")] = None
+    _target_: Annotated[str | None, TRAJECTORY, classes("torch.optim")] = None  # a custom class, instead of `name`
 
 
 @dataclass(kw_only=True)

@@ -170,7 +170,8 @@ def reads_files(c: Config) -> bool:
         world.size() > 1
         and c.trainer.strategy in ("fsdp", "fsdp_tp")
         and isinstance(c.model, LoadedModelConfig)
-        and c.objective.name in ("causal_lm", "sft")
+        and c.objective.may_stay_in_files
+        and c.objective._target_.startswith("lmtrain.")  # a user's class may read weights when it is built
         and c.peft.method == "none"
         and c.memory.num_chapters is None
         and why_on_every_rank(c) is None
