@@ -90,7 +90,8 @@ def test_callbacks_run_in_the_order_of_their_phases(
     """The order that docs/architecture.md gives reasons for, with the callbacks of features in their places."""
     monkeypatch.chdir(tmp_path)
     mine = ["callbacks.extra=[{_target_: lightning.pytorch.callbacks.LearningRateMonitor}]", "logger=csv"]
-    words = [*TINY, "data=text", f"data.path={corpus}", "callbacks=[early_stopping,ema]", *mine, "trainer.max_steps=2"]
+    mine += ["callbacks.samples.every_n_validations=1", "trainer.max_steps=2"]
+    words = [*TINY, "data=text", f"data.path={corpus}", "callbacks=[early_stopping,ema]", *mine]
     made = lmtrain.build(lmtrain.compose([*words, "run.dir=run"]))
     names = [type(callback).__name__ for callback in made.trainer.callbacks]
     expected = ["Metrics", "Routing", "BadSteps", "LearningRateMonitor", "WeightAverage", "Validation", "EarlyStopping",
