@@ -21,6 +21,7 @@ from lmtrain.distributed.stop_signals import Preempted, preempted_by_signals
 from lmtrain.errors import RunError, UserError
 
 if TYPE_CHECKING:
+    from lmtrain.config.proposers import Proposal
     from lmtrain.config.schema import Config
     from lmtrain.first_words import words
 
@@ -156,7 +157,7 @@ def plain(action: Callable[[], int], goes_on: bool = False) -> int:
         terminal.status.stop()
 
 
-_ONLY_PRINT = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--version"}  # with these every verb only prints
+_ONLY_PRINT = {"--cfg", "-c", "--why", "--info", "-i", "--help", "-h", "--version"}  # with these every verb only prints
 
 
 def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
@@ -194,7 +195,7 @@ def _run(verb: str, action: Callable[["Config"], int], words: list[str]) -> int:
     from lmtrain.run import beforehand
 
     checked = _composed(verb, args, read)
-    if args.cfg:
+    if args.cfg or args.why:
         return errors.FINISHED
     if checked.run_dir is None and verb in first.OF_MODELS:
         raise UserError(first.which_model(verb, named=typed_keys(read.typed).get("model")))
@@ -204,7 +205,7 @@ def _run(verb: str, action: Callable[["Config"], int], words: list[str]) -> int:
 
 def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> None:
     terminal.be_quiet("run.quiet=true" in words)
-    if args.cfg or args.info:  # on a terminal alone
+    if args.cfg or args.why or args.info:  # on a terminal alone
         terminal.status.say("reading the config")
     else:
         say_first(verb, "reading the config", ", then the data; the plan follows" if verb == "train" else "")
@@ -221,15 +222,33 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
         others = [o for o in args.overrides if key not in typed_keys([o])]
         return effect.default_in(config.compose(others, args.config_dir, args.config_name, foreign=trust.JUDGED))(key)
 
-    foreign = None if read.config is None else trust.Foreign(read.config, read.typed)
-    composed = config.compose(args.overrides, args.config_dir, args.config_name, foreign=foreign)
+    foreign = None if read.config is None else trust.Foreign(read.config, read.ours)
+    made = config.composition(args.overrides, args.config_dir, args.config_name, foreign=foreign)
+    proposals = [*read.proposals, *made.proposals]
+    if args.why:
+        _print_reasons(read, proposals)
     if args.cfg:
-        print(config.to_yaml(composed, args.package), end="", flush=True)
-    checked = config.check(composed)  # after printing, so that --cfg shows invalid configs too
+        print(config.to_yaml(made.tree, args.package), end="", flush=True)
+    checked = config.check(made.tree)  # after printing, so that --cfg shows invalid configs too
     terminal.be_quiet(checked.run.quiet)
+    ranks.note_proposed(proposal.reason for proposal in proposals if proposal.reason and proposal.in_plan)
     # A recipe for training, as budget.updates, is proposed for every verb that reads the data.
-    effect.refuse(verb, [word for word in read.typed if word not in read.proposed], checked, default)
+    effect.refuse(verb, read.typed, checked, default)
     return checked
+
+
+def _print_reasons(read: "words.Read", proposals: "list[Proposal]") -> None:
+    """Prints what was typed, what a config file sets and what lmtrain proposes, each with its reason."""
+    from lmtrain.secrets import shown
+
+    rows = [
+        *((word, f"{read.config} sets it") for word in read.of_file),
+        *((proposal.override, proposal.reason or "as above") for proposal in proposals),
+        *((word, "typed") for word in read.typed),
+    ]
+    width = min(60, max((len(word) for word, _ in rows), default=0))
+    for word, reason in rows:
+        print(terminal.visible(shown(f"{word:<{width}}  {reason}")))
 
 
 def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.Read":
@@ -239,7 +258,7 @@ def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.
 
     folders, _ = folders_of(args.config_dir, args.config_name)
 
-    def propose(paths: Sequence[str], typed: Sequence[str]) -> words.Proposal:
+    def propose(paths: Sequence[str], typed: Sequence[str]) -> "list[Proposal]":
         from lmtrain.first_words import proposal
 
         return proposal.propose(paths, typed)
@@ -263,9 +282,9 @@ def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.
             f"--config-dir DIR experiment={read.config.stem}"
         )
     args.overrides = read.overrides
-    if read.says and verb == "train" and "run.quiet=true" not in argv:
-        terminal.say_once(read.says)
-    ranks.note_typed(argv, read.says, read.of_file)
+    if read.proposals and verb == "train" and not args.why and "run.quiet=true" not in argv:
+        terminal.say_once(read.proposals[0].reason)
+    ranks.note_typed(argv, read.of_file)
     return read
 
 
@@ -294,7 +313,7 @@ def _show_info(args: argparse.Namespace) -> int:
     kinds = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
     asked = [word for word in args.overrides if word in kinds]
     overrides = [word for word in args.overrides if word not in asked]
-    _, overrides = config.settled(overrides, args.config_dir, args.config_name)  # with lmtrain's own messages
+    overrides = config.composition(overrides, args.config_dir, args.config_name).words  # with lmtrain's own messages
     folders, search = folders_of(args.config_dir, args.config_name)
     with hydra_over(folders) as hydra:
         hydra.show_info(asked[0] if asked else "all", args.config_name, [*search, *overrides])
@@ -333,6 +352,7 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
     add_flags(parser)
     parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("--info", "-i", action="store_true")
+    parser.add_argument("--why", action="store_true")
     parser.add_argument("--package", "-p")
     parser.add_argument("--resolve", action="store_true")  # values are shown resolved anyway
     parser.add_argument("--version", action="store_true")

@@ -31,9 +31,10 @@ def explain(argv: list[str]) -> int:
             "run_dir has no effect in `lmtrain explain`, which composes a config; to explain the config of a "
             "run, use --config-dir FOLDER"
         )
-    composed, settled = config.settled(overrides, args.config_dir, args.config_name)
+    made = config.composition(overrides, args.config_dir, args.config_name)
+    composed = made.tree
     environment.note(composed)
-    files = composed_files(settled, args.config_dir, args.config_name)
+    files = composed_files(made.words, args.config_dir, args.config_name)
     known = {key.name: key for key in keys_of(Config)}
     there = [name for name in known if OmegaConf.select(composed, name, default=_ABSENT) is not _ABSENT]
     if not keys:

@@ -7,8 +7,8 @@ import pytest
 
 from inprocess import message, run, snapshot, train_tiny
 from lmtrain.config.checks import time_limit_seconds
-from lmtrain.config.compose import check, compose
-from lmtrain.config.effect import default_in, inference_note, without_effect
+from lmtrain.config.compose import check, compose, composition
+from lmtrain.config.effect import default_in, without_effect
 from lmtrain.data.corpus import check_rows
 from lmtrain.errors import UserError
 from lmtrain.run.advice import unlikely
@@ -184,7 +184,7 @@ def test_the_plan_says_which_source_a_bare_path_chose(corpus: Path, tmp_path: Pa
                 "router.z_loss=0.001")  # fmt: skip
     assert ended.code == 0, ended.err
     said = " ".join(ended.out.replace("│", " ").split())
-    assert "chose its reader, files (text)" in said
+    assert "chose its reader, data=text" in said
     assert "20 files" in said or str(corpus) in said
     assert "optimizer.lr=0: nothing will be learned" in said
     assert "router.*: this model has neither" in said
@@ -196,9 +196,9 @@ def test_only_a_length_that_nobody_gave_is_said_to_be_chosen(tmp_path: Path) -> 
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  max_epochs: 3\n")
     for typed, is_chosen in (([], True), (["experiment=mine"], False), (["trainer.max_epochs=15"], False)):
         words = [*typed, "data.path=book.txt"]
-        notes = inference_note(words, check(compose(words, str(tmp_path))))
+        notes = composition(words, str(tmp_path)).reasons
         assert any(note.startswith("no length was given") for note in notes) is is_chosen
-    assert inference_note(["experiment=mine"], check(compose(["experiment=mine"], str(tmp_path)))) == []
+    assert composition(["experiment=mine"], str(tmp_path)).reasons == []
 
 
 def test_an_option_and_a_suffix_that_differ_are_refused() -> None:

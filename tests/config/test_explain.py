@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from inprocess import message, run, snapshot
 from lmtrain import __version__, cli
 from lmtrain.config.compose import check, compose
-from lmtrain.config.override_text import as_typed, bare_or_quoted, to_hydra, written
+from lmtrain.config.override_text import as_typed, bare_or_quoted, written
+from lmtrain.config.overrides import parse
 from support import REPO
 
 
@@ -155,4 +156,4 @@ def test_keys_of_a_mapping_may_have_quotes() -> None:
     ended = run("train", *columns, "data.columns={a: b")
     assert ended.code == 2
     assert "++" not in message(ended.err)
-    assert to_hydra("data.columns={a: b}") == "++data.columns={a: b}"
+    assert parse("data.columns={a: b}").text == "++data.columns={a: b}"

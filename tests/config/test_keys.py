@@ -14,10 +14,10 @@ from chats import write_rows
 from inprocess import train_tiny
 from lmtrain.config import compose as rules
 from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, SHOWN, TRAJECTORY, VALIDATION, Shapes, at_least
-from lmtrain.config.effect import option_holding
 from lmtrain.config.fingerprint import fingerprint, of_model
 from lmtrain.config.keys import Key, keys_in, keys_of, value_of
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
+from lmtrain.config.proposers import option_holding
 from lmtrain.config.schema import Config
 from lmtrain.config.sections import all_keys
 from lmtrain.data.corpus import build_corpus

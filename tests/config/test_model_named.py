@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from inprocess import TWO_STEPS, message, run
-from lmtrain.config.compose import check, compose
-from lmtrain.config.effect import ROW, inference_note
+from lmtrain.config.compose import compose, composition
+from lmtrain.config.proposers import ROW
 from support import TINY, rows
 from tiny_pretrained import save_pretrained
 
@@ -60,7 +60,7 @@ def test_rows_of_every_kind_fit_the_positions(data: str, folder: Path) -> None:
     for model in (["model=base"], ["model=pretrained", "model.name_or_path=base"]):
         made = compose([*model, *words])
         assert (made.data.seq_len, made.data.max_length) == (POSITIONS, POSITIONS)
-        notes = " ".join(inference_note([*model, *words], check(made)))
+        notes = " ".join(composition([*model, *words]).reasons)
         assert "rows of 64 tokens (data.seq_len, as many as it has positions)" in notes
         assert compose([*model, *words, "data.seq_len=100"]).data.seq_len == 100  # typed: refused when the model loads
     assert compose(["model=Qwen/Qwen3-0.6B", *words]).data.seq_len == ROW
@@ -95,4 +95,5 @@ def test_a_run_from_a_folder_that_is_named(folder: Path, corpus: Path) -> None:
     assert ended.code == 0, ended.err
     assert len(rows(folder / "second" / "metrics.jsonl")) >= 2
     plan = " ".join((folder / "second" / "plan.txt").read_text().split())
-    assert f"model=base trains base further, in rows of {POSITIONS} tokens" in plan
+    assert "model=base trains base further" in plan
+    assert f"base is trained in rows of {POSITIONS} tokens (data.seq_len, as many as it has positions)" in plan

@@ -13,7 +13,7 @@ from lmtrain.config import compose as config
 from lmtrain.config import explain
 from lmtrain.config.aliases import NEIGHBOURS, absent, used_here, with_value
 from lmtrain.config.defaults import conf_dir, options_of
-from lmtrain.config.override_text import leaves
+from lmtrain.config.overrides import leaves
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 

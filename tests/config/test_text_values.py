@@ -9,7 +9,8 @@ from inprocess import run
 from lmtrain.config import compose as rules
 from lmtrain.config import safe_yaml
 from lmtrain.config.keys import Key
-from lmtrain.config.override_text import leaves, written
+from lmtrain.config.override_text import written
+from lmtrain.config.overrides import leaves
 from lmtrain.config.sections import all_keys
 from lmtrain.files import write_atomic
 from lmtrain.stages import definition, plan

@@ -5,16 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from inprocess import run
 from lmtrain.config.compose import check, compose
-from lmtrain.config.override_text import typed_keys
+from lmtrain.config.overrides import leaves
 from lmtrain.data import tokenizers
 from lmtrain.data.chat.columns import detect
 from lmtrain.data.corpus import row_format
 from lmtrain.data.sources.files import read_records
 from lmtrain.errors import UserError
 from lmtrain.first_words.proposal import propose
+
+
+def proposed(paths: list[str], typed: list[str]) -> dict[str, Any]:
+    """Returns the keys and values of what is proposed for these files."""
+    return leaves([proposal.override for proposal in propose(paths, typed)])
+
 
 ROWS = '"prompt","completion","label"\n"Two plus two?","Four.",{}\n"Two plus two?","Five.",{}\n'
 
@@ -31,7 +38,7 @@ def test_labels_of_a_csv_file_are_text(labels: tuple[str, str], objective: str |
     """An answer with the label false must not be learned as that of a conversation."""
     file = tmp_path / "answers.csv"
     file.write_text(ROWS.format(*labels))
-    keys = typed_keys(propose([str(file)], []).overrides)
+    keys = proposed([str(file)], [])
     assert keys.get("objective") == objective
     assert keys["data"] == ("unpaired_jsonl" if objective == "kto" else "chat_jsonl")
 
@@ -40,11 +47,11 @@ def test_labelled_conversations_are_not_learned_as_good_ones(tmp_path: Path) -> 
     """LLaMA-Factory's rows of KTO: half of the answers are labelled false."""
     file, turns = tmp_path / "kto.json", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     file.write_text(json.dumps([{"messages": turns, "label": i % 2 == 0} for i in range(4)]))
-    keys = typed_keys(propose([str(file)], ["model=x/y"]).overrides)
+    keys = proposed([str(file)], ["model=x/y"])
     assert (keys["objective"], keys["data"]) == ("kto", "unpaired_jsonl")
-    assert "columns messages, label" in propose([str(file)], []).says
+    assert "columns messages, label" in propose([str(file)], [])[0].reason
     file.write_text(json.dumps([{"messages": turns, "label": "fine"}]))
-    assert typed_keys(propose([str(file)], []).overrides)["data"] == "chat_jsonl"
+    assert proposed([str(file)], [])["data"] == "chat_jsonl"
 
 
 @pytest.mark.parametrize(("row", "recipe", "objective", "optimizer"), [
@@ -61,7 +68,7 @@ def test_a_small_model_of_ones_own_gets_the_recipe_of_small_models(
         with weights.open("wb") as there:
             there.truncate(size * 1_000_000)  # 20 M parameters in fp32 are 80 MB
         for folder in (tmp_path / "mine", weights.parent):
-            keys = typed_keys(propose([str(file)], [f"model={folder}", *typed]).overrides)
+            keys = proposed([str(file)], [f"model={folder}", *typed])
             assert keys.get("experiment") == (recipe if small else None)
             assert keys.get("objective") == (None if small else objective)
     words = [f"experiment={recipe}", "data.chat_template=alpaca", f"model.name_or_path={weights.parent}"]
@@ -94,9 +101,9 @@ def test_a_row_without_its_label_is_no_conversation(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     row = '{"prompt": "a", "completion": "b", "label": %s}\n'
     file.write_text(row % "null" + row % "false")
-    assert typed_keys(propose([str(file)], []).overrides)["data"] == "unpaired_jsonl"
+    assert proposed([str(file)], [])["data"] == "unpaired_jsonl"
     file.write_text(row % "null")
-    assert typed_keys(propose([str(file)], []).overrides)["data"] == "chat_jsonl"
+    assert proposed([str(file)], [])["data"] == "chat_jsonl"
 
 
 @pytest.mark.parametrize(("text", "columns"), [
@@ -111,14 +118,14 @@ def test_a_table_of_questions_is_not_read_for_its_answers_alone(text: str, colum
     file = tmp_path / "faq.csv"
     file.write_text(text.format(more))
     proposal = propose([str(file)], [])
-    keys = typed_keys(proposal.overrides)
+    keys = leaves([p.override for p in proposal])
     assert (keys["data"], keys.get("experiment")) == ("chat_jsonl", "sft_smollm2_lora")
-    assert keys.get("data.columns", "").replace('"', "") == (columns or "")
-    assert ("data.text_column=" in proposal.says) == (columns is not None)
-    config = check(compose([*proposal.overrides, "model.name_or_path=x"]))
+    assert keys.get("data.columns") == (yaml.safe_load(columns) if columns else None)
+    assert ("data.text_column=" in proposal[0].reason) == (columns is not None)
+    config = check(compose([*(p.override for p in proposal), "model.name_or_path=x"]))
     reading = detect("conversations", next(iter(read_records([(file, "csv")])))[1], config.data)
     assert reading.columns["prompt"] in ("Question", "Frage", "input", "user", "column_1", "Kunde")
-    as_text = typed_keys(propose([str(file)], [f"data.text_column={reading.columns['response']}"]).overrides)
+    as_text = proposed([str(file)], [f"data.text_column={reading.columns['response']}"])
     assert as_text["data"] == "jsonl"
 
 
@@ -129,9 +136,9 @@ def test_two_columns_of_text_of_which_one_is_shorter_are_asked_about(tmp_path: P
         propose([str(file)], [])
     pair, text = "data.columns={prompt: head, response: long}", "data.text_column=long"
     for typed, data in ((pair, "chat_jsonl"), (text, "jsonl")):
-        assert typed_keys(propose([str(file)], [typed]).overrides)["data"] == data
+        assert proposed([str(file)], [typed])["data"] == data
     file.write_text(file.read_text().replace("head,long", "title,text"))  # which says what is to be read
-    assert typed_keys(propose([str(file)], []).overrides)["data"] == "jsonl"
+    assert proposed([str(file)], [])["data"] == "jsonl"
 
 
 @pytest.mark.parametrize("sign", [";", "\t"])
@@ -139,8 +146,8 @@ def test_columns_that_other_signs_separate(sign: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text(f"\ufeffQuestion{sign}Answer\nOpen, on Sundays?{sign}No.\n", encoding="utf-8")
     proposal = propose([str(file)], [])
-    assert typed_keys(proposal.overrides)["data"] == "chat_jsonl"
-    assert f"its columns are separated by {sign!r}" in proposal.says
+    assert leaves([p.override for p in proposal])["data"] == "chat_jsonl"
+    assert f"its columns are separated by {sign!r}" in proposal[0].reason
 
 
 @pytest.mark.parametrize("verb", ["train", "prepare", "inspect", "tune", "verify", "estimate"])

@@ -3,31 +3,46 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain import secrets
-from lmtrain.config import effect, environment, explain, interpolations, safe_yaml, sections, trust
+from lmtrain.config import environment, explain, interpolations, proposers, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values
-from lmtrain.config.config_files import composed_files, folders_of, hydra_over, origins
+from lmtrain.config.config_files import ConfigFile, composed_files, folders_of, hydra_over, origins
 from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.keys import at, flat
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
-from lmtrain.config.override_text import to_hydra, typed_keys
+from lmtrain.config.overrides import Word, parse, parse_all
+from lmtrain.config.proposers import Facts, Proposal
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, naming
 
 
+@dataclasses.dataclass(frozen=True)
+class Composition:
+    """A composed config, and what it was made of."""
+
+    tree: DictConfig
+    words: list[str]  # all overrides in Hydra's grammar, those proposed by lmtrain first
+    proposals: list[Proposal]
+
+    @property
+    def reasons(self) -> list[str]:
+        """The reasons of the proposals that the plan says."""
+        return [proposal.reason for proposal in self.proposals if proposal.reason and proposal.in_plan]
+
+
 def compose(
-    overrides: list[str],
+    overrides: Sequence[str],
     config_dir: str | None = None,
     config_name: str = "config",
     *,
@@ -40,135 +55,145 @@ def compose(
         for_sweep: whether the config includes Hydra's own node, and keys that only a sweep reads are accepted.
         foreign: the file that gives those overrides that the user has not typed; None: all are typed (or see JUDGED).
     """
-    return settled(overrides, config_dir, config_name, for_sweep=for_sweep, foreign=foreign)[0]
+    return composition(overrides, config_dir, config_name, for_sweep=for_sweep, foreign=foreign).tree
 
 
-def settled(
-    overrides: list[str],
+def composition(
+    overrides: Sequence[str],
     config_dir: str | None = None,
     config_name: str = "config",
     *,
     for_sweep: bool = False,
     foreign: trust.Foreign | None = None,
-) -> tuple[DictConfig, list[str]]:
-    """Returns the result of `compose` and the overrides used, including the option of `data` chosen by data.path."""
+) -> Composition:
+    """Returns the result of `compose` with what lmtrain has proposed for it.
+
+    The words are parsed, proposers (proposers.py) add to them, Hydra composes proposals and words, and what follows
+    from the composed values is set.
+    """
     folders, search = folders_of(config_dir, config_name)
-    typed_words = explain.with_plain_groups(overrides, folders)
-    overrides = effect.with_model_named(typed_words, folders)
-    is_named = overrides != typed_words
-    others = [o for o in overrides if not o.lstrip("+").startswith("model.name=")]
-    if others != overrides:
-        model = compose(others, config_dir, config_name, for_sweep=for_sweep, foreign=foreign).model
-        _check_model_name(typed_keys(overrides)["model.name"].strip("'\""), model, folders)
-    if not for_sweep:
-        explain.refuse_sweep_keys(overrides)
-    effect.check_suffix(overrides)
-    safe_yaml.check_words(overrides)
-    overrides = [to_hydra(override) for override in overrides]
-    composed, overrides, refused = _hydra_composed(overrides, folders, search, config_name, for_sweep)
-    _refuse_removals(composed, overrides, config_dir, config_name)
-    _keep_texts(composed, overrides, config_dir, config_name)
-    ours = OmegaConf.masked_copy(composed, [str(k) for k in composed if k != "hydra"]) if for_sweep else composed
-    plain = interpolations.resolved(ours)
-    theirs = None if foreign is None or environment.is_trusted(foreign.file) else foreign
-    if foreign is not trust.JUDGED and (theirs is not None or config_dir is not None):
-        typed = overrides if theirs is None else effect.with_model_named(theirs.typed, folders)
-        where = Path(str(config_dir)) if theirs is None else theirs.file
-        files = functools.cache(lambda: composed_files(overrides, config_dir, config_name))
-        trust.refuse(ours, plain, typed, where, files)
-    source = effect.inferred_source(overrides, composed, folders)
-    if source is not None:
-        found = [f"data={source}", *effect.epochs_at_most(typed_words, source)]
-        return settled([*found, *typed_words], config_dir, config_name, for_sweep=for_sweep, foreign=foreign)
-    if refused is not None:
-        raise refused
-    _leave_to_replaced(composed, typed_words)
-    for key in set(sections.GONE) & typed_keys(overrides).keys():
+    hydra = _Hydra(folders, search, config_dir, config_name, for_sweep)
+    words = explain.with_plain_groups(parse_all(overrides), folders)
+    explain.check_words(words, for_sweep)
+
+    def judged(some: Sequence[Word]) -> DictConfig:
+        tree = hydra.compose(some)
+        _judge(tree, some, hydra, foreign)
+        return tree
+
+    facts = Facts(words, folders, judged)
+    proposals = proposers.propose(facts)
+    replaced = {proposal.instead for proposal in proposals if proposal.instead}
+    kept = [word for word in words if word.key not in replaced or not word.sets]
+    used = [*(parse(proposal.override) for proposal in proposals), *kept]
+    composed = judged(used)
+    _check_model_name(facts.typed, composed, used, hydra)
+    _refuse_removals(composed, used, hydra)
+    _leave_to_replaced(composed, facts.typed)
+    for key in set(sections.GONE) & facts.typed.keys():
         if "_target_" not in composed[key.partition(".")[0]]:
             raise UserError(explain.unknown_key(key, ()))
     _complete_own_optimizer(composed)
-    _follow(composed, typed_keys(overrides))
-    if "data.seq_len" not in typed_keys(overrides):
-        effect.fit_rows(composed, is_named)
-    return composed, overrides
+    for proposal in proposers.row_length(facts.typed, composed, is_named="model" in replaced):
+        word = parse(proposal.override)
+        OmegaConf.update(composed, word.key, word.value)
+        proposals.append(proposal)
+    return Composition(composed, [word.text for word in used], proposals)
 
 
-def _hydra_composed(
-    overrides: list[str], folders: list[Path], search: list[str], config_name: str, for_sweep: bool
-) -> tuple[DictConfig, list[str], UserError | None]:
-    """Returns Hydra's composed config, the overrides used, and the error to raise unless data.path selects a reader.
+@dataclasses.dataclass(frozen=True)
+class _Hydra:
+    """Hydra over the folders of configs."""
 
-    With an error, the config is composed without the other keys of `data`; see `_without_keys_of_reader`.
-    """
-    again = lambda kept: hydra_compose(config_name, overrides=[*search, *kept])  # noqa: E731
-    with hydra_over(folders):
-        try:
-            overrides = effect.for_text(overrides, lambda groups: str(again(groups).objective.name))
-            composed = hydra_compose(config_name, overrides=[*search, *overrides], return_hydra_config=for_sweep)
-        except OverrideParseException as error:
-            raise UserError(explain.unreadable(error.override)) from None
-        except MissingConfigException as error:
-            raise UserError(explain.missing_config(error, folders, overrides)) from None
-        # Raised by invalid files in a user's folder, such as a run folder.
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError, TypeError) as error:
-            raise UserError(f"a config can't be read: {_one_line(error)}") from None
-        # Hydra raises ValueError if a group is set to a number or null.
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            refused = UserError(explain.refused(error, folders, overrides, again))
-            without = _without_keys_of_reader(overrides, folders, again)
-            if without is None:
-                raise refused from None
-            return without, overrides, refused
-    return composed, overrides, None
+    folders: list[Path]
+    search: list[str]
+    config_dir: str | None
+    config_name: str
+    for_sweep: bool
+
+    def compose(self, words: Sequence[Word]) -> DictConfig:
+        """Composes the config; an error of Hydra's or OmegaConf's becomes a UserError that names the wrong word."""
+
+        def again(some: Sequence[Word]) -> DictConfig:
+            return hydra_compose(
+                self.config_name, [*self.search, *(w.text for w in some)], return_hydra_config=self.for_sweep
+            )
+
+        with hydra_over(self.folders):
+            try:
+                composed = again(words)
+            except MissingConfigException as error:
+                raise UserError(explain.missing_config(error, self.folders, words)) from None
+            # Raised by invalid files in a user's folder, such as a run folder.
+            except (yaml.YAMLError, UnicodeDecodeError, RecursionError, TypeError) as error:
+                raise UserError(f"a config can't be read: {_one_line(error)}") from None
+            # Hydra raises ValueError if a group is set to a number or null.
+            except (HydraException, OmegaConfBaseException, ValueError) as error:
+                raise UserError(explain.refused(error, self.folders, words, again)) from None
+        self._keep_texts(composed, words)
+        return composed
+
+    def files(self, words: Sequence[Word]) -> list[ConfigFile]:
+        """Returns the files that are composed for these words, in order of increasing precedence."""
+        return composed_files([word.text for word in words], self.config_dir, self.config_name)
+
+    def _keep_texts(self, composed: DictConfig, words: Sequence[Word]) -> None:
+        """Gives keys whose type is text what a file has for them, where YAML has a number or boolean (1.10, no)."""
+        plain = OmegaConf.to_container(composed, resolve=False)
+        found = {key: dict(flat(at(plain, key.split(".")))) for key in sections.text_keys()}
+        wrong = [key for key, values in found.items() if any(isinstance(v, int | float) for v in values.values())]
+        for file in reversed(self.files(words)) if wrong else ():
+            tree = safe_yaml.parse(safe_yaml.text_of(file.path), str(file.path), file.package)
+            for key in [key for key in wrong if at(tree, file.way_to(key) or [""]) is not None]:
+                OmegaConf.update(composed, key, at(tree, file.way_to(key)), merge=False)
+                wrong.remove(key)
 
 
-def _refuse_removals(composed: DictConfig, overrides: list[str], config_dir: str | None, config_name: str) -> None:
+def _judge(composed: DictConfig, words: Sequence[Word], hydra: _Hydra, foreign: trust.Foreign | None) -> None:
+    """Raises UserError for what somebody else's file may not set, and for interpolations that can't be resolved."""
+    ours = OmegaConf.masked_copy(composed, [str(k) for k in composed if k != "hydra"]) if hydra.for_sweep else composed
+    plain = interpolations.resolved(ours)
+    theirs = None if foreign is None or environment.is_trusted(foreign.file) else foreign
+    if foreign is trust.JUDGED or (theirs is None and hydra.config_dir is None):
+        return
+    typed, where = [word.text for word in words], Path(str(hydra.config_dir))
+    if theirs is not None:
+        typed, where = _with_models_named(theirs.typed, hydra.folders), theirs.file
+    trust.refuse(ours, plain, typed, where, functools.cache(lambda: hydra.files(words)))
+
+
+def _with_models_named(typed: Sequence[str], folders: list[Path]) -> list[str]:
+    words = parse_all(typed)
+    named = proposers.named_model(Facts(words, folders, lambda _: DictConfig({})))
+    return [*(p.override for p in named), *(w.text for w in words if not named or w.key != "model")]
+
+
+def _refuse_removals(composed: DictConfig, words: Sequence[Word], hydra: _Hydra) -> None:
     """Raises UserError for ~key of a key that every config has; arguments of a user's own class can be left out."""
-    for override in (o for o in overrides if o.startswith("~")):
-        key = override[1:].partition("=")[0]
-        if "_target_" in (composed.get(key.partition(".")[0]) or ()):
+    for word in (word for word in words if word.override.is_delete()):
+        if "_target_" in (composed.get(word.key.partition(".")[0]) or ()):
             continue
 
         def comment_of(name: str) -> str:
-            files = composed_files([o for o in overrides if not o.startswith("~")], config_dir, config_name)
+            files = hydra.files([word for word in words if not word.override.is_delete()])
             return next((found.comment for found in reversed(origins(name, files, []))), "")
 
-        explain.refuse_removal(key, sections.all_keys(), comment_of)
+        explain.refuse_removal(word.key, sections.all_keys(), comment_of)
 
 
-def _without_keys_of_reader(
-    overrides: list[str], folders: list[Path], again: Callable[[list[str]], DictConfig]
-) -> DictConfig | None:
-    """Composes the config without the typed keys of `data` other than data.path, which only its reader may define.
-
-    Returns None if data.path chooses no reader.
-
-    Raises:
-        UserError: the remaining overrides are invalid too; the message is about them.
-    """
-    typed = typed_keys(overrides)
-    if "data.path" not in typed or "data" in typed:
-        return None
-    others = [o for o in overrides if not o.lstrip("+").startswith("data.") or "data.path=" in o]
-    try:
-        return again(others)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise UserError(explain.refused(error, folders, others, again)) from None
-
-
-def _check_model_name(name: str, model: DictConfig, folders: list[Path]) -> None:
+def _check_model_name(typed: Mapping[str, Any], composed: DictConfig, words: Sequence[Word], hydra: _Hydra) -> None:
     """Raises UserError if a typed model.name is not that of the chosen model, unless the model is a custom class.
 
     The name is only displayed, so setting it usually means that an option of `model` or a hub model was intended.
-
-    Args:
-        model: the section `model` without the typed name.
-        folders: the folders with config groups and their options.
     """
-    if "_target_" in model or name == model.get("name"):
+    if "model.name" not in typed or "_target_" in composed.model:
         return
-    known = options_of("model", folders)
-    found = f"model.name={name} changes only what is shown: the model stays {model.get('name')}"
+    name, places = str(typed["model.name"]), origins("model.name", hydra.files(words), [])
+    usual = places[-1].text if places else None
+    if name == usual:
+        return
+    known = options_of("model", hydra.folders)
+    found = f"model.name={name} changes only what is shown: the model stays {usual}"
     if name in known:
         raise UserError(f"{found}. Choose model={name}")
     instead = f"set model=pretrained model.name_or_path={name}"
@@ -176,21 +201,8 @@ def _check_model_name(name: str, model: DictConfig, folders: list[Path]) -> None
     raise UserError(f"{found}: {instead}; from scratch choose one of model={scratch}")
 
 
-def _keep_texts(composed: DictConfig, overrides: list[str], config_dir: str | None, config_name: str) -> None:
-    """Gives keys whose type is text what a file has for them, where Hydra read a number or boolean (1.10, 007, no)."""
-    plain = OmegaConf.to_container(composed, resolve=False)
-    found = {key: dict(flat(at(plain, key.split(".")))) for key in sections.text_keys()}
-    wrong = [key for key, values in found.items() if any(isinstance(v, int | float) for v in values.values())]
-    for file in reversed(composed_files(overrides, config_dir, config_name)) if wrong else ():
-        tree = safe_yaml.parse(safe_yaml.text_of(file.path), str(file.path), file.package)
-        for key in [key for key in wrong if at(tree, file.way_to(key) or [""]) is not None]:
-            OmegaConf.update(composed, key, at(tree, file.way_to(key)), merge=False)
-            wrong.remove(key)
-
-
-def _leave_to_replaced(composed: DictConfig, typed_words: list[str]) -> None:
+def _leave_to_replaced(composed: DictConfig, typed: Mapping[str, Any]) -> None:
     """Deletes keys that an experiment set for an option of model, objective, ... that a typed option has replaced."""
-    typed = typed_keys(typed_words)
     objectives = {name: options for name, (_, options) in OBJECTIVES.items()}
     groups: dict[str, tuple[str, dict[str, type[Any]]]] = {
         "model": ("init", MODELS), "objective": ("name", objectives), "optimizer": ("name", OPTIMIZERS),
@@ -211,23 +223,6 @@ def _complete_own_optimizer(composed: DictConfig) -> None:
     if composed.optimizer.get("_target_") is not None:
         base = OmegaConf.load(conf_dir() / "optimizer" / "base.yaml")
         composed.optimizer = OmegaConf.merge(base, {"name": "custom"}, composed.optimizer)
-
-
-def _follow(composed: DictConfig, typed: Mapping[str, str]) -> None:
-    """Sets keys that follow from typed ones.
-
-    The default of one of warmup_steps and warmup_ratio yields to the other. A key of early stopping or EMA enables it.
-    data.val_fraction is exact for small data as well.
-    """
-    steps, ratio = (f"schedule.warmup_{k}" in typed for k in ("steps", "ratio"))
-    if steps != ratio:
-        composed.schedule["warmup_ratio" if steps else "warmup_steps"] = None
-    for section in ("early_stopping", "ema"):
-        prefix = f"callbacks.{section}."
-        if f"{prefix}enabled" not in typed and any(name.startswith(prefix) for name in typed):
-            composed.callbacks[section].enabled = True
-    if "data.val_fraction" in typed and "data.min_val_rows" not in typed:
-        composed.data.min_val_rows = 0
 
 
 def to_yaml(composed: DictConfig, package: str | None = None) -> str:

@@ -12,18 +12,17 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers import oc
 
 from lmtrain import secrets
 from lmtrain.config.defaults import conf_dir
-from lmtrain.config.interpolations import escaped, interpolated, plain
+from lmtrain.config.interpolations import escaped, interpolated, plain, variables_read
 from lmtrain.config.keys import flat
 from lmtrain.config.override_text import quoted
 from lmtrain.terminal import visible
@@ -70,7 +69,7 @@ def readings(tree: DictConfig) -> dict[str, Reading]:
     A value that can't be resolved and reads no variable is left out; resolving the whole config reports the error.
     """
     found: dict[str, Reading] = {}
-    with _recording() as names:
+    with variables_read() as names:
         for key, node in interpolated(tree):
             names.clear()
             value = None
@@ -79,22 +78,6 @@ def readings(tree: DictConfig) -> dict[str, Reading]:
             if set(names) - OPEN:
                 found[key] = Reading(str(node._value()), value, tuple(dict.fromkeys(names)))
     return found
-
-
-@contextlib.contextmanager
-def _recording() -> Iterator[list[str]]:
-    """Yields a list that collects the variable names passed to the resolver `oc.env` within the context."""
-    names: list[str] = []
-
-    def env(key: str, default: Any = oc._DEFAULT_MARKER_) -> str | None:
-        names.append(str(key))
-        return oc.env(key, default)
-
-    OmegaConf.register_new_resolver("oc.env", env, replace=True)
-    try:
-        yield names
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def as_written(text: str) -> str:

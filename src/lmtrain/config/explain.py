@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -18,8 +16,10 @@ from lmtrain.config import aliases
 from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, absent, misspelt, used_here, with_value
 from lmtrain.config.defaults import PARTS, conf_dir, options_of
 from lmtrain.config.keys import Key
+from lmtrain.config.overrides import Word, parse
+from lmtrain.config.proposers import READ_AS, RECORDS, suffix_of
+from lmtrain.config.safe_yaml import check_search_path
 from lmtrain.errors import UserError
-from lmtrain.secrets import in_shell
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:
@@ -112,37 +112,18 @@ def unknown_option(group: str, option: str, folders: Iterable[Path]) -> str:
     return f"there is no {group}={option}; {hint}options: {', '.join(known)}"
 
 
-def missing_config(error: MissingConfigException, folders: list[Path], overrides: list[str]) -> str:
+def missing_config(error: MissingConfigException, folders: list[Path], words: Sequence[Word]) -> str:
     """Returns the message for a YAML file that Hydra did not find."""
     missing = error.missing_cfg_file or ""
-    for override in overrides:
-        group, _, option = override.lstrip("+").replace('"', "").partition("=")
-        if missing == f"{group}/{option}" and any((d / group).is_dir() for d in folders):
-            return unknown_option(group, option, folders)
+    for word in words:
+        if missing == f"{word.key}/{word.value}" and any((d / word.key).is_dir() for d in folders):
+            return unknown_option(word.key, str(word.value), folders)
     if missing.startswith("hydra/launcher/"):
         extra = missing.removeprefix("hydra/launcher/").partition("_")[0]
         return f'hydra/launcher={Path(missing).name} is not installed: pip install "lmtrain[{extra}]" (submitit, ray)'
     if "/" not in missing:
         return f"--config-name {missing}: no {missing}.yaml in {' or '.join(map(str, folders))}"
     return str(error).split("\n\n")[0].strip()
-
-
-def unreadable(override: str) -> str:
-    """Returns the message for an argument that Hydra's grammar rejects."""
-    override = override.removeprefix("++")  # may have been added by `to_hydra`
-    key, equals, value = override.partition("=")
-    if not equals:
-        return f"cannot read {override!r}: write key=value or group=option; a value that holds spaces needs quotes"
-    holds = "spaces, commas, brackets, quotes or ="
-    if value.startswith(("[", "{")):
-        return (
-            f"cannot read {override!r}: in a list or mapping, put each text that contains {holds} in double "
-            "quotes, and the whole argument in single quotes for the shell: 'optimizer.groups=[{pattern: "
-            '"a|(b)", lr: 1e-4}]\''
-        )
-    twice = f"a value that holds {holds} needs quotes twice, for the shell and for Hydra"
-    in_quotes = f'{key}="{value}"'
-    return f"cannot read {override!r}: {twice}: {in_shell(in_quotes)}"
 
 
 def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str:
@@ -204,14 +185,28 @@ def _setting(key: str, value: str | None) -> str:
     return f"{name}={value if known else '...'} {rest}".strip()
 
 
-def refuse_sweep_keys(overrides: list[str]) -> None:
-    """Raises UserError for hydra.* and sweep.* in a single run, which would silently ignore them."""
-    for override in overrides:
-        key = override.lstrip("+~").partition("=")[0]
-        of_sweeps = key.startswith(("hydra.", "hydra/", "sweep.")) or (key == "sweep" and "=" in override)
-        if of_sweeps and key != "hydra.searchpath":
+def check_words(words: Sequence[Word], for_sweep: bool) -> None:
+    """Raises UserError for hydra.* and sweep.* in a single run, which would silently ignore them; or see below."""
+    for key, is_search in ((word.key, word.key == "hydra.searchpath") for word in words):
+        if not for_sweep and not is_search and (key.startswith(("hydra.", "hydra/", "sweep.")) or key == "sweep"):
             here = f"; here it is {NEIGHBOURS[key]}" if key in NEIGHBOURS else " (a sweep, -m, reads it)"
             raise UserError(f"{key} has no effect on a single run{here}")
+    for word in words:
+        if word.key == "hydra.searchpath":
+            check_search_path(word.value, word.key)
+    _check_suffix({word.key: word.value for word in words if word.sets})
+
+
+def _check_suffix(typed: Mapping[str, Any]) -> None:
+    """Raises UserError if data and the suffix of data.path disagree (data=jsonl data.path=x.txt): the suffix wins."""
+    option, path, records = typed.get("data"), typed.get("data.path"), tuple(RECORDS.values())
+    held = READ_AS.get(suffix_of(path)) if isinstance(path, str) else None
+    if "data.format" in typed or held is None or option not in ("text", "jsonl", "parquet", *records):
+        return
+    if held == "text" if option in records else held != option:
+        kind = "plain text" if held == "text" else suffix_of(str(path))[1:]
+        instead = f"data.format=... if it holds something else{'' if option in records else f', or data={held}'}"
+        raise UserError(f"data={option} data.path={path}: the file's name says {kind}; write {instead}")
 
 
 def refuse_removal(key: str, kept: Iterable[Key], comment_of: Callable[[str], str]) -> None:
@@ -232,84 +227,84 @@ def refuse_removal(key: str, kept: Iterable[Key], comment_of: Callable[[str], st
 ADD_UP = ("callbacks", "trainer", "logger", "debug", "experiment")
 
 
-def _refuse_alternatives(group: str, value: str) -> None:
+def _refuse_alternatives(group: str, options: Any) -> None:
     """Raises UserError for several of lmtrain's own options of a group of alternatives, of which the last would win."""
-    names = [
-        name
-        for name in value.strip("[] ").replace(" ", "").split(",")
-        if (conf_dir() / group / f"{name}.yaml").is_file()
-    ]
-    if value.startswith("[") and group not in ADD_UP and len(names) > 1:
-        raise UserError(f"{group}={value}: they are alternatives: choose one, {group}={names[-1]}")
+    if group in ADD_UP or not isinstance(options, list):
+        return
+    names = [name for name in options if (conf_dir() / group / f"{name}.yaml").is_file()]
+    if len(names) > 1:
+        raise UserError(f"{group}=[{','.join(options)}]: they are alternatives: choose one, {group}={names[-1]}")
 
 
-def with_plain_groups(overrides: list[str], folders: list[Path]) -> list[str]:
-    """Returns the overrides with `+group=x` as `group=x` (every config has all groups) and `~group` as `group=none`.
+def with_plain_groups(words: Sequence[Word], folders: list[Path]) -> list[Word]:
+    """Returns the words with `+group=x` as `group=x` (every config has all groups) and `~group` as `group=none`.
 
     Raises UserError for `~group` of a group that has no option none, and for several options that are alternatives.
     """
-    found = list[str]()
-    for override in overrides:
-        group, equals, value = override.lstrip("+~").partition("=")
-        is_group = any((d / group).is_dir() for d in folders)
-        if is_group and override.startswith("~"):
+    found = list[Word]()
+    for word in words:
+        group, override = word.key, word.override
+        if not any((d / group).is_dir() for d in folders):
+            found.append(word)
+        elif override.is_delete():
             options = options_of(group, folders)
-            if equals or "none" not in options:
+            if override.value_type is not None or "none" not in options:
                 off = f"~{group} or {group}=none turns it off; " if "none" in options else ""
-                raise UserError(f"{override}: the group {group} can't be left out; {off}options: {', '.join(options)}")
-            override = f"{group}=none"
-        elif is_group:
-            _refuse_alternatives(group, value)
-        found.append(override.lstrip("+") if is_group and equals else override)
+                raise UserError(
+                    f"{word.typed}: the group {group} can't be left out; {off}options: {', '.join(options)}"
+                )
+            found.append(parse(f"{group}=none"))
+        else:
+            _refuse_alternatives(group, word.value)
+            is_added = override.is_add() or override.is_force_add()
+            found.append(parse(word.text.lstrip("+")) if is_added else word)
     return found
 
 
 def refused(
-    error: Exception, folders: list[Path], overrides: list[str], compose: Callable[[list[str]], DictConfig]
+    error: Exception, folders: list[Path], words: Sequence[Word], compose: Callable[[list[Word]], DictConfig]
 ) -> str:
-    """Returns the message for overrides that parse but cannot be applied; it names the first of them.
+    """Returns the message for words that parse but cannot be applied; it names the first of them.
 
     Args:
-        compose: composes the config with a subset of the overrides.
+        compose: composes the config with a subset of the words.
     """
     groups = {g.name for d in folders for g in d.iterdir() if g.is_dir()}
-    parsed = [OverridesParser.create().parse_override(text) for text in overrides]
-    for override in parsed:
-        message, said = _wrong_value(override, groups, folders), _on_one_line(error)
-        if "DictConfig with ListConfig" in said and f"override {override.input_line}" in said:
-            key, _, value = str(override.input_line).partition("=")
+    said = _on_one_line(error)
+    for word in words:
+        message = _wrong_value(word, groups, folders)
+        if "DictConfig with ListConfig" in said and f"override {word.text}" in said:
+            key, _, value = word.typed.partition("=")
             return f"{key}={value}: a list is needed, {key}=[{value}]"
         if message is not None:
             return message
-        key = override.key_or_group
+        key = word.key
         if f"Could not override '{key}'" in str(error) and "No match in the defaults list" in str(error):
             return f"{key}: this config is a run's own and offers no options: set single keys, {key}.<key>=<value>"
     try:
-        base = compose([o.input_line or "" for o in parsed if o.key_or_group in groups])
+        base = compose([word for word in words if word.key in groups])
     except (HydraException, OmegaConfBaseException, ValueError):  # the options are incompatible: use Hydra's message
-        return _on_one_line(error)
-    for override in parsed:
-        key = override.key_or_group
-        if override.is_add() or key in groups or OmegaConf.select(base, key, default=_ABSENT) is not _ABSENT:
+        return said
+    for word in words:
+        key = word.key
+        if word.override.is_add() or key in groups or OmegaConf.select(base, key, default=_ABSENT) is not _ABSENT:
             continue
         if OmegaConf.select(base, f"{key.split('.')[0]}.name", default=None) == "custom":
             return f"there is no key {key!r} yet: write +{key}=... to add it"
         valid = flatten(OmegaConf.to_container(base, resolve=False))  # type: ignore[arg-type]
-        return other_variant(key, folders) or unknown_key(key, [*valid, *sorted(groups)], override.value())
-    return _on_one_line(error)
+        return other_variant(key, folders) or unknown_key(key, [*valid, *sorted(groups)], word.value)
+    return said
 
 
-def _wrong_value(override: Override, groups: set[str], folders: list[Path]) -> str | None:
+def _wrong_value(word: Word, groups: set[str], folders: list[Path]) -> str | None:
     """Returns the message for several values outside a sweep or a value that can't name an option; else None."""
-    group = override.key_or_group
-    if override.is_sweep_override():
-        key, _, value = (override.input_line or "").partition("=")
-        value = value.replace('"', "")  # maybe of `to_hydra`
+    if word.override.is_sweep_override():
+        key, _, value = word.typed.partition("=")
         one = f"for one list write '{key}=[{value}]', for one text '{key}=\"{value}\"'"
         return f"{key}={value}: several values are a sweep, started with -m; {one}"
-    if group in groups and not isinstance(override.value(), str | list):
-        options = ", ".join(options_of(group, folders))
-        return f"{override.input_line}: {group} is set by the name of an option ({options}), keys by {group}.<key>="
+    if word.key in groups and not isinstance(word.value, str | list):
+        options = ", ".join(options_of(word.key, folders))
+        return f"{word.typed}: {word.key} is set by the name of an option ({options}), keys by {word.key}.<key>="
     return None
 
 

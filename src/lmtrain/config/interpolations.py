@@ -1,12 +1,15 @@
 """Interpolations `${...}` in configs: resolved exactly once, with few allowed resolvers. Imports no torch."""
 
+import contextlib
 import re
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse
+from omegaconf.resolvers import oc
 
 from lmtrain.errors import UserError
 from lmtrain.secrets import shown_in
@@ -37,6 +40,30 @@ def power_law(
 
 
 OmegaConf.register_new_resolver("power_law", power_law, replace=True)
+
+_readers: ContextVar[list[str] | None] = ContextVar("_readers", default=None)
+
+
+def _env(key: str, default: Any = oc._DEFAULT_MARKER_) -> str | None:
+    """OmegaConf's `oc.env`, which besides notes the variable for `variables_read`."""
+    names = _readers.get()
+    if names is not None:
+        names.append(str(key))
+    return oc.env(key, default)
+
+
+OmegaConf.register_new_resolver("oc.env", _env, replace=True)  # once, for the whole process
+
+
+@contextlib.contextmanager
+def variables_read() -> Iterator[list[str]]:
+    """Yields a list that collects the environment variables that interpolations read within the context."""
+    names: list[str] = []
+    token = _readers.set(names)
+    try:
+        yield names
+    finally:
+        _readers.reset(token)
 
 
 def resolved(tree: DictConfig) -> dict[str, Any]:

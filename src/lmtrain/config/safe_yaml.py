@@ -5,7 +5,6 @@ every use, so a file of one kilobyte can expand to a billion values. Both are re
 PyYAML silently keeps the last of two values of a key; duplicate keys are refused.
 """
 
-import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -13,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -47,14 +44,6 @@ def check_folder(folder: Path, config_name: str) -> None:
         except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException):  # reported by composing
             return
         check_search_path(found, f"{root}: {_SEARCH_PATH}")
-
-
-def check_words(overrides: list[str]) -> None:
-    """Raises UserError for an override, typed or from a pipeline, of hydra.searchpath that makes Hydra import code."""
-    for word in overrides:
-        if word.lstrip("+").startswith(f"{_SEARCH_PATH}="):
-            with contextlib.suppress(HydraException):  # reported by composing
-                check_search_path(OverridesParser.create().parse_override(word).value(), _SEARCH_PATH)
 
 
 def check_search_path(found: Any, where: str) -> None:

@@ -11,7 +11,6 @@ processes that lmtrain starts itself get what was typed on their command line. I
 
 import functools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,8 @@ from lmtrain.config.config_files import ConfigFile, file_of, hydra_over
 from lmtrain.config.constraints import CLOSED, SOURCE, Theirs
 from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.keys import Key, at, flat, keys_of, value_of
-from lmtrain.config.override_text import bare_or_quoted, leaves, to_hydra, written
+from lmtrain.config.override_text import bare_or_quoted, written
+from lmtrain.config.overrides import leaves, parse_all
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.sections import all_keys, classes
 from lmtrain.errors import UserError, naming
@@ -154,12 +154,12 @@ def _written(raw: Any, name: str) -> tuple[str, Any]:
 def _without_theirs(words: Sequence[str]) -> dict[str, Any]:
     """Returns the config that the user would get without the files of somebody else; {} if it can't be composed."""
     folder, chosen, others = conf_dir(), [], []
-    for word in map(to_hydra, words):
-        group, _, names = word.lstrip("+").partition("=")
-        if not (folder / group).is_dir():
-            others.append(word)
-        elif set(re.split("[^\\w/-]+", names.strip("[]"))) <= {*options_of(group, [folder])}:
-            chosen.append(f"{group}={names}")
+    for word in parse_all(words):
+        names = word.value if isinstance(word.value, list) else [word.value]
+        if not (folder / word.key).is_dir():
+            others.append(word.text)
+        elif set(names) <= {*options_of(word.key, [folder])}:
+            chosen.append(f"{word.key}={written(word.value, str)}")
     return _composed((*chosen, *others)) or _composed(tuple(chosen))
 
 

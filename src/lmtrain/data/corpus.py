@@ -11,8 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from lmtrain.config.batch import step_sizes
 from lmtrain.config.defaults import conf_dir
-from lmtrain.config.effect import option_holding
 from lmtrain.config.options import OBJECTIVES
+from lmtrain.config.proposers import option_holding
 from lmtrain.config.schema import Config
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.targets import building, class_named, lacking

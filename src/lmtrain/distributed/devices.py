@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from lmtrain.config.effect import width_of
+from lmtrain.config.proposers import width_of
 from lmtrain.config.schema import Config, TrainerConfig
 from lmtrain.config.strategies import SHARING, adopt_file, ranks_per_part
 from lmtrain.distributed import precision, ranks, spinning

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +19,7 @@ from lmtrain import errors
 from lmtrain.errors import RunError, UserError
 
 # Environment variables for ranks: the command line of their parent; when the command of a run with a budget was given,
-# a time.time(); and a line that says how a file named alone on the command line is trained.
+# a time.time(); and lines that say what lmtrain has added to the command line, and why.
 TYPED = "LMTRAIN_TYPED"
 BEGAN = "LMTRAIN_BEGAN"
 PROPOSED = "LMTRAIN_PROPOSED"
@@ -39,22 +39,25 @@ _OLDEST_S = 60.0  # a process that has only begun; a greater age comes from a cl
 _of_file: list[str] = []  # the overrides of the yaml file that it names
 
 
-def note_typed(argv: list[str], says: str = "", of_file: Sequence[str] = ()) -> None:
+def note_typed(argv: list[str], of_file: Sequence[str] = ()) -> None:
     """Records the words a verb was given, as typed: no override that lmtrain proposes is among them.
 
     Args:
-        says: how a file named alone is read.
         of_file: the overrides of a yaml file that was named.
     """
     global _here
     _here = list(argv)
     _of_file[:] = of_file
-    os.environ[PROPOSED] = says
 
 
-def proposed() -> str:
-    """Returns a line on how a file that was named alone on the command line is trained, or '' if there was none."""
-    return os.environ.get(PROPOSED, "")
+def note_proposed(reasons: Iterable[str]) -> None:
+    """Records what lmtrain has added to the command line, and why, for the plan."""
+    os.environ[PROPOSED] = "\n".join(reasons)
+
+
+def proposed() -> list[str]:
+    """Returns the lines on what lmtrain has added to the command line, and why."""
+    return os.environ.get(PROPOSED, "").splitlines()
 
 
 def typed() -> list[str]:

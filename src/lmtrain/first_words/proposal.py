@@ -2,16 +2,16 @@
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
 from lmtrain.config import safe_yaml
-from lmtrain.config.effect import epochs_at_most, suffix_of
-from lmtrain.config.override_text import bare_or_quoted, shell_word, typed_keys, written
+from lmtrain.config.override_text import bare_or_quoted, shell_word, written
+from lmtrain.config.overrides import parse_all
+from lmtrain.config.proposers import Proposal, epochs, suffix_of
 from lmtrain.data.chat.columns import RowColumns, detect, plain
 from lmtrain.data.chat.turns import truth_of
 from lmtrain.data.sources import encodings, files
@@ -19,7 +19,6 @@ from lmtrain.data.sources.addresses import is_address
 from lmtrain.data.sources.lines import COMPRESSED, open_binary
 from lmtrain.data.sources.tables import read_otherwise, read_table
 from lmtrain.errors import UserError
-from lmtrain.first_words.words import Proposal
 
 ROWS = 20  # first rows that are examined
 _SMALL = 20_000_000 * 4  # bytes of weights: models below learn from larger rates and smaller steps
@@ -29,31 +28,41 @@ _PROSE = ("text", "content", "body", "article", "document", "story")  # columns 
 _ASKED = re.compile(r"[?？؟]\W*\Z")
 
 
-def propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
-    """Proposes objective, reader, columns and run length for these files, as overrides that respect typed ones.
+@dataclass
+class Recipe:
+    """How to train on data files: overrides, and one line that describes them."""
+
+    overrides: list[str]
+    says: str
+
+
+def propose(paths: Sequence[str], typed: Sequence[str]) -> list[Proposal]:
+    """Proposes objective, reader, columns and run length for these files, beside the typed overrides.
 
     Raises:
         UserError: the files don't exist, or hold nothing to train on.
     """
-    found = _propose(paths, typed)
-    option = typed_keys(found.overrides).get("data")
-    epochs = epochs_at_most([*found.overrides, *typed], option) if option is not None else []
-    return Proposal([*found.overrides, *epochs], found.says)
+    keys = {word.key: word.value for word in parse_all(typed) if word.sets}
+    found = recipe(paths, keys)
+    proposals = [Proposal(override, "") for override in found.overrides]
+    proposals[0] = Proposal(found.overrides[0], found.says)
+    chosen = {word.key: word.value for word in parse_all(found.overrides)}
+    return [*proposals, *(epochs({**keys, **chosen}, chosen["data"]) if "data" in chosen else ())]
 
 
-def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
+def recipe(paths: Sequence[str], keys: Mapping[str, Any]) -> Recipe:
+    """Returns the recipe for these files; `keys` maps the typed keys to their values."""
     path: Any = list(paths) if len(paths) > 1 else paths[0]
     own = [f"data.path={bare_or_quoted(path) if isinstance(path, str) else written(path)}"]
-    keys = typed_keys(typed)
     named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     first = Path(paths[0]).expanduser()
     if {"data", "data.source", "data.format"} & keys.keys() or is_address(paths[0]):
-        return Proposal(own, f"{named}: data.path")
+        return Recipe(own, f"{named}: data.path")
     if any((first / name).is_file() for name in _BINS):
-        return Proposal(["data=bins", *own], f"{named} holds token bins: data=bins")
+        return Recipe(["data=bins", *own], f"{named} holds token bins: data=bins")
     if first.is_file() and suffix_of(paths[0]) not in files.FORMATS:
         _refuse_binary(first)
-        return Proposal(["data=text", "data.format=text", *own], f"{named} is read as plain text (data.format=text)")
+        return Recipe(["data=text", "data.format=text", *own], f"{named} is read as plain text (data.format=text)")
     found, _ = files.find_files(path, "auto")
     file, format = found[0]
     if format == "text":
@@ -62,16 +71,16 @@ def _propose(paths: Sequence[str], typed: Sequence[str]) -> Proposal:
         if any(key.startswith("budget.") for key in keys) and not _RECIPE & keys.keys():
             chosen = ["experiment=dial", *chosen]
         read_by = " ".join(chosen) or "data.path"
-        return Proposal([*chosen, *own], f"{named} is plain text{many}: {read_by}")
-    header = {"true": True, "false": False}.get(keys.get("data.header", "").lower())
-    read = read_table(file, format, header=header)
+        return Recipe([*chosen, *own], f"{named} is plain text{many}: {read_by}")
+    header = keys.get("data.header")
+    read = read_table(file, format, header=header if isinstance(header, bool) else None)
     rows = [row for _, row in itertools.islice(read, ROWS) if isinstance(row, dict)]
     if not rows:
         inspect = f"python -m lmtrain.inspect {shell_word('data.path', str(file))}"
         raise UserError(f"{file} holds no row that can be read: {inspect} shows why")
-    proposal = _of_rows(rows, named, own, keys, format)
+    made = _of_rows(rows, named, own, keys, format)
     odd = read_otherwise.get(str(file))
-    return Proposal(proposal.overrides, f"{proposal.says}; {odd}" if odd else proposal.says)
+    return Recipe(made.overrides, f"{made.says}; {odd}" if odd else made.says)
 
 
 def _refuse_binary(path: Path) -> None:
@@ -82,32 +91,31 @@ def _refuse_binary(path: Path) -> None:
         raise UserError(f"{path} is neither text nor a table that lmtrain reads (known: {known})")
 
 
-def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], keys: dict[str, str], format: str) -> Proposal:
+def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], keys: Mapping[str, Any], format: str) -> Recipe:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     is_open = not {"data.columns", "data.text_column", "experiment"} & keys.keys()
     if is_open and keys.get("objective", "sft") == "sft" and recipe_of(columns, rows) is None:
         texts = _question_and_answer(rows, columns, named, own)
         if texts is not None:
             chosen = f"data.columns={written({'prompt': texts[0], 'response': texts[1]})}"
-            found = _of_rows(rows, named, [chosen, *own], {**keys, **typed_keys([chosen])}, format)
-            return Proposal(
-                found.overrides, f"{found.says}; data.text_column={bare_or_quoted(texts[1])} reads one alone"
-            )
-    recipe = None if "data.text_column" in keys else recipe_of(columns, rows, keys.get("data.columns"))
-    if recipe is None:
+            columns_of = {"data.columns": {"prompt": texts[0], "response": texts[1]}}
+            found = _of_rows(rows, named, [chosen, *own], {**keys, **columns_of}, format)
+            return Recipe(found.overrides, f"{found.says}; data.text_column={bare_or_quoted(texts[1])} reads one alone")
+    entry = None if "data.text_column" in keys else recipe_of(columns, rows, keys.get("data.columns"))
+    if entry is None:
         return _text(rows, columns, named, own, keys, format)
-    what, kind = recipe["what"], recipe["data"]
+    what, kind = entry["what"], entry["data"]
     shown = f"{named} holds {what} (columns {', '.join(columns[:6])})"
     if {"objective", "experiment"} & keys.keys():
-        return Proposal(own, f"{shown}, read as the objective wants")
+        return Recipe(own, f"{shown}, read as the objective wants")
     if "model" in keys or "model.name_or_path" in keys:
-        model = keys.get("model", "")
+        model = str(keys.get("model", ""))
         extra = [o for o in _needed_by(model) if o.partition("=")[0] not in keys]
-        small = "small" in recipe and is_small(model) and not (_RECIPE - {"model"}) & keys.keys()
-        overrides = [*recipe["small" if small else "with_model"], f"data={kind}", *extra, *own]
-        return Proposal(overrides, f"{shown}: {' '.join(overrides[:-1])}")
-    choices = [o for o in recipe["alone"] if o.partition("=")[0] not in keys]
-    return Proposal(
+        small = "small" in entry and is_small(model) and not (_RECIPE - {"model"}) & keys.keys()
+        overrides = [*entry["small" if small else "with_model"], f"data={kind}", *extra, *own]
+        return Recipe(overrides, f"{shown}: {' '.join(overrides[:-1])}")
+    choices = [o for o in entry["alone"] if o.partition("=")[0] not in keys]
+    return Recipe(
         [*choices, f"data={kind}", *own],
         f"{shown}: {' '.join([*choices, *own[:-1]])} (SmolLM2-135M-Instruct with LoRA); model=... names another model",
     )
@@ -128,13 +136,13 @@ def _needed_by(model: str) -> list[str]:
 
 
 def recipe_of(
-    columns: Sequence[str], rows: Sequence[dict[str, Any]], named: str | None = None
+    columns: Sequence[str], rows: Sequence[dict[str, Any]], named: Mapping[str, str] | None = None
 ) -> dict[str, Any] | None:
     """Returns the entry of recipes.yaml for rows with these columns, or None for text.
 
-    named: the value of data.columns as it was typed.
+    named: the typed value of data.columns.
     """
-    cfg = SimpleNamespace(columns=yaml.safe_load(named or "{}"), ignore_columns=None, conversation_format=None,
+    cfg = SimpleNamespace(columns=dict(named or {}), ignore_columns=None, conversation_format=None,
                           prompt_template=None, response_template=None)  # fmt: skip
     for recipe in safe_yaml.table(__file__, "recipes.yaml"):
         try:
@@ -180,12 +188,12 @@ def _question_and_answer(
 
 
 def _text(
-    rows: list[dict[str, Any]], columns: list[str], named: str, own: list[str], keys: dict[str, str], format: str
-) -> Proposal:
+    rows: list[dict[str, Any]], columns: list[str], named: str, own: list[str], keys: Mapping[str, Any], format: str
+) -> Recipe:
     """Proposes to train on the text of data.text_column, or else of the column with the most text."""
     option = "parquet" if format in ("parquet", "arrow") else "jsonl"
     if "data.text_column" in keys:
-        return Proposal([f"data={option}", *own], f"{named}: text of the column {keys['data.text_column']}")
+        return Recipe([f"data={option}", *own], f"{named}: text of the column {keys['data.text_column']}")
     sizes = {c: sum(len(row[c]) for row in rows if isinstance(row.get(c), str)) for c in columns}
     longest = max(sizes, key=lambda c: (sizes[c], c == "text"), default=None)
     if longest is None or sizes[longest] == 0:
@@ -193,4 +201,4 @@ def _text(
     others = [c for c in columns if c != longest]
     also = f"; not read: {', '.join(others[:6])}" if others else ""
     column = [] if longest == "text" else [f"data.text_column={bare_or_quoted(longest)}"]
-    return Proposal([f"data={option}", *column, *own], f"{named} holds text in the column {longest}{also}")
+    return Recipe([f"data={option}", *column, *own], f"{named} holds text in the column {longest}{also}")

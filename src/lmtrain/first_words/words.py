@@ -14,8 +14,9 @@ from pathlib import Path
 from lmtrain.config import safe_yaml
 from lmtrain.config.aliases import used_here
 from lmtrain.config.defaults import options_of
-from lmtrain.config.explain import unreadable
 from lmtrain.config.override_text import as_typed, shell_word, typed_keys
+from lmtrain.config.overrides import unreadable
+from lmtrain.config.proposers import Proposal
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError, nearest
 from lmtrain.first_words import config_file
@@ -31,23 +32,22 @@ _GROUPS = ("experiment", "model", "objective", "data", "peft", "optimizer", "tok
 
 
 @dataclass
-class Proposal:
-    """How to train on data files: overrides, and one line that describes them."""
-
-    overrides: list[str]
-    says: str
-
-
-@dataclass
 class Read:
     """A command line whose bare words have been replaced by overrides."""
 
-    overrides: list[str]  # all overrides, those of a config file first
-    typed: list[str]  # the overrides without those of a config file
-    of_file: list[str] = field(default_factory=list)
-    proposed: list[str] = field(default_factory=list)  # those among them that stand for data files
-    says: str = ""
+    typed: list[str]  # the overrides that were typed, or stand for a model
+    of_file: list[str] = field(default_factory=list)  # those of a config file
+    proposals: list[Proposal] = field(default_factory=list)  # those that stand for data files
     config: Path | None = None  # the yaml file that was named
+
+    @property
+    def ours(self) -> list[str]:
+        """The overrides without those of a config file, which may be somebody else's."""
+        return [*(proposal.override for proposal in self.proposals), *self.typed]
+
+    @property
+    def overrides(self) -> list[str]:
+        return [*self.of_file, *self.ours]
 
 
 def is_bare(word: str) -> bool:
@@ -60,7 +60,7 @@ def read(
     verb: str,
     words: Sequence[str],
     folders: Sequence[Path],
-    propose: Callable[[Sequence[str], Sequence[str]], Proposal],
+    propose: Callable[[Sequence[str], Sequence[str]], list[Proposal]],
     file_words: Callable[[Path, Sequence[str]], list[str]],
 ) -> Read:
     """Converts the words after a verb to overrides.
@@ -76,7 +76,7 @@ def read(
     _refuse_spaces(verb, words)
     bare, typed = [w for w in words if is_bare(w)], [w for w in words if not is_bare(w)]
     if bare and verb in OF_MODELS:
-        return Read(overrides := [*typed, *_of_model(verb, bare, typed)], overrides)
+        return Read([*typed, *_of_model(verb, bare, typed)])
     configs = [path for path in (Path(w).expanduser() for w in bare) if path.is_file() and _is_config(path)]
     data = [w for w in bare if Path(w).expanduser() not in configs[:1]]
     for word in data:
@@ -86,9 +86,8 @@ def read(
     if configs:
         keys = typed_keys(typed)
         of_file = [o for o in file_words(configs[0], typed) if o.lstrip("+").partition("=")[0] not in keys]
-    found = propose(data, [*of_file, *typed]) if data else Proposal([], "")
-    typed = [*found.overrides, *typed]
-    return Read([*of_file, *typed], typed, of_file, found.overrides, found.says, next(iter(configs), None))
+    proposals = propose(data, [*of_file, *typed]) if data else []
+    return Read(typed, of_file, proposals, next(iter(configs), None))
 
 
 def _refuse_spaces(verb: str, words: Sequence[str]) -> None:

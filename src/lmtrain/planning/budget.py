@@ -22,9 +22,9 @@ from lmtrain.callbacks.stream import build_feed
 from lmtrain.callbacks.time_budget import ENDING_S, steps_of_validation
 from lmtrain.config import safe_yaml
 from lmtrain.config.batch import nearest_divisor, step_sizes
-from lmtrain.config.effect import EPOCHS, LENGTHS
 from lmtrain.config.keys import value_of
 from lmtrain.config.override_text import typed_keys
+from lmtrain.config.proposers import EPOCHS, LENGTHS
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
 from lmtrain.data.loaders import seen_rows

@@ -6,7 +6,6 @@ from typing import Any
 
 from lmtrain.callbacks.step_numbers import has_nvml
 from lmtrain.checkpoints import retention
-from lmtrain.config import effect
 from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8, overruled
@@ -43,7 +42,7 @@ def advice(run: Run) -> list[str]:
     r = c.router
     if not run.objective.model.router_losses.kinds and (r.load_balance or r.deviation or r.z_loss):
         notes.append("router.*: this model has neither a mixture of experts nor a memory, so none is balanced")
-    notes += effect.inference_note(ranks.typed(), c, ranks.proposed())
+    notes += ranks.proposed()
     notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))
     # On the machine.
     on_every_rank = sharding.why_on_every_rank(c)

@@ -36,7 +36,9 @@ def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Con
     if isinstance(overrides, str) or not all(isinstance(word, str) for word in overrides):
         raise UserError(f'compose takes a list of overrides, ["model=gpt_nano", "data.path=a.txt"]: {overrides!r}')
     ranks.note_typed(list(overrides))  # messages repeat these; a notebook's own command line differs
-    return rules.check(rules.compose(list(overrides), config_dir))
+    made = rules.composition(list(overrides), config_dir)
+    ranks.note_proposed(made.reasons)
+    return rules.check(made.tree)
 
 
 def build(config: Config) -> "PythonRun":

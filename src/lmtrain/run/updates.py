@@ -14,9 +14,9 @@ import torch
 from lmtrain import terminal
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.config.batch import nearest_divisor, step_sizes
-from lmtrain.config.effect import LENGTHS, positions_of
 from lmtrain.config.options import LoadedModelConfig
 from lmtrain.config.override_text import typed_keys
+from lmtrain.config.proposers import LENGTHS, positions_of
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus
 from lmtrain.data.hub import optional_file

@@ -14,6 +14,7 @@ from lmtrain.config.constraints import MACHINE, SHOWN
 from lmtrain.config.fingerprint import short_hash
 from lmtrain.config.keys import keys_in, value_of
 from lmtrain.config.override_text import bare_or_quoted
+from lmtrain.config.proposers import LENGTHS
 from lmtrain.config.schema import BUDGETS, Config
 from lmtrain.errors import UserError, naming
 from lmtrain.stages import definition as command
@@ -169,7 +170,7 @@ class _Composer:
         written = one.words[: len(one.words) - len(typed)]
         in_file, own = command.resolved(written, self.folder), command.resolved(typed, self.folder)
         if any(command.key_of(word).startswith("budget.") for word in (*before, *own)):
-            in_file = [word for word in in_file if command.key_of(word) not in effect.LENGTHS]
+            in_file = [word for word in in_file if command.key_of(word) not in LENGTHS]
         words, by_user = [*in_file, *before, *own, *after], [*self.typed.common, *own, *after[-1:]]
         # lmtrain.evaluate composes its overrides in the same way.
         composed = [*(["model.max_position_embeddings=1000000"] if verb == "evaluate" else []), *words]

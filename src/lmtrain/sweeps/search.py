@@ -2,16 +2,15 @@
 
 import itertools
 import warnings
+from dataclasses import replace
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 
-from lmtrain.config import explain
 from lmtrain.config.config_files import hydra_over
 from lmtrain.config.defaults import conf_dir
-from lmtrain.config.override_text import as_text
+from lmtrain.config.overrides import parse_all
 from lmtrain.config.schema import SweepConfig
 from lmtrain.errors import UserError, needing
 from lmtrain.sweeps.trials import Trial
@@ -20,13 +19,9 @@ VALUES = 10_000  # most values of one key; each is composed and checked before t
 
 
 def parse(overrides: list[str]) -> list[Override]:
-    """Parses overrides with Hydra's parser; `glob(*)` expands to the options in conf/."""
+    """Parses overrides; `glob(*)` expands to the options in conf/."""
     with hydra_over([conf_dir()]) as hydra:
-        parser = OverridesParser.create(config_loader=hydra.config_loader)
-    try:
-        return parser.parse_overrides([as_text(override) for override in overrides])
-    except OverrideParseException as error:
-        raise UserError(explain.unreadable(error.override)) from None
+        return [replace(word.override, config_loader=hydra.config_loader) for word in parse_all(overrides)]
 
 
 def choices(override: Override) -> list[str]:

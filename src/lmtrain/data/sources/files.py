@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lmtrain.config.effect import suffix_of
 from lmtrain.config.override_text import shell_word
+from lmtrain.config.proposers import suffix_of
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.sources import addresses
 from lmtrain.data.sources.addresses import Address, File, Found, size_of
