@@ -82,10 +82,8 @@ def composition(
         return tree
 
     facts = Facts(words, folders, judged)
-    proposals = proposers.propose(facts)
-    replaced = {proposal.instead for proposal in proposals if proposal.instead}
-    kept = [word for word in words if word.key not in replaced or not word.sets]
-    used = [*(parse(proposal.override) for proposal in proposals), *kept]
+    proposers.propose(facts)
+    used = facts.used()
     composed = judged(used)
     _check_model_name(facts.typed, composed, used, hydra)
     _refuse_removals(composed, used, hydra)
@@ -94,11 +92,11 @@ def composition(
         if "_target_" not in composed[key.partition(".")[0]]:
             raise UserError(explain.unknown_key(key, ()))
     _complete_own_optimizer(composed)
-    for proposal in proposers.row_length(facts.typed, composed, is_named="model" in replaced):
+    for proposal in proposers.row_length(facts.typed, composed, is_named="model" in facts.replaced()):
         word = parse(proposal.override)
         OmegaConf.update(composed, word.key, word.value)
-        proposals.append(proposal)
-    return Composition(composed, [word.text for word in used], proposals)
+        facts.proposals.append(proposal)
+    return Composition(composed, [word.text for word in used], facts.proposals)
 
 
 @dataclasses.dataclass(frozen=True)

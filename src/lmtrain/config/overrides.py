@@ -57,8 +57,12 @@ class Word:
 
 
 @functools.lru_cache(4096)
-def parse(typed: str) -> Word:
-    """Parses one override; raises UserError with the form to type if it can't be read."""
+def parse(typed: str, sweep: bool = False) -> Word:
+    """Parses one override; raises UserError with the form to type if it can't be read.
+
+    Args:
+        sweep: whether commas separate the values of a sweep in prose, too.
+    """
     key, equals, value = typed.partition("=")
     name = key.lstrip("+")
     found = _declared(name)
@@ -66,7 +70,7 @@ def parse(typed: str) -> Word:
         is_whole = found is not None and name == found.name
         if name == "reward.parts" or (found is not None and _takes_any_key(found, is_whole)):
             key = f"++{name}"
-        if name in PROSE and value != "null" and not value.startswith(("'", '"', "${")):
+        if not sweep and name in PROSE and value != "null" and not value.startswith(("'", '"', "${")):
             value = quoted(escaped(value))
         elif found is not None and "bool" in str(found.type):
             value = _BOOLEANS.get(value.lower(), value)
@@ -80,13 +84,8 @@ def parse(typed: str) -> Word:
     return Word(typed, override)
 
 
-def parse_all(words: Iterable[str]) -> list[Word]:
-    return [parse(word) for word in words]
-
-
-def of_group(group: str, option: str) -> Word:
-    """Returns the override that chooses an option of a group."""
-    return parse(f"{group}={option}")
+def parse_all(words: Iterable[str], sweep: bool = False) -> list[Word]:
+    return [parse(word, sweep) for word in words]
 
 
 def _declared(name: str) -> Key | None:
@@ -114,15 +113,18 @@ def _readable(value: str, found: Key | None) -> str:
     Args:
         found: the key, if it is one of the schema.
     """
-    if value[:1] in ("[", "{") and not (found is not None and found.type in (str, str | None)):
-        safe_yaml.check_text(value, value)
-        try:
-            return _from_yaml(yaml.compose(value, yaml.SafeLoader))
-        except yaml.YAMLError:
-            return value
     is_text = found is not None and found.type in (str, str | None)
-    is_bare = not set(value) & set(",[]{}'\"=") or ("://" in value and value[0] not in "'\"[{")
-    return quoted(value) if is_text or is_bare else value
+    if is_text or ("://" in value and value[0] not in "'\"[{"):
+        return quoted(value)
+    safe_yaml.check_text(value, value)
+    try:
+        if value[:1] in ("[", "{"):
+            return _from_yaml(yaml.compose(value, yaml.SafeLoader))
+        if not set(value) & set("[]{}'\"="):  # one text, or those of a sweep
+            return ",".join(map(_from_yaml, yaml.compose(f"[{value}]", yaml.SafeLoader).value))
+    except yaml.YAMLError:
+        pass  # refused
+    return value
 
 
 def _from_yaml(node: Any) -> str:

@@ -20,7 +20,7 @@ from lmtrain.config import sections
 from lmtrain.config.defaults import options_of
 from lmtrain.config.keys import at
 from lmtrain.config.override_text import as_typed, shell_word
-from lmtrain.config.overrides import Word
+from lmtrain.config.overrides import Word, parse
 from lmtrain.errors import UserError
 
 ROW = 1024  # default data.seq_len, in tokens, with model=<name or folder>; less if the model has fewer positions
@@ -62,16 +62,27 @@ class Facts:
     ) -> None:
         self.words, self.folders, self._compose = words, folders, compose
         self.typed: dict[str, Any] = {word.key: word.value for word in words if word.sets}
+        self.proposals: list[Proposal] = []  # so far
 
     @functools.cached_property
     def composed(self) -> DictConfig:
         """The config without the keys of `data` but its path, which only the reader to be chosen may define."""
-        return self._compose([w for w in self.words if not w.key.startswith("data.") or w.key == "data.path"])
+        return self._compose([w for w in self.used() if not w.key.startswith("data.") or w.key == "data.path"])
+
+    def replaced(self) -> set[str]:
+        """Returns the typed keys whose words are replaced by proposals."""
+        return {proposal.instead for proposal in self.proposals if proposal.instead}
+
+    def used(self) -> list[Word]:
+        """Returns what Hydra composes: the proposals so far, then the typed words, which win."""
+        kept = [word for word in self.words if word.key not in self.replaced() or not word.sets]
+        return [*(parse(proposal.override) for proposal in self.proposals), *kept]
 
 
-def propose(facts: Facts) -> list[Proposal]:
-    """Returns all proposals; raises UserError if a typed word shows no way to read what it names."""
-    return [proposal for proposer in PROPOSERS for proposal in proposer(facts)]
+def propose(facts: Facts) -> None:
+    """Adds all proposals to the facts; raises UserError if a typed word shows no way to read what it names."""
+    for proposer in PROPOSERS:
+        facts.proposals += proposer(facts)
 
 
 def named_model(facts: Facts) -> list[Proposal]:

@@ -21,7 +21,7 @@ VALUES = 10_000  # most values of one key; each is composed and checked before t
 def parse(overrides: list[str]) -> list[Override]:
     """Parses overrides; `glob(*)` expands to the options in conf/."""
     with hydra_over([conf_dir()]) as hydra:
-        return [replace(word.override, config_loader=hydra.config_loader) for word in parse_all(overrides)]
+        return [replace(word.override, config_loader=hydra.config_loader) for word in parse_all(overrides, sweep=True)]
 
 
 def choices(override: Override) -> list[str]:
