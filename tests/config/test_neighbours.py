@@ -379,7 +379,7 @@ def test_each_word_gets_the_key_that_is_meant(valid: list[str]) -> None:
 
 def test_there_are_enough_words_and_none_is_untested() -> None:
     assert len(PAIRS) == len(dict(PAIRS)) >= 150
-    assert dict(PAIRS).keys() == NEIGHBOURS.keys()
+    assert dict(PAIRS).keys() >= NEIGHBOURS.keys()  # the others are last parts of lmtrain's own keys
 
 
 VALUES = [3, 512, 0, -1, 0.5, 2.5, True, False, None, "3", "0.5", "val", "text", "no", "bf16", "fp32", "resume", "x/y"]

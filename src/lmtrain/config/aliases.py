@@ -1,25 +1,36 @@
-"""Aliases: maps other projects' names for settings, in any section, to lmtrain's keys. The table is aliases.txt."""
+"""Aliases: maps other projects' names for settings, in any section, to lmtrain's keys. The table is aliases.yaml."""
 
-import configparser
 import difflib
+import functools
+from collections import Counter
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
+from lmtrain.config import safe_yaml
 from lmtrain.config.override_text import bare_or_quoted, written
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
 
-# It raises for duplicate names.
-_TABLES = configparser.ConfigParser(delimiters=("->",), interpolation=None, allow_no_value=True)
-_TABLES.read_string(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
-NEIGHBOURS, _SWITCHES, OPTIONS, WITHOUT, HYDRA_FLAGS = (
-    dict(_TABLES[name]) for name in ("keys", "switches", "options", "without", "hydra_flags")
+_TABLES: dict[str, Any] = safe_yaml.table(__file__, "aliases.yaml")
+
+
+def _by_name(table: str) -> dict[str, str]:
+    """Returns {their name: what it is here} for a table of {what it is here: their names}."""
+    return {name: here for here, names in _TABLES[table].items() for name in names}
+
+
+NEIGHBOURS, _SWITCHES, OPTIONS, WITHOUT, HYDRA_FLAGS, VERBS = map(
+    _by_name, ("keys", "switches", "options", "without", "hydra_flags", "verbs")
 )
-LIGHTNING, VERBS, WANTED, SHARES, DEEPSPEED = (
-    dict(_TABLES[name]) for name in ("lightning", "verbs", "wanted", "shares", "deepspeed")
-)
+LIGHTNING, WANTED, SHARES, DEEPSPEED = (_TABLES[name] for name in ("lightning", "wanted", "shares", "deepspeed"))
 SECTIONS, _AMBIGUOUS, _ALIKE = (tuple(_TABLES[name]) for name in ("sections", "ambiguous", "alike"))
+
+
+@functools.cache
+def _own() -> dict[str, str]:
+    """Maps the last parts of lmtrain's keys to the key, where only one key ends in it: max_steps."""
+    ends = Counter(key.name.rpartition(".")[2] for key in all_keys())
+    return {last: key.name for key in all_keys() if ends[last := key.name.rpartition(".")[2]] == 1}
 
 
 def _last_part(key: str) -> str:
@@ -43,7 +54,9 @@ def used_here(key: str, valid: Collection[str]) -> str | None:
     if renamed in valid:
         return renamed
     last = _last_part(key)
-    return NEIGHBOURS.get(last) if rest and last not in _AMBIGUOUS else None
+    if rest and (last in _AMBIGUOUS or last not in NEIGHBOURS):
+        return None if last in _AMBIGUOUS else _own().get(last)
+    return NEIGHBOURS.get(last, _own().get(last))
 
 
 def misspelt(key: str, valid: Collection[str]) -> str | None:
