@@ -77,8 +77,8 @@ def tree(tmp_path: Path) -> Tree:
 
 def test_a_verb_changes_one_file(tree: Tree) -> None:
     (tree.root / "src" / "lmtrain" / "hello.py").write_text(VERB)
-    tree.insert("src/lmtrain/help/commands.txt", "\nverify ", "\nhello  says hello")
-    assert tree.changed() == ["src/lmtrain/help/commands.txt"]
+    tree.insert("src/lmtrain/cli.py", '    "verify": ', '    "hello": "says hello",\n')
+    assert tree.changed() == ["src/lmtrain/cli.py"]
     assert tree.run("lmtrain.hello", "seed=7").stdout == "hello, seed 7\n"
     assert "says hello" in tree.run("lmtrain").stdout
     wrong = tree.run("lmtrain.hello", "seeed=7")

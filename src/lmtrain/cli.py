@@ -5,6 +5,7 @@ Imports neither torch nor lightning, so `--help` and messages about misspelt key
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import os
 import shlex
@@ -26,11 +27,27 @@ if TYPE_CHECKING:
     from lmtrain.first_words import words
 
 HELP = Path(__file__).with_name("help")  # the texts of --help
-# {command: what it does}: of those that take a config, and of those that have a command line of their own.
-VERBS, OTHERS = (
-    dict(line.split(maxsplit=1) for line in part.splitlines() if not line.startswith("#"))
-    for part in (HELP / "commands.txt").read_text(encoding="utf-8").split("\n\n")
-)
+VERBS = {  # commands that take a config, and what they do
+    "train": "train a model: compose, check, train, export",
+    "prepare": "source text to tokenizer and bins, or rows to examples, without training",
+    "inspect": "the data as the model sees it: samples with their mask, lengths, what was cut or dropped",
+    "export": "a run's checkpoint to a Hugging Face folder",
+    "generate": "text from a run, an export or a hub name",
+    "chat": "a conversation with a run, an export or a hub model, in the terminal or in the browser (--web)",
+    "evaluate": "loss, perplexity, bits per byte, answers or margins of a run, an export or a hub name",
+    "estimate": "parameters, FLOPs, memory and time of a run from its config alone, and what would make it fit",
+    "tune": "a learning rate and the largest micro-batch that suit a run; tune.apply=true trains with them",
+    "verify": "proves exact resume on this very config and machine",
+}
+OTHERS = {  # commands that have a command line of their own
+    "pipeline": "stages one after another, from raw text to an aligned model: pipeline=laptop",
+    "sweep_report": "a table and a picture of a sweep's trials",
+    "report": "a run as one HTML page: curves, samples, what it was trained on; several runs compared",
+    "runs": "the runs under a folder: status, step, best score, age",
+    "explain": "where values come from: a key, a section or the whole composition",
+    "doctor": "what this machine can do, and what is missing",
+    "new": "the skeleton of a reward, dataset, environment, objective, model, ... of your own, with its test",
+}
 PRINTING = ("inspect", "estimate", "generate", "chat")  # commands that end with the reader of their output
 FIRST = ("train", "inspect", "chat", "evaluate", "report")  # what people need first, in this order
 
@@ -160,8 +177,11 @@ def plain(action: Callable[[], int], goes_on: bool = False) -> int:
 _ONLY_PRINT = {"--cfg", "-c", "--why", "--info", "-i", "--help", "-h", "--version"}  # with these every verb only prints
 
 
-def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = None) -> int:
-    """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code."""
+def run(verb: str, action: Callable[..., int], argv: list[str] | None = None) -> int:
+    """Runs one verb: parses `argv`, composes and checks the config, calls `action`; returns the exit code.
+
+    The action of `train` is also given a function that composes the config once more, with further overrides.
+    """
     spinning.limit()
     spinning.watch()
     words = sys.argv[1:] if argv is None else argv
@@ -169,7 +189,7 @@ def run(verb: str, action: Callable[["Config"], int], argv: list[str] | None = N
         return plain(lambda: _run(verb, action, words), goes_on=verb not in PRINTING and _ONLY_PRINT.isdisjoint(words))
 
 
-def _run(verb: str, action: Callable[["Config"], int], words: list[str]) -> int:
+def _run(verb: str, action: Callable[..., int], words: list[str]) -> int:
     ranks.note_typed(words)
     args = parse(verb, words)
     if args.version:
@@ -200,7 +220,16 @@ def _run(verb: str, action: Callable[["Config"], int], words: list[str]) -> int:
     if checked.run_dir is None and verb in first.OF_MODELS:
         raise UserError(first.which_model(verb, named=typed_keys(read.typed).get("model")))
     beforehand.refuse(verb, checked)
-    return action(checked)
+    if verb != "train":
+        return action(checked)
+
+    def again(chosen: list[str]) -> "Config":
+        more = dataclasses.replace(read, typed=[*read.typed, *chosen])
+        args.overrides = more.overrides
+        ranks.note_typed([*words, *chosen], read.of_file)
+        return _composed(verb, args, more)
+
+    return action(checked, again)
 
 
 def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> None:

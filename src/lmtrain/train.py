@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lmtrain import cli
@@ -12,39 +13,41 @@ if TYPE_CHECKING:
     from lmtrain.config.schema import Config
 
 
-def train(config: "Config") -> int:
-    """Trains a model with `config`; returns the exit code. Slow imports are deferred until a status line is shown."""
-    from lmtrain.run.start import keep_precision, start
+def train(config: "Config", again: "Callable[[list[str]], Config]", began: float) -> int:
+    """Trains a model with `config`; returns the exit code. Slow imports are deferred until a status line is shown.
+
+    Args:
+        again: composes the config once more, with overrides that a budget has chosen.
+        began: when the command was given, a time.time().
+    """
+    config = _with_updates(config)
+    if config.budget.chosen is not None:
+        from lmtrain.planning import budget
+
+        config = budget.settle(config, began, lambda chosen: _with_updates(again(chosen)))
+    from lmtrain.run.start import start
+
+    return start(config)
+
+
+def _with_updates(config: "Config") -> "Config":
+    from lmtrain.run.start import keep_precision
 
     keep_precision(config)  # before what follows resolves auto
-
     if config.budget.updates is not None:
         from lmtrain.run import updates
 
         updates.settle(config)
-    if config.budget.chosen is not None:
-        from lmtrain.planning import budget
-
-        chosen = budget.settle(config, _began or time.time())
-        if chosen:
-            return main([*ranks.typed(), *chosen])
-    return start(config)
-
-
-_main = cli.main_of("train", train)
-_began: float | None = None  # when the command that this process carries out was given, a time.time()
+    return config
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command, which calls this once more if a budget chooses further overrides; returns the exit code."""
-    global _began
-    before, _began = _began, _began or ranks.began or time.time()
+    """Runs a command; returns the exit code."""
+    began = ranks.began or time.time()
     try:
-        return _main(argv)
+        return cli.run("train", lambda config, again: train(config, again, began), argv)
     finally:
-        _began = before
-        if before is None:
-            os.environ.pop(ranks.BEGAN, None)  # set by `settle`; the next command of this process has its own
+        os.environ.pop(ranks.BEGAN, None)  # set by `settle`; the next command of this process has its own
 
 
 if __name__ == "__main__":

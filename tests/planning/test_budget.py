@@ -46,6 +46,10 @@ def _no_command_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ranks.BEGAN)
 
 
+def again(chosen: list[str]) -> Config:
+    raise AssertionError(f"no budget of these tests chooses {chosen}")
+
+
 WORDS = ["data=text", "trainer.accelerator=cpu", "trainer.val_check_interval=50", "run.name=timed"]
 
 
@@ -64,7 +68,7 @@ def test_rows_to_memorize_are_trained_on_for_the_whole_time(corpus: Path, monkey
     monkeypatch.setattr(budget, "measure", lambda *_: Measured(starting=1.0, step=0.5, validation=0.1))
     asked = config("data=text", f"data.path={corpus}", "budget.minutes=1", "trainer.accelerator=cpu",
                    "trainer.overfit_batches=1")  # fmt: skip
-    settle(asked, time.time())
+    settle(asked, time.time(), again)
     assert asked.trainer.max_steps == pytest.approx(50 / 0.5, rel=0.2)
 
 
@@ -78,7 +82,7 @@ def test_prompts_are_sampled_from_for_the_whole_time(
     asked = config("objective=grpo", *data, f"data.path={path}", "tokenizer=bytes", "data.seq_len=64",
                    "budget.minutes=1", "reward=regex", "reward.pattern=a", "data.global_batch_size=4",
                    "data.micro_batch_size=4", "trainer.accelerator=cpu")  # fmt: skip
-    settle(asked, time.time())
+    settle(asked, time.time(), again)
     assert asked.trainer.max_epochs is None
     assert asked.trainer.max_steps == pytest.approx(50 / 0.5, rel=0.2)
 
@@ -268,25 +272,28 @@ def test_a_larger_budget_is_used_by_a_run_about_to_end(minutes: int, step: int, 
 
 
 def test_two_commands_of_one_process_have_a_budget_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command with further overrides, chosen by its budget, still counts from the first one."""
+    """Each counts from its own start, and is composed again with the overrides that its budget has chosen."""
     began = []
 
-    def chooses(config: Config, at: float) -> list[str]:
+    def chooses(config: Config, at: float, again: budget.Again) -> Config:
         began.append(at)
-        return ["model.depth=2"] if len(began) % 2 else []
+        return again(["model.depth=2"])
 
+    started = list[Config]()
     monkeypatch.setattr(budget, "settle", chooses)
-    monkeypatch.setattr("lmtrain.run.start.start", lambda config: 0)
+    monkeypatch.setattr("lmtrain.run.start.start", lambda config: started.append(config) or 0)
     for _ in range(2):
         before = time.time()
         assert run("train", "experiment=dial", "budget.minutes=1").code == 0
-        assert before <= began[-2] == began[-1] <= time.time()
+        assert before <= began[-1] <= time.time()
+        assert (started[-1].model.num_hidden_layers, ranks.typed()[-1]) == (2, "model.depth=2")
 
 
 def test_a_budget_counts_from_the_start_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float | None] = []
     monkeypatch.setattr(cli, "main", lambda words: train.main(words[1:]))
-    monkeypatch.setattr(train, "_main", lambda argv: seen.append(train._began) or 0)
+    monkeypatch.setattr(cli, "run", lambda verb, action, argv: action(None, None))
+    monkeypatch.setattr(train, "train", lambda config, again, began: seen.append(began) or 0)
     monkeypatch.setattr(ranks, "leave", seen.append)
     monkeypatch.setattr(ranks, "process_began", lambda: 7.0)
     monkeypatch.setattr(ranks, "began", None)
@@ -407,10 +414,10 @@ def test_what_else_decides_the_length(
     word: str, decides: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A quick look at a command with a budget is quick; a limit that is turned off decides nothing."""
-    monkeypatch.setattr(budget, "_settle_minutes", lambda *_: [])
+    monkeypatch.setattr(budget, "_settle_minutes", lambda *_: None)
     asked = config("budget.minutes=1", word)
     ranks.note_typed(["budget.minutes=1", word])
-    assert settle(asked, time.time()) == []
+    assert settle(asked, time.time(), again) is asked
     assert asked.budget.minutes == (None if decides else 1)
     assert (f"{word} was typed and decides the length" in capsys.readouterr().out) is decides
 
@@ -513,7 +520,7 @@ def test_a_budget_of_tokens_lifts_the_epochs_of_a_recipe() -> None:
     """llama_wikitext ends after four epochs: fewer tokens than asked for, while the plan says that the budget chose."""
     asked = rules.check(rules.compose(["experiment=llama_wikitext", "budget.tokens=1e9"]))
     assert asked.trainer.max_epochs == 4
-    settle(asked, time.time())
+    settle(asked, time.time(), again)
     assert asked.trainer.max_epochs is None
     rows_of_run = asked.trainer.max_steps * asked.data.global_batch_size
     assert 0 <= rows_of_run * asked.data.seq_len - 1e9 < asked.data.global_batch_size * asked.data.seq_len

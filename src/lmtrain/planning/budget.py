@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -49,6 +49,7 @@ _VALIDATIONS = 10.5  # per run; the half keeps the last of them away from the va
 _COMPILED, _COMPILING_S = 0.68, 20.0
 _FEWEST, _MOST, _RANKS = 4, 400, 20  # numbers of measured steps; the last one with several ranks
 _NEAR, _FAR = 1.5, 3  # times the deepest measured depth: the farthest that is chosen, and that is measured next
+_MEASURING = "measuring the speed of this machine for a few seconds (budget.minutes)"
 _FORWARD_TOKENS = 2**14  # tokens in one forward pass of model=dial, which fit into the memory of a GPU at every depth
 
 
@@ -61,14 +62,23 @@ class Measured:
     validation: float
 
 
-def settle(config: Config, began: float) -> list[str]:
-    """Sets trainer.max_steps from config.budget; minutes are counted from `began`, a time.time().
+@dataclass
+class Chosen:
+    """A depth of model=dial, chosen for a budget of minutes."""
+
+    depth: int
+    took: Measured  # expected at this depth
+    corpus: Corpus | None  # None if the depth is another than that of the config, which may shape the data
+
+
+Again = Callable[[list[str]], Config]  # composes the command's config once more, with further overrides
+
+
+def settle(config: Config, began: float, again: Again) -> Config:
+    """Returns the config with trainer.max_steps set from config.budget; minutes count from `began`, a time.time().
 
     Spreads the validations over the steps unless the user has set their interval. A typed run length overrides the
-    budget, one in a file doesn't.
-
-    Returns:
-        Overrides to add to the command, for the chosen depth of model=dial. The config must then be composed again.
+    budget, one in a file doesn't. If a depth is chosen for model=dial, the config is composed again with it, visibly.
 
     Raises:
         UserError: the run is a cooldown; or see `_settle_minutes` and `_settle_amount`.
@@ -80,7 +90,7 @@ def settle(config: Config, began: float) -> list[str]:
     if by_hand:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)
-        return []
+        return config
     typed = typed_keys(ranks.typed_or_in_file())
     if config.run.cooldown_from is not None:
         raise UserError(
@@ -88,18 +98,44 @@ def settle(config: Config, began: float) -> list[str]:
             f"another run to trainer.max_steps: set that instead of the budget"
         )
     if chosen == "tokens":
-        return _settle_amount(config, typed)
-    layout = ranks.find()
-    devices.resolve_auto(config) if layout is None else place(config, layout)
+        _settle_amount(config, typed)
+        return config
+    _resolve_devices(config)
     world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
     if chosen == "flops":  # as below, all ranks train with the config of the first
-        return world.from_first(lambda: _settle_amount(config, typed))
+        world.from_first(lambda: _settle_amount(config, typed))
+        return config
     os.environ[ranks.BEGAN] = str(began)
     _split(config, typed)
-    return world.from_first(lambda: _settle_minutes(config, began, typed))
+    measured: Chosen | None = None  # on the first rank
+
+    def depth_for_time() -> int | None:
+        nonlocal measured
+        before = _chosen_before(config)
+        if config.model.name != dial.NAME or {dial.KEY, dial.LAYERS} & typed.keys():
+            return None
+        if before is not None:
+            depth = before.get("model", {}).get("num_hidden_layers")
+            return depth if isinstance(depth, int) else None
+        measured = _choose_depth(config, began, typed)
+        return measured.depth
+
+    depth = world.from_first(depth_for_time)
+    if depth is not None and depth != config.model.num_hidden_layers:  # type: ignore[attr-defined]
+        config = again([f"{dial.KEY}={depth}"])
+        typed = {**typed, dial.KEY: str(depth)}
+        _resolve_devices(config)
+        _split(config, typed)
+    world.from_first(lambda: _settle_minutes(config, began, typed, measured))
+    return config
 
 
-def _settle_amount(config: Config, typed: Mapping[str, Any]) -> list[str]:
+def _resolve_devices(config: Config) -> None:
+    layout = ranks.find()
+    devices.resolve_auto(config) if layout is None else place(config, layout)
+
+
+def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
     """Sets trainer.max_steps to the smallest number of steps that uses up budget.tokens or budget.flops.
 
     FLOPs are those of forward and backward, counted by `flops_per_token`. A limit of epochs that a config sets is
@@ -123,10 +159,9 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> list[str]:
     steps = step_sizes(config.data).steps_for(rows)
     config.trainer.max_steps, config.trainer.max_epochs = steps, None
     _set_untyped(config, typed, {"trainer.val_check_interval": math.ceil(steps / _VALIDATIONS)})
-    return []
 
 
-def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> list[str]:
+def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any], measured: Chosen | None) -> None:
     """Sets trainer.max_steps to the number of steps that end within budget.minutes, as described in `settle`.
 
     A continued run keeps its number of steps. Data that is small for the time is trained on for a limited number of
@@ -139,26 +174,21 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     known = known and not config.objective.trains_on_rollouts  # with new completions in every epoch
     if config.trainer.max_epochs is None and known and "trainer.max_epochs" not in typed:
         config.trainer.max_epochs = EPOCHS["text" if config.data.rows == "text" else "rows"]
-    chooses = config.model.name == dial.NAME and not {dial.KEY, dial.LAYERS} & typed.keys()
     before = _chosen_before(config)
     if before is not None:
-        depth = before.get("model", {}).get("num_hidden_layers")
-        if chooses and isinstance(depth, int) and depth != config.model.num_hidden_layers:  # type: ignore[attr-defined]
-            return [f"{dial.KEY}={depth}"]
         config.trainer.max_steps = before["trainer"]["max_steps"]
         _set_untyped(config, typed, {"trainer.val_check_interval": before["trainer"].get("val_check_interval")})
         if dial.is_measured(config):
             decay, dropout = before["optimizer"]["weight_decay"], before["model"]["dropout"]
             _set_untyped(config, typed, {"optimizer.weight_decay": decay, "model.dropout": dropout})
-        return []
-    terminal.quiet_libraries()
-    corpus = build_corpus(config)
-    terminal.status.say("measuring the speed of this machine for a few seconds (budget.minutes)")
-    if chooses:
-        depth = _choose_depth(config, corpus, began, typed)
-        if depth != config.model.num_hidden_layers:  # type: ignore[attr-defined]
-            return [f"{dial.KEY}={depth}"]
-    took = _expected.pop() if _expected else measure(config, corpus)
+        return
+    if measured is None:
+        terminal.quiet_libraries()
+        corpus = build_corpus(config)
+        terminal.status.say(_MEASURING)
+        took = measure(config, corpus)
+    else:
+        corpus, took = measured.corpus or build_corpus(config), measured.took
     left = began + 60 * config.budget.minutes - time.time()  # type: ignore[operator]
     rows = rows_to_train(config, corpus)
     most = at_most(config, rows)
@@ -168,7 +198,6 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any]) -> l
     epochs = step_sizes(config.data).before(config.trainer.max_steps) / len(rows)
     if dial.is_measured(config) and corpus.stream is None:
         _set_untyped(config, typed, dial.regularization(config.optimizer.lr, config.trainer.max_steps, epochs))
-    return []
 
 
 def _set_untyped(config: Config, typed: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -177,9 +206,6 @@ def _set_untyped(config: Config, typed: Mapping[str, Any], values: Mapping[str, 
         if key not in typed:
             section, name = key.split(".")
             setattr(getattr(config, section), name, value)
-
-
-_expected: list[Measured] = []  # at the depth just chosen
 
 
 def _split(config: Config, typed: Mapping[str, Any]) -> None:
@@ -204,12 +230,15 @@ def _at_depth(config: Config, depth: int) -> Config:
     return other
 
 
-def _choose_depth(config: Config, corpus: Corpus, began: float, typed: Mapping[str, Any]) -> int:
-    """Returns the depth of the least expected loss after the time that is left, and notes the durations there.
+def _choose_depth(config: Config, began: float, typed: Mapping[str, Any]) -> Chosen:
+    """Returns the depth of the least expected loss after the time that is left.
 
     Measures steps at the composed depth and at those that `_next_to_measure` names, until one takes more than a sixth
     of the time left.
     """
+    terminal.quiet_libraries()
+    corpus = build_corpus(config)
+    terminal.status.say(_MEASURING)
     now, size = config.model.num_hidden_layers, len(corpus.tokenizer)  # type: ignore[attr-defined]
 
     def shape(depth: int, vocabulary: int | None = None) -> dial.Shape:
@@ -238,8 +267,8 @@ def _choose_depth(config: Config, corpus: Corpus, began: float, typed: Mapping[s
         + (f"; small shapes are bound by launches, {bound:.0%} of a step with {now} layers" if bound > 0.5 else "")
     )
     step = speed.step(shape(depth))
-    _expected[:] = [Measured(took.starting, step, _validation(_at_depth(config, depth), corpus, step))]
-    return depth
+    expected = Measured(took.starting, step, _validation(_at_depth(config, depth), corpus, step))
+    return Chosen(depth, expected, corpus if depth == now else None)
 
 
 def _next_to_measure(best: int, measured: list[int]) -> int | None:
