@@ -278,6 +278,7 @@ def _print_reasons(read: "words.Read", proposals: "list[Proposal]") -> None:
     width = min(60, max((len(word) for word, _ in rows), default=0))
     for word, reason in rows:
         print(terminal.visible(shown(f"{word:<{width}}  {reason}")))
+    print()
 
 
 def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.Read":

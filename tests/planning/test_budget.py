@@ -532,7 +532,7 @@ def test_a_cooldown_ends_at_a_step(word: str) -> None:
     cooldown = ["schedule=wsd", "run.cooldown_from=outputs/long/checkpoints/step_00000100", word]
     ranks.note_typed(cooldown)
     with pytest.raises(UserError, match=r"run.cooldown_from=\S+ continues another run to trainer.max_steps: set that"):
-        settle(config(*cooldown), time.time())
+        settle(config(*cooldown), time.time(), again)
 
 
 def test_budgets_that_count_tokens_need_rows_of_a_length_and_stand_alone() -> None:
@@ -542,7 +542,7 @@ def test_budgets_that_count_tokens_need_rows_of_a_length_and_stand_alone() -> No
     padded = rules.compose([*TINY, "data=text", "data.packing=greedy", "budget.tokens=1e6"])
     for tree in (chat, padded):
         with pytest.raises(UserError, match=r"budget.tokens counts rows of data.seq_len=32 tokens.*trainer.max_epochs"):
-            settle(rules.check(tree), time.time())
+            settle(rules.check(tree), time.time(), again)
 
 
 def test_a_step_is_measured_by_the_later_half(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, Quote
 from hydra.errors import HydraException
 
 from lmtrain.config import safe_yaml
+from lmtrain.config.constraints import representable
 from lmtrain.config.interpolations import escaped
 from lmtrain.config.keys import Key, flat
 from lmtrain.config.override_text import quoted, written
@@ -80,6 +81,7 @@ def parse(typed: str, sweep: bool = False) -> Word:
     else:
         override = _grammar(typed)
     if override is None:
+        representable(name, value)
         raise UserError(unreadable(typed))
     return Word(typed, override)
 
