@@ -398,6 +398,8 @@ def parse(verb: str, argv: list[str]) -> argparse.Namespace:
         raise UserError(overrides.unknown_flags(unknown, argv, verb))
     if (args.package or args.resolve) and (args.multirun or not args.cfg):
         raise UserError("--package and --resolve go with --cfg, of a single run")
+    if args.why and args.multirun:
+        raise UserError("--why goes with a single run: type one value of each key, without -m")
     if args.config is not None:
         args.overrides.insert(0, args.config)
     if args.trust:

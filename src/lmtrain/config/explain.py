@@ -233,7 +233,9 @@ def _refuse_alternatives(group: str, options: Any) -> None:
         return
     names = [name for name in options if (conf_dir() / group / f"{name}.yaml").is_file()]
     if len(names) > 1:
-        raise UserError(f"{group}=[{','.join(options)}]: they are alternatives: choose one, {group}={names[-1]}")
+        raise UserError(
+            f"{group}=[{','.join(map(str, options))}]: they are alternatives: choose one, {group}={names[-1]}"
+        )
 
 
 def with_plain_groups(words: Sequence[Word], folders: list[Path]) -> list[Word]:

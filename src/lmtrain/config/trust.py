@@ -158,7 +158,7 @@ def _without_theirs(words: Sequence[str]) -> dict[str, Any]:
         names = word.value if isinstance(word.value, list) else [word.value]
         if not (folder / word.key).is_dir():
             others.append(word.text)
-        elif set(names) <= {*options_of(word.key, [folder])}:
+        elif {str(name) for name in names} <= {*options_of(word.key, [folder])}:
             chosen.append(f"{word.key}={written(word.value, str)}")
     return _composed((*chosen, *others)) or _composed(tuple(chosen))
 

@@ -37,8 +37,9 @@ def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Con
         raise UserError(f'compose takes a list of overrides, ["model=gpt_nano", "data.path=a.txt"]: {overrides!r}')
     ranks.note_typed(list(overrides))  # messages repeat these; a notebook's own command line differs
     made = rules.composition(list(overrides), config_dir)
+    config = rules.check(made.tree)
     ranks.note_proposed(made.reasons)
-    return rules.check(made.tree)
+    return config
 
 
 def build(config: Config) -> "PythonRun":
