@@ -10,7 +10,7 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,7 +22,6 @@ from lmtrain.distributed.stop_signals import Preempted, preempted_by_signals
 from lmtrain.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from lmtrain.config.proposers import Proposal
     from lmtrain.config.schema import Config
     from lmtrain.first_words import words
 
@@ -255,7 +254,7 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
     made = config.composition(args.overrides, args.config_dir, args.config_name, foreign=foreign)
     proposals = [*read.proposals, *made.proposals]
     if args.why:
-        _print_reasons(read, proposals)
+        print(*(terminal.visible(line) for line in read.reasons(proposals)), sep="\n", end="\n\n")
     if args.cfg:
         print(config.to_yaml(made.tree, args.package), end="", flush=True)
     checked = config.check(made.tree)  # after printing, so that --cfg shows invalid configs too
@@ -266,52 +265,17 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
     return checked
 
 
-def _print_reasons(read: "words.Read", proposals: "list[Proposal]") -> None:
-    """Prints what was typed, what a config file sets and what lmtrain proposes, each with its reason."""
-    from lmtrain.secrets import shown
-
-    rows = [
-        *((word, f"{read.config} sets it") for word in read.of_file),
-        *((proposal.override, proposal.reason or "as above") for proposal in proposals),
-        *((word, "typed") for word in read.typed),
-    ]
-    width = min(60, max((len(word) for word, _ in rows), default=0))
-    for word, reason in rows:
-        print(terminal.visible(shown(f"{word:<{width}}  {reason}")))
-    print()
-
-
 def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.Read":
     """Replaces bare words in args.overrides by the overrides they stand for; prints and returns what was inferred."""
-    from lmtrain.config.config_files import folders_of
     from lmtrain.first_words import words
 
-    folders, _ = folders_of(args.config_dir, args.config_name)
-
-    def propose(paths: Sequence[str], typed: Sequence[str]) -> "list[Proposal]":
-        from lmtrain.first_words import proposal
-
-        return proposal.propose(paths, typed)
-
-    def of_file(path: Path, typed: Sequence[str]) -> list[str]:
-        from lmtrain.first_words import config_file
-
-        if path.resolve().parent in [(folder / "experiment").resolve() for folder in folders]:
-            return [f"experiment={path.stem}"]
-        tree = config_file.parsed(path)
-        if config_file.is_whole(tree):
-            args.config_dir, args.config_name = str(path.parent), path.stem
-            return []
-        groups = sorted({d.name for folder in folders for d in folder.iterdir() if d.is_dir()})
-        return config_file.as_words(tree, path, groups)
-
-    read = words.read(verb, args.overrides, folders, propose, of_file)
+    read = words.read(verb, args.overrides, args.config_dir, args.config_name)
     if read.config is not None and args.multirun:
         raise UserError(
             f"-m {read.config}: a sweep takes a config as an experiment: put it into DIR/experiment/, and type "
             f"--config-dir DIR experiment={read.config.stem}"
         )
-    args.overrides = read.overrides
+    args.overrides, args.config_dir, args.config_name = read.overrides, read.config_dir, read.config_name
     if read.proposals and verb == "train" and not args.why and "run.quiet=true" not in argv:
         terminal.say_once(read.proposals[0].reason)
     ranks.note_typed(argv, read.of_file)

@@ -7,12 +7,13 @@ other word raises a UserError with the command that was probably meant. Imports 
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmtrain.config import safe_yaml
 from lmtrain.config.aliases import used_here
+from lmtrain.config.config_files import folders_of
 from lmtrain.config.defaults import options_of
 from lmtrain.config.override_text import as_typed, shell_word, typed_keys
 from lmtrain.config.overrides import unreadable
@@ -21,6 +22,7 @@ from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError, nearest
 from lmtrain.first_words import config_file
 from lmtrain.secrets import in_shell as quote
+from lmtrain.secrets import shown
 
 OF_MODELS = ("chat", "evaluate", "generate", "export")  # their first word is a run, a folder or a hub name
 _SECOND = {"generate": "generate.prompt", "chat": "chat.against"}  # the key that their second word sets
@@ -39,6 +41,8 @@ class Read:
     of_file: list[str] = field(default_factory=list)  # those of a config file
     proposals: list[Proposal] = field(default_factory=list)  # those that stand for data files
     config: Path | None = None  # the yaml file that was named
+    config_dir: str | None = None  # the folder and name of the root config
+    config_name: str = "config"
 
     @property
     def ours(self) -> list[str]:
@@ -49,6 +53,16 @@ class Read:
     def overrides(self) -> list[str]:
         return [*self.of_file, *self.ours]
 
+    def reasons(self, proposals: Sequence[Proposal]) -> list[str]:
+        """Returns a line for each override: those of the config file, these proposals, those that were typed."""
+        rows = [
+            *((word, f"{self.config} sets it") for word in self.of_file),
+            *((proposal.override, proposal.reason or "as above") for proposal in proposals),
+            *((word, "typed") for word in self.typed),
+        ]
+        width = min(60, max((len(word) for word, _ in rows), default=0))
+        return [shown(f"{word:<{width}}  {reason}") for word, reason in rows]
+
 
 def is_bare(word: str) -> bool:
     """Returns whether a word is neither key=value nor ~key; a text with = after something else than a key is bare."""
@@ -56,38 +70,49 @@ def is_bare(word: str) -> bool:
     return not word.startswith("~") and (not sign or not _KEY.fullmatch(key))
 
 
-def read(
-    verb: str,
-    words: Sequence[str],
-    folders: Sequence[Path],
-    propose: Callable[[Sequence[str], Sequence[str]], list[Proposal]],
-    file_words: Callable[[Path, Sequence[str]], list[str]],
-) -> Read:
+def read(verb: str, words: Sequence[str], config_dir: str | None = None, config_name: str = "config") -> Read:
     """Converts the words after a verb to overrides.
 
     Args:
-        folders: the folders of config groups and their options.
-        propose: proposes how to train on data files, given the other overrides.
-        file_words: returns the overrides of a yaml file, given the typed overrides.
+        config_dir, config_name: the folder and name of the root config, unless one of the words names it.
 
     Raises:
         UserError: the verb doesn't accept a word; the message has the command that was probably meant.
     """
     _refuse_spaces(verb, words)
     bare, typed = [w for w in words if is_bare(w)], [w for w in words if not is_bare(w)]
+    read = Read(typed, config_dir=config_dir, config_name=config_name)
     if bare and verb in OF_MODELS:
-        return Read([*typed, *_of_model(verb, bare, typed)])
+        read.typed = [*typed, *_of_model(verb, bare, typed)]
+        return read
+    folders, _ = folders_of(config_dir, config_name)
     configs = [path for path in (Path(w).expanduser() for w in bare) if path.is_file() and _is_config(path)]
     data = [w for w in bare if Path(w).expanduser() not in configs[:1]]
     for word in data:
         if not _is_data(word):
             raise UserError(_no_data(verb, word, bare, folders, typed))
-    of_file = list[str]()
     if configs:
-        keys = typed_keys(typed)
-        of_file = [o for o in file_words(configs[0], typed) if o.lstrip("+").partition("=")[0] not in keys]
-    proposals = propose(data, [*of_file, *typed]) if data else []
-    return Read(typed, of_file, proposals, next(iter(configs), None))
+        _read_config(read, configs[0], folders)
+    if data:
+        from lmtrain.first_words import proposal
+
+        read.proposals = proposal.propose(data, [*read.of_file, *typed])
+    return read
+
+
+def _read_config(read: Read, path: Path, folders: Sequence[Path]) -> None:
+    """Adds the overrides of a yaml file that are not typed; a run's whole config becomes the root config."""
+    read.config, keys = path, typed_keys(read.typed)
+    if path.resolve().parent in [(folder / "experiment").resolve() for folder in folders]:
+        read.of_file = [f"experiment={path.stem}"] if "experiment" not in keys else []
+        return
+    tree = config_file.parsed(path)
+    if config_file.is_whole(tree):
+        read.config_dir, read.config_name = str(path.parent), path.stem
+        return
+    groups = sorted({d.name for folder in folders for d in folder.iterdir() if d.is_dir()})
+    found = config_file.as_words(tree, path, groups)
+    read.of_file = [word for word in found if word.lstrip("+").partition("=")[0] not in keys]
 
 
 def _refuse_spaces(verb: str, words: Sequence[str]) -> None:
