@@ -22,7 +22,7 @@ from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.keys import at, flat
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.overrides import Word, parse, parse_all
-from lmtrain.config.proposers import Facts, Proposal
+from lmtrain.config.proposers import WordFacts, Proposal
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, naming
 
@@ -81,7 +81,7 @@ def composition(
         _judge(tree, some, hydra, foreign)
         return tree
 
-    facts = Facts(words, folders, judged)
+    facts = WordFacts(words, folders, judged)
     proposers.propose(facts)
     used = facts.used()
     composed = judged(used)
@@ -162,7 +162,7 @@ def _judge(composed: DictConfig, words: Sequence[Word], hydra: _Hydra, foreign: 
 
 def _with_models_named(typed: Sequence[str], folders: list[Path]) -> list[str]:
     words = parse_all(typed)
-    named = proposers.named_model(Facts(words, folders, lambda _: DictConfig({})))
+    named = proposers.named_model(WordFacts(words, folders, lambda _: DictConfig({})))
     return [*(p.override for p in named), *(w.text for w in words if not named or w.key != "model")]
 
 

@@ -48,7 +48,7 @@ class Proposal:
     in_plan: bool = True  # whether the plan says it; --why says everything
 
 
-class Facts:
+class WordFacts:
     """What proposers decide by.
 
     Args:
@@ -79,13 +79,13 @@ class Facts:
         return [*(parse(proposal.override) for proposal in self.proposals), *kept]
 
 
-def propose(facts: Facts) -> None:
+def propose(facts: WordFacts) -> None:
     """Adds all proposals to the facts; raises UserError if a typed word shows no way to read what it names."""
     for proposer in PROPOSERS:
         facts.proposals += proposer(facts)
 
 
-def named_model(facts: Facts) -> list[Proposal]:
+def named_model(facts: WordFacts) -> list[Proposal]:
     """Proposes model=pretrained for `model=<folder or hub name>`; for a run, with the folder of its export.
 
     The names of options of `model` keep their meaning.
@@ -104,7 +104,7 @@ def named_model(facts: Facts) -> list[Proposal]:
     ]
 
 
-def text_mixture(facts: Facts) -> list[Proposal]:
+def text_mixture(facts: WordFacts) -> list[Proposal]:
     """Proposes data=text_mixture for data=mixture if the objective is causal_lm, which trains on text."""
     if facts.typed.get("data") != "mixture" or facts.composed.objective.get("name") != "causal_lm":
         return []
@@ -112,7 +112,7 @@ def text_mixture(facts: Facts) -> list[Proposal]:
     return [Proposal("data=text_mixture", reason, instead="data", in_plan=False)]
 
 
-def reader(facts: Facts) -> list[Proposal]:
+def reader(facts: WordFacts) -> list[Proposal]:
     """Proposes the option of `data` that reads a typed data.path, and a number of epochs if no length was typed.
 
     Raises:
@@ -156,7 +156,7 @@ def epochs(typed: Container[str], option: str) -> list[Proposal]:
     return [Proposal(f"trainer.max_epochs={most}", reason, in_plan="budget.minutes" not in typed)]
 
 
-def switched_on(facts: Facts) -> list[Proposal]:
+def switched_on(facts: WordFacts) -> list[Proposal]:
     """Proposes to enable early stopping or the average of the weights if one of its keys is typed."""
     found = []
     for section in ("callbacks.early_stopping", "callbacks.ema"):
@@ -166,7 +166,7 @@ def switched_on(facts: Facts) -> list[Proposal]:
     return found
 
 
-def one_warmup(facts: Facts) -> list[Proposal]:
+def one_warmup(facts: WordFacts) -> list[Proposal]:
     """Proposes null for the default of one of warmup_steps and warmup_ratio if the other is typed."""
     typed = [key for key in ("schedule.warmup_steps", "schedule.warmup_ratio") if key in facts.typed]
     if len(typed) != 1:
@@ -175,7 +175,7 @@ def one_warmup(facts: Facts) -> list[Proposal]:
     return [Proposal(f"{other}=null", f"{typed[0]} says how long the warmup is", in_plan=False)]
 
 
-def held_out(facts: Facts) -> list[Proposal]:
+def held_out(facts: WordFacts) -> list[Proposal]:
     """Proposes that a typed data.val_fraction is exact for small data as well."""
     if "data.val_fraction" not in facts.typed or "data.min_val_rows" in facts.typed:
         return []
