@@ -22,7 +22,7 @@ from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.keys import at, flat
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.overrides import Word, parse, parse_all
-from lmtrain.config.proposers import WordFacts, Proposal
+from lmtrain.config.proposers import Proposal, WordFacts
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, naming
 
