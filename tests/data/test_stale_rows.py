@@ -9,11 +9,10 @@ from tokenizers import AddedToken, processors
 
 from chats import write_chats
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
-from lmtrain.data import tokenizers
+from lmtrain.data import bpe_training, tokenizers
 from lmtrain.data.examples.pair_rows import PairRowEncoder
 from lmtrain.data.examples.prepare import PreparedExamples, prepare_examples
 from lmtrain.data.examples.row_format import ChatRows
-from lmtrain.errors import UserError
 
 CHAT = {"chat_template": "vicuna", "val_fraction": 0.2, "max_length": 512, "seq_len": 512}
 
@@ -34,11 +33,32 @@ def texts(prepared: PreparedExamples) -> list[str]:
     return [prepared.tokenizer.decode(split.read(i)[0]) for i in range(len(split))]
 
 
+TURKISH = {"messages": [{"role": "user", "content": "Çay?"}, {"role": "assistant", "content": "Var."}]}
+
+
+def said(row: dict[str, Any]) -> list[str]:
+    """Returns the turns of a row as the template "compact" writes them, without their special tokens."""
+    return [f" {turn['content']}" for turn in row["messages"]]
+
+
 @pytest.mark.parametrize("kind", ["bpe", "char"])
-def test_a_tokenizer_made_from_text_is_refused(kind: str, prepared: Any, tokenizer_config: Any, tmp_path: Path) -> None:
-    path = write_chats(tmp_path / "chats.jsonl", 10)
-    with pytest.raises(UserError, match=f"tokenizer={kind} is made from text, conversations need a tokenizer"):
-        prepared("chat_jsonl", path, tokenizer=tokenizer_config(kind))
+def test_a_tokenizer_is_made_of_conversations(kind: str, prepared: Any, tokenizer_config: Any, tmp_path: Path) -> None:
+    path, held_out = write_chats(tmp_path / "chats.jsonl", 50), write_chats(tmp_path / "val.jsonl", [TURKISH])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    size = {"vocab_size": 300} if kind == "bpe" else {}
+    options = {"chat_template": "compact", "val_path": str(held_out), "max_length": 24, "max_untrained": 1.0}
+    options["tokenizer"] = tokenizer_config(kind, add_tokens=["<|user|>", "<|assistant|>"], **size)
+    made = prepared("chat_jsonl", path, **options)
+    model = json.loads(made.tokenizer.backend_tokenizer.to_str())["model"]
+    if kind == "bpe":  # of whole rows, though the examples are cut after 24 tokens
+        expected = bpe_training.train(iter(["".join(said(row)) for row in rows]), 300, 2, "<|endoftext|>")
+        assert model == json.loads(expected.to_str())["model"]
+    else:  # of validation rows too
+        assert set(model["vocab"]) == {*"".join(text for row in [*rows, TURKISH] for text in said(row)), "<|unknown|>"}
+    assert len(made.tokenizer.encode("<|user|>")) == 1
+    again = prepared("chat_jsonl", path, **options)
+    assert (again.folder, again.fingerprint) == (made.folder, made.fingerprint)
+    assert prepared("chat_jsonl", write_chats(tmp_path / "more.jsonl", 51), **options).folder != made.folder
 
 
 def test_the_system_prompt(prepared: Any, tmp_path: Path) -> None:

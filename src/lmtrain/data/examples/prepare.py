@@ -1,6 +1,7 @@
 """Prepares rows (conversations, preferences) as tokenized examples on disk, cached by a hash of their inputs."""
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -9,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from multiprocessing import get_context
 from pathlib import Path
@@ -77,13 +78,11 @@ def prepare_examples(
             on or lose a field, a template doesn't fit, or the cache can't be written.
         RunError: the disk is full.
     """
-    if (kind := tokenizer_cfg.kind) in ("bpe", "char"):
-        raise UserError(
-            f"tokenizer={kind} is made from text, conversations need a tokenizer that exists: hub, gpt2, bytes"
-        )
     # Everything that the tokens follow from is in the key of the folder.
     parts, named = open_parts(cfg), tokenizers.identity(tokenizer_cfg)
-    tokenizer = tokenizers.load_or_train(tokenizer_cfg, lambda _: iter(()), named)
+    is_made = tokenizer_cfg.kind in ("bpe", "char")  # of the rows' text, only once the folder has to be filled
+    known = replace(tokenizer_cfg, kind="bytes") if is_made else tokenizer_cfg
+    tokenizer = tokenizers.load_or_train(known, lambda _: iter(()), named)
     encoder = make_encoder(tokenizer, cfg)
     key = folder_key(
         cfg,
@@ -97,16 +96,17 @@ def prepare_examples(
     )
     target = folder_of(cfg, f"{parts[0].source.label}-{named.label}", key)
     notes = [note for part in parts for note in part.source.notes]
-    with PrepareProgress(progress) as show, _Encoding(encoder, [part.cfg for part in parts], cfg.num_proc) as encoding:
+    with PrepareProgress(progress) as show:
 
         def fill(folder: Path) -> None:
-            questions: list[dict[str, Any]] = []  # of the validation rows
+            nonlocal tokenizer, encoder
+            if is_made:
+                show.say(f"training tokenizer={tokenizer_cfg.kind} on the rows of {parts[0].source.label}")
+                whole = make_encoder(tokenizer, replace(cfg, max_length=None))
+                tokenizer = tokenizers.load_or_train(tokenizer_cfg, functools.partial(_texts, parts, whole, cfg), named)
+                encoder = make_encoder(tokenizer, cfg)
             meta: Any = new_meta(tokenizer, key) | {"notes": []}
-            for name in splits:
-                asked = questions if name == "val" else None
-                split = _write_split(folder, cfg, parts, name, encoding, meta, asked, show)
-                if split is not None:
-                    meta["splits"][name] = split
+            questions = _write_splits(folder, cfg, parts, splits, encoder, meta, show)
             encoder.finish_tokenizer(tokenizer)
             tokenizers.save(tokenizer, folder / "tokenizer")
             meta |= {"group": encoder.group, "words": encoder.words, "questions": questions}
@@ -123,6 +123,41 @@ def prepare_examples(
         check_untrained(Counts(**counts), cfg, name, prepared.meta["group"])
         check_lost(Counts(**counts), cfg, name)
     return prepared
+
+
+def _texts(parts: list[MixturePart], in_bytes: RowEncoder, cfg: DataConfig, name: str) -> Iterator[str]:
+    """Yields the rows of a split as the model reads them, whole and without special tokens, to make a tokenizer from.
+
+    in_bytes: an encoder whose ids are bytes, and special tokens from 256 on.
+    """
+    with _Encoding(in_bytes, [part.cfg for part in parts], cfg.num_proc) as encoding:
+        for _, encoded in encoding.of(_rows(parts, name), None):
+            for ids, *_ in [] if isinstance(encoded, BadRow) else encoded.examples:
+                yield in_bytes.decode([i for i in ids if i < 256])
+
+
+def _rows(parts: list[MixturePart], name: str) -> Iterator["Row"]:
+    return ((i, *row) for i, part in enumerate(parts) for row in split_records(part, name) or ())
+
+
+def _write_splits(
+    folder: Path,
+    cfg: DataConfig,
+    parts: list[MixturePart],
+    splits: tuple[str, ...],
+    encoder: RowEncoder,
+    meta: Any,  # of the folder; the splits' counts are added to it
+    show: PrepareProgress,
+) -> list[dict[str, Any]]:
+    """Tokenizes the splits; returns the questions of the validation rows."""
+    questions: list[dict[str, Any]] = []
+    with _Encoding(encoder, [part.cfg for part in parts], cfg.num_proc) as encoding:
+        for name in splits:
+            asked = questions if name == "val" else None
+            split = _write_split(folder, cfg, parts, name, encoding, meta, asked, show)
+            if split is not None:
+                meta["splits"][name] = split
+    return questions
 
 
 def _write_split(
@@ -146,9 +181,8 @@ def _write_split(
     written = [0] * len(parts)
     encoder = encoding.encoder
     show.start(name, None)
-    rows = ((i, *row) for i, part in enumerate(parts) for row in split_records(part, name) or ())
     with BinWriter(folder, name, meta["dtype"], _SHARD_TOKENS, masked=True) as writer:
-        for (i, where, _), encoded in encoding.of(rows, questions):
+        for (i, where, _), encoded in encoding.of(_rows(parts, name), questions):
             before = writer.documents
             _write_row(where, encoded, parts[i].cfg, encoder, writer, counts, questions, show)
             written[i] += writer.documents - before
