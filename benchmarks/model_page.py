@@ -1,6 +1,7 @@
 """docs/models.md: written from the results of model_table.py, and read back for tests."""
 
 import json
+import re
 from pathlib import Path
 
 import transformers
@@ -64,10 +65,28 @@ def page(results: list[dict[str, str]]) -> str:
         if in_rows:
             lines += ["", f"{AS_ROWS}: {', '.join(in_rows)}."]
     for title, which in (("Refused, with the message", "refused"), ("Fail", "fails"), ("Not tried", "not tried")):
-        rows = sorted((found for found in results if verdict(found) == which), key=lambda found: found["model"])
-        lines += ["", f"## {title}", "", "| model | why |", "| --- | --- |"]
-        lines += [f"| {found['model']} | {reasons(found)} |" for found in rows]
+        rows = sorted((found["model"], reasons(found)) for found in results if verdict(found) == which)
+        lines += ["", f"## {title}", "", "| models | why |", "| --- | --- |"]
+        lines += [f"| {', '.join(models)} | {why} |" for models, why in grouped(rows)]
     return "\n".join(lines) + "\n"
+
+
+def grouped(rows: list[tuple[str, str]]) -> list[tuple[list[str], str]]:
+    """Returns models with the same reason together, and that without what differs between them; largest group first."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for model, why in rows:
+        groups.setdefault(general(model, why), []).append((model, why))
+    found = [([model for model, _ in of], why if len(of) > 1 else of[0][1]) for why, of in groups.items()]
+    return sorted(found, key=lambda group: (-len(group[0]), group[0]))
+
+
+def general(model: str, why: str) -> str:
+    """Returns a reason without the model's own names, numbers, and what stands in brackets."""
+    while (shorter := re.sub(r" ?\([^()]*\)", "", why)) != why:
+        why = shorter
+    why = re.sub(rf"(?<![\w-]){re.escape(model)}(?![\w-])", "it", why)
+    why = re.sub(r"\b(?:a )?\w+(?:For[A-Z]\w+|LMHeadModel)\b", "its class", why)
+    return re.sub(r"\d[\d.,]*", "...", why)
 
 
 def on_page(text: str) -> dict[str, str]:
@@ -77,7 +96,8 @@ def on_page(text: str) -> dict[str, str]:
     for section in text.split("\n## ")[1:]:
         title, *lines = section.splitlines()
         which = next(value for start, value in of_title.items() if title.startswith(start))
-        models = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")][2:]
+        cells = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")][2:]
+        models = [name for cell in cells for name in cell.split(", ")]
         if which == "passes":
             models = [name for line in lines for name in line.rpartition(": ")[2].rstrip(".").split(", ")]
         found |= dict.fromkeys([name for name in models if name not in ("", "none")], which)

@@ -36,10 +36,13 @@ def test_the_page_names_every_model_once_with_its_reason() -> None:
         {"model": "bert", "trains": "refused: one | message"},
         {"model": "gemma3", **good, "merges": "off by 0.1"},
         {"model": "gemma3n", "not built": "ImportError: timm"},
+        {"model": "xlm", "trains": "refused: XLMWithLMHeadModel can't read rows (TypeError: f(x)), xlm in 3 ways"},
+        {"model": "xmod", "trains": "refused: XmodForCausalLM can't read rows (ValueError: no), xmod in 1.5 ways"},
     ]
     text = page(results)
     assert on_page(text) == {found["model"]: verdict(found) for found in results}
-    assert "| causal language models | 2 | 1 | 0 | 0 |" in text
+    assert "| causal language models | 2 | 3 | 0 | 0 |" in text
+    assert "| xlm, xmod | *trains*: its class can't read rows, it in ... ways |" in text
     assert "| bert | *trains*: one / message |" in text
     assert "| gemma3 | *merges*: off by 0.1 |" in text
     assert "| gemma3n | ImportError: timm |" in text
