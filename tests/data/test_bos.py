@@ -92,7 +92,7 @@ def test_the_rows_of_llamas_tokenizer(prepared: Callable[..., PreparedData]) -> 
     assert tokens(prepared(STORIES, val_fraction=0)) == expected
 
 
-def test_what_was_prepared_without_bos_serves_only_tokenizers_that_put_none(
+def test_what_was_prepared_without_bos_is_what_tokenizers_that_put_none_prepare(
     prepared: Callable[..., PreparedData], tmp_path: Path
 ) -> None:
     """prepend_bos=None is the config of versions without the key, whose folders these are."""
@@ -102,7 +102,7 @@ def test_what_was_prepared_without_bos_serves_only_tokenizers_that_put_none(
     for folder, there in older.items():
         assert "prepend_bos" not in json.dumps(there.meta["key"])
         assert prepared(folder, prepend_bos=False).folder == there.folder
-        assert (prepared(folder).folder == there.folder) == (folder != with_bos)
+        assert (prepared(folder).fingerprint == there.fingerprint) == (folder != with_bos)
     now = prepared(with_bos)
     assert now.fingerprint != older[with_bos].fingerprint
     assert prepared(with_bos).folder == now.folder

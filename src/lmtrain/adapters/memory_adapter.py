@@ -90,7 +90,8 @@ def _check_same(wanted: MemorySettings, there: MemorySettings, folder: Path) -> 
         if new != old and field.name != "router_noise":
             old = str(list(old)).replace(" ", "") if isinstance(old, tuple) else old
             raise UserError(
-                f"memory.{field.name} of the memory in {folder} is {old}: set it to that, or begin anew on its base"
+                f"memory.{field.name} of the memory in {folder} is {old}: set memory.{field.name}={old}, or begin "
+                "a new one on its base"
             )
 
 

@@ -116,8 +116,8 @@ class ChatTemplate(Template):
             if len(text.marked) != len(answers):
                 raise self._unfit(
                     conversation,
-                    f"marks {len(text.marked)} spans with {{% generation %}}, and there are {len(answers)} assistant "
-                    "turns: fix its markers, or",
+                    f"marks {len(text.marked)} stretches with {{% generation %}} where the conversation has "
+                    f"{len(answers)} assistant turns: fix its markers, or",
                 )
             start, end = text.marked[answers.index(turn)]
             missing = self.end_of_turn and text.text.startswith(self.end_of_turn, end)

@@ -139,8 +139,8 @@ class _Filling:
             return counts
         if name == "train":
             raise UserError(
-                f"{source.label}: no text is left to train on: data.min_length={cfg.min_length}, "
-                f"data.num_samples={cfg.num_samples} or data.val_fraction={cfg.val_fraction} leaves out too much"
+                f"{source.label}: no text is left to train on (data.min_length={cfg.min_length}, "
+                f"data.num_samples={cfg.num_samples}, data.val_fraction={cfg.val_fraction}): a filter too strict?"
             )
         show.say(f"{source.label}: no text is left for validation (data.val_fraction={cfg.val_fraction})")
         return None
