@@ -66,7 +66,8 @@ def resolve_auto(config: Config) -> None:
         t.activation_checkpointing = False
     if t.activation_checkpointing == "offload" and t.accelerator != "cuda":
         raise UserError(
-            "trainer.activation_checkpointing=offload moves activations from a GPU to the host: on a CPU set it to true"
+            "trainer.activation_checkpointing=offload moves activations from a GPU to the host: on a CPU set "
+            "trainer.activation_checkpointing=true"
         )
 
 
