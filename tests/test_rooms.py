@@ -113,6 +113,17 @@ def test_no_file_imports_itself_by_way_of_others(graph: dict[str, set[str]]) -> 
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
 
+def test_no_benchmark_imports_itself_by_way_of_others() -> None:
+    files = {path.stem: path for path in (REPO / "benchmarks").glob("*.py")}
+    found: dict[str, set[str]] = {}
+    for name, path in files.items():
+        froms = {n.module for n in nodes(path) if isinstance(n, ast.ImportFrom)}
+        plain = {alias.name for n in nodes(path) if isinstance(n, ast.Import) for alias in n.names}
+        found[name] = {other for other in froms | plain if other in files}
+    assert found["queue_page"] >= {"queue_parts", "computed"}
+    TopologicalSorter(found).prepare()  # raises CycleError
+
+
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """Yields the name and number of lines of each function, docstring included."""
     for node in nodes(path):
