@@ -19,10 +19,9 @@ from omegaconf import DictConfig
 from lmtrain import errors
 from lmtrain.config.config_files import folders_of, hydra_over
 from lmtrain.config.override_text import bare_or_quoted
-from lmtrain.sweeps import trials as rows
 from lmtrain.sweeps.plan import SweepPlan
 from lmtrain.sweeps.processes import POLL_SECONDS, Child, Children, start
-from lmtrain.sweeps.trials import Trial, Trials
+from lmtrain.sweeps.trials import Trial, Trials, command, judge, outcome
 
 
 def run_here(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Trial]:
@@ -35,7 +34,7 @@ def run_here(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Tri
             while not children.stopping and len(places) < jobs and (trial := next(todo, None)) is not None:
                 started.append(trial)
                 place = next(n for n in range(jobs) if n not in places)
-                words, log = rows.command(trial, plan.folder), plan.folder / f"{trial.number}.log"
+                words, log = command(trial, plan.folder), plan.folder / f"{trial.number}.log"
                 places[place] = trial, children.start(plan.verb, words, log, **share_of_gpus(place, jobs))
             if not places:
                 return started
@@ -49,9 +48,9 @@ def run_here(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Tri
                     del places[place]
                     children.ended(child, code)
                     trial.seconds = child.seconds()
-                    rows.judge(trial, plan.folder, code, stopped=children.stopping > 0)
+                    judge(trial, plan.folder, code, stopped=children.stopping > 0)
                     trials.write()
-                    print(rows.outcome(trial, plan.config.checkpoint.monitor), flush=True)
+                    print(outcome(trial, plan.config.checkpoint.monitor), flush=True)
                     if trial.status == "preempted" and not children.stopping:
                         children.stop()  # the machine is being taken away: no other trial is started
 
@@ -70,11 +69,11 @@ def run(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Trial]:
     started: list[Trial] = []
     while batch := list(itertools.islice(todo, size)):
         begun = time.monotonic()
-        codes = _launch(plan, [rows.command(t, plan.folder) for t in batch], batch[0].number)
+        codes = _launch(plan, [command(t, plan.folder) for t in batch], batch[0].number)
         for trial, code in zip(batch, codes, strict=True):
             trial.seconds = round(time.monotonic() - begun, 1)
-            rows.judge(trial, plan.folder, code, stopped=False)
-            print(rows.outcome(trial, plan.config.checkpoint.monitor), flush=True)
+            judge(trial, plan.folder, code, stopped=False)
+            print(outcome(trial, plan.config.checkpoint.monitor), flush=True)
         trials.write()
         started += batch
         if any(t.status == "preempted" for t in batch):
@@ -84,7 +83,8 @@ def run(plan: SweepPlan, trials: Trials, todo: Iterator[Trial]) -> list[Trial]:
 
 def _launch(plan: SweepPlan, words: list[list[str]], number: int) -> list[int | None]:
     """Runs trials with Hydra's launcher and returns their exit codes, None for those that returned no result."""
-    from hydra._internal.callbacks import Callbacks  # Hydra has no public way to run a launcher
+    # A launcher is a public plugin, and what Hydra gives it is not: only Hydra's own command line makes one.
+    from hydra._internal.callbacks import Callbacks
 
     hydra_overrides = [w for w in plan.hydra_overrides if not w.startswith(("hydra.sweep.dir=", "hydra.sweep.subdir="))]
     here = [f"hydra.sweep.dir={bare_or_quoted(str(plan.folder))}", "hydra.sweep.subdir=."]
