@@ -16,6 +16,7 @@ import torch
 from lmtrain.config import compose as config
 from lmtrain.config.batch import step_sizes
 from lmtrain.config.schema import Config
+from lmtrain.data.corpus import build_corpus
 from lmtrain.data.loaders import StepDataset
 from lmtrain.data.order import MicroBatch
 from lmtrain.data.text.windows import IGNORE
@@ -27,7 +28,7 @@ def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     cfg = config.check(config.compose(spec["overrides"]))
     devices.resolve_auto(cfg)
-    corpus = build.build_corpus(cfg)
+    corpus = build_corpus(cfg)
     objective = build.build_objective(cfg, corpus, spec["steps"]).to(cfg.trainer.accelerator)
     steps = read_steps(cfg, corpus, spec["steps"])
     last_loss = train(objective.model, objective.configure_optimizers(), cfg, steps, spec["every"])

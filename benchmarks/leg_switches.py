@@ -29,6 +29,7 @@ from leg_bare import read_steps
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmtrain.config import compose as config
+from lmtrain.data.corpus import build_corpus
 from lmtrain.data.text.windows import IGNORE
 from lmtrain.distributed import devices
 from lmtrain.losses import cross_entropy
@@ -49,7 +50,7 @@ class Variant:
         devices.resolve_auto(cfg)
         self.compiled = bool(cfg.trainer.compile)
         cfg.trainer.compile = False  # compiled below
-        self.config, corpus = cfg, build.build_corpus(cfg)
+        self.config, corpus = cfg, build_corpus(cfg)
         steps = (spec["steps"] + UNTIMED) * (spec["turns"] + 1) + kernels.STEPS + UNTIMED
         self.batches = read_steps(cfg, corpus, steps)
         self.kernels = [getattr(SDPBackend, name) for name in own.get("attention", [])]

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from lmtrain.config import compose as config
 from lmtrain.config.schema import Config
+from lmtrain.data.corpus import build_corpus
 from lmtrain.models.build import build_model
-from lmtrain.run import build
 
 
 class Rows(Dataset):
@@ -56,7 +56,7 @@ def main() -> None:
 
 def build_transformers_model(cfg: Config) -> transformers.PreTrainedModel:
     """Builds the model from lmtrain's config, but with transformers' default attention."""
-    vocab_size = len(build.build_corpus(cfg).tokenizer)
+    vocab_size = len(build_corpus(cfg).tokenizer)
     with torch.device("meta"):
         shape = build_model(cfg.model, vocab_size, None, cfg.data.seq_len).config.to_dict()
     fresh = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)

@@ -75,11 +75,11 @@ def test_the_size_of_a_vocabulary_is_the_tokenizers_or_the_configs() -> None:
 def test_the_time_of_a_run_is_its_tokens_by_the_speed() -> None:
     device = Device("it", 1.0, 2e12)
     typed = config("estimate.tokens_per_s=50")
-    assert estimation.time_words(typed, device, 500, 1e9, 4) == "10 s (estimate.tokens_per_s)"
+    assert estimation.describe_time(typed, device, 500, 1e9, 4) == "10 s (estimate.tokens_per_s)"
     by_peak = config("estimate.mfu=0.25")  # 0.25 of 4 x 2e12 FLOP/s, 1e9 a token: 2,000 tokens a second
-    assert estimation.time_words(by_peak, device, 20_000, 1e9, 4) == "10 s (25% of the peak, 2,000 tokens/s)"
-    assert estimation.time_words(by_peak, device, None, 1e9, 4).startswith("set trainer.max_steps")
-    assert estimation.time_words(by_peak, Device("it", 1.0, None), 5, 1e9, 4).startswith("not known for this device")
+    assert estimation.describe_time(by_peak, device, 20_000, 1e9, 4) == "10 s (25% of the peak, 2,000 tokens/s)"
+    assert estimation.describe_time(by_peak, device, None, 1e9, 4).startswith("set trainer.max_steps")
+    assert estimation.describe_time(by_peak, Device("it", 1.0, None), 5, 1e9, 4).startswith("not known for this device")
 
 
 def test_a_table_has_the_parts_of_all_strategies_and_says_what_fits() -> None:
