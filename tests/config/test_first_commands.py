@@ -130,7 +130,7 @@ def typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Said:
     run = cli.run
 
     def stopped(verb: str, _action: Any, argv: list[str] | None = None) -> int:
-        return run(verb, lambda config: seen.append(config) or 0, argv)
+        return run(verb, lambda config, *_: seen.append(config) or 0, argv)
 
     monkeypatch.setattr(cli, "run", stopped)
 
