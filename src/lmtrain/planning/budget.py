@@ -34,7 +34,7 @@ from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
-from lmtrain.models import dial
+from lmtrain.models import compiler, dial
 from lmtrain.models.flops import flops_per_token
 from lmtrain.planning import estimation, trial
 from lmtrain.run import build
@@ -101,6 +101,7 @@ def settle(config: Config, began: float, again: Again) -> Config:
         _settle_amount(config, typed)
         return config
     _resolve_devices(config)
+    compiler.probe_early(config)
     world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
     if chosen == "flops":  # as below, all ranks train with the config of the first
         world.from_first(lambda: _settle_amount(config, typed))

@@ -59,6 +59,9 @@ def keep_precision(config: Config) -> None:
 
 
 def _session(config: Config, folder: RunDir) -> int:
+    from lmtrain.models import compiler
+
+    compiler.probe_early(config)
     status.say("loading transformers and lightning")
     from lmtrain.run.session import Session
 
