@@ -172,6 +172,7 @@ def check(result: dict[str, Any], dtype: str, fp8_products: int = 0) -> None:
     assert elsewhere == []
 
 
+@pytest.mark.slow
 def test_runs(device: Path, cases: dict[str, dict[str, list[str]]], tmp_path: Path) -> None:
     """All runs share one process, since starting a process takes longer than a run."""
     flat = {f"{group}_{name}": overrides for group, named in cases.items() for name, overrides in named.items()}

@@ -131,7 +131,7 @@ def beyond(objective: str, found: list[dict[str, Any]], exact: list[dict[str, An
     return wrong
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("adapter", ["none", pytest.param("lora", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("objective", DATA)
 def test_trains_as_in_fp32(folder: Path, tmp_path: Path, objective: str, adapter: str) -> None:
     exact = trained(folder, tmp_path / "fp32", objective, f"peft={adapter}", "trainer.precision=32-true")

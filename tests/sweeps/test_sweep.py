@@ -48,6 +48,7 @@ def table(folder: Path) -> list[Trial]:
     return [Trial(**row) for row in rows(folder / "trials.jsonl")]
 
 
+@pytest.mark.slow
 def test_failed_trials_are_recorded_and_tried_again(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
