@@ -29,12 +29,12 @@ from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
 from lmtrain.data.loaders import seen_rows
 from lmtrain.data.val_sets import build_val_sets
-from lmtrain.distributed import devices, ranks
+from lmtrain.distributed import compiler, devices, ranks
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
-from lmtrain.models import compiler, dial
+from lmtrain.models import dial
 from lmtrain.models.flops import flops_per_token
 from lmtrain.planning import estimation, trial
 from lmtrain.run import build

@@ -59,7 +59,7 @@ def keep_precision(config: Config) -> None:
 
 
 def _session(config: Config, folder: RunDir) -> int:
-    from lmtrain.models import compiler
+    from lmtrain.distributed import compiler
 
     compiler.probe_early(config)
     status.say("loading transformers and lightning")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch._inductor import cpu_vec_isa
 
-from lmtrain.models import compiler
+from lmtrain.distributed import compiler
 
 
 @pytest.fixture
