@@ -15,13 +15,31 @@ from lmtrain.config.batch import Stages
 from lmtrain.data import loaders
 from lmtrain.data.chat.turns import BadRow, Remark
 from lmtrain.data.examples import row_counts
+from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.pair_rows import PairRows, common_prompt, fit_pair, lay_answers, margins_of, pad_answers
 from lmtrain.data.examples.prompt_rows import PromptRowEncoder
 from lmtrain.data.examples.row_counts import Counts
 from lmtrain.data.examples.unpaired_rows import UnpairedRows, _parted, _with_completion
+from lmtrain.data.store.shards import Shard
 from lmtrain.data.stream import ring
 from lmtrain.data.text.windows import IGNORE, Windows, documents_at, empty_window, make_batch
 from lmtrain.errors import UserError
+
+# Examples of bins
+
+
+def test_examples_are_cut_at_the_ends_of_all_shards_also_those_of_one_token(tmp_path: Path) -> None:
+    """Two files with the documents [5], [7, 8, 9] and [1, 2], [3], [4], written by hand."""
+    shards = []
+    for name, tokens, ends in [("a", [5, 7, 8, 9], [1, 4]), ("b", [1, 2, 3, 4], [2, 3, 4])]:
+        (tmp_path / name).write_bytes(np.array(tokens, "<u2").tobytes())
+        (tmp_path / f"{name}.docs").write_bytes(np.array(ends, "<u8").tobytes())
+        (tmp_path / f"{name}.mask").write_bytes(bytes(len(tokens)))
+        sides = {kind: tmp_path / f"{name}.{kind}" for kind in ("docs", "mask")}
+        shards.append(Shard(tmp_path / name, "uint16", len(tokens), sides))
+    examples = Examples(shards)
+    assert [examples.read(i)[0].tolist() for i in range(len(examples))] == [[5], [7, 8, 9], [1, 2], [3], [4]]
+
 
 # Counts of rows
 

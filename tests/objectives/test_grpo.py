@@ -144,6 +144,16 @@ def test_any_split_is_one_run(prompts: Path, llama: Path, tmp_path: Path) -> Non
     compare_runs(tmp_path / "a", tmp_path / "b")
 
 
+def test_the_second_update_of_a_rollout_is_weighed_by_what_changed(prompts: Path, llama: Path, tmp_path: Path) -> None:
+    """Advantages of a group sum to 0 and so does the loss while all ratios are 1; the weights have moved since."""
+    words = ["objective.updates_per_rollout=2", "optimizer.lr=1e-2", "trainer.max_steps=2"]
+    ended = grpo(prompts, llama, tmp_path / "run", *LETTERS, *words)
+    assert ended.code == 0, ended.err
+    first, second = (row["train/loss"] for row in rows(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row)
+    assert abs(first) < 1e-6
+    assert abs(second) > 1e-4
+
+
 @pytest.mark.slow
 def test_two_ranks_sample_what_one_does(prompts: Path, llama: Path, tmp_path: Path, lmtrain: Run) -> None:
     for name, argv in {"one": [], "ddp": ["trainer.devices=2"],

@@ -9,7 +9,6 @@ as one.
 """
 
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -122,8 +121,6 @@ class Encoder:
         return None
 
     def _is_safe(self, text: str, cut: int) -> bool:
-        if unicodedata.category(text[cut])[0] == "M":  # an accent belongs to the letter before it
-            return False
         left, right = text[cut - _SURROUNDINGS : cut], text[cut : cut + _SURROUNDINGS]
         first = self.before[_before(right)]
         after = self.ids.of(_before(right) + right)
