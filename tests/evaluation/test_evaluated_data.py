@@ -203,7 +203,7 @@ def test_rows_are_read_in_the_format_of_the_run(words: list[str], row: dict[str,
                "data.val_fraction=0.2", "run.allow_target=[test_evaluated_data]")  # fmt: skip
     corpus = prepare_corpus(c)
     held: Any = corpus.val
-    assert data.kind_of(c.data) == "conversations"
+    assert data.kind_of(c) == "conversations"
     found = data.rows(c, corpus.folder / "tokenizer")
     wanted = np.flatnonzero(held.examples.labels) if "label" in row else np.arange(len(held.examples))
     assert len(found.examples) == len(wanted) == (4 if "label" in row else 6)
