@@ -197,12 +197,10 @@ def chosen(machine: Machine, minutes: float, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(budget, "_validation", lambda *_: 0.0)
     config = rules.check(rules.compose(["experiment=dial", f"budget.minutes={minutes}"]))
     config.trainer.devices = 1
-    depth = budget._choose_depth(config, corpus, 0.0, {})  # type: ignore[arg-type]
-    (expected,) = budget._expected
-    budget._expected.clear()
-    assert expected.step == pytest.approx(machine.step(shape(depth)), rel=0.5)
-    now[0] += expected.starting
-    return budget._at_depth(config, depth), 60 * minutes - now[0] - ENDING_S, now
+    found = budget._choose_depth(config, 0.0, {})
+    assert found.took.step == pytest.approx(machine.step(shape(found.depth)), rel=0.5)
+    now[0] += found.took.starting
+    return budget._at_depth(config, found.depth), 60 * minutes - now[0] - ENDING_S, now
 
 
 @pytest.mark.parametrize("name", MACHINES)
