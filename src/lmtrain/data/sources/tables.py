@@ -4,8 +4,8 @@ Each reader yields (location, row) in bounded memory, except for a JSON list, wh
 row can't be read but those after it can, a string that describes the error is yielded in place of the row.
 
 JSON and CSV are read here because pyarrow's readers, which take three quarters of the time (0.46 s of 0.60 s for 83 MB
-of JSON lines, in as little memory), refuse a column of two types, name a row of a block instead of the file's line, and
-take a quote that is never closed for data. `datasets` takes 5.6 times as long and names no place.
+of JSON lines), refuse a column of two types, name a row of a block instead of the file's line, and take a quote that is
+never closed for data. `datasets` takes 5.6 times as long and names no place.
 """
 
 import bisect
