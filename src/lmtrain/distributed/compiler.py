@@ -11,10 +11,9 @@ from lmtrain.config.schema import Config
 def probe_early(config: Config) -> None:
     """Starts inductor's probes of the CPU in a thread, once per process, if blocks will be compiled for it.
 
-    Inductor compiles ten small programs to learn which vector instructions work: some eight seconds of a C++ compiler,
-    and one second for loading what a run before has compiled. A first step would wait for them. Here they run beside
-    reading data and building the model. Inductor keeps each under a lock in its cache, so that a step that comes before
-    they are done waits for the rest of them only.
+    Inductor compiles ten small programs to learn which vector instructions work, a fifth of the time to a first step
+    that has to be compiled (benchmarks/RESULTS.md). Here they run beside reading data and building the model. Inductor
+    keeps each under a lock in its cache, so that a step that comes before they are done waits for the rest only.
     """
     if config.trainer.compile and config.trainer.accelerator == "cpu":
         _start()
