@@ -529,7 +529,8 @@ def process_state() -> dict:
         "threads": torch.get_num_threads(),
         "grad": torch.is_grad_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "environ": {k: v for k, v in os.environ.items() if not k.startswith("PL_")},
+        # Without what Lightning leaves, and what a command sets for the processes that it starts.
+        "environ": {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "LMTRAIN_", "GOMP_"))},
         "folder": Path.cwd(),
     }
 
