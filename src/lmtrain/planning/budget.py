@@ -112,9 +112,9 @@ def settle(config: Config, began: float, again: Again) -> Config:
 
     def depth_for_time() -> int | None:
         nonlocal measured
-        before = _chosen_before(config)
         if config.model.name != dial.NAME or {dial.KEY, dial.LAYERS} & typed.keys():
             return None
+        before = _chosen_before(config)
         if before is not None:
             depth = before.get("model", {}).get("num_hidden_layers")
             return depth if isinstance(depth, int) else None
