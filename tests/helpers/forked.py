@@ -41,7 +41,8 @@ def run(
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired(argv, timeout)
+            ends = "\n".join(file.read_text()[-2000:] for file in files)
+            raise TimeoutError(f"{argv} did not end in {timeout} s; the ends of stdout and stderr:\n{ends}")
         return subprocess.CompletedProcess(argv, process.exitcode, *(file.read_text() for file in files))
 
 

@@ -36,6 +36,7 @@ def test_one_message_and_the_checkpoint_stays(
     assert message in err
     assert fix in err
     kept = store.scan(run_dir / "checkpoints")
-    assert store.step_of(kept[0]) == 2
+    # A lost worker is noticed a little later, when step 3 may have been saved.
+    assert store.step_of(kept[0]) in ([2, 3] if what == "KillWorkers" else [2])
     assert all(store.damage(path) is None for path in kept)
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "failed"

@@ -1,9 +1,12 @@
 """Datasets whose items are whole optimizer steps (training) or micro-batches (validation), and their loader workers."""
 
+import contextlib
 import itertools
+import multiprocessing
 import resource
 import signal
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -228,3 +231,34 @@ def start_worker(trains: int, _worker: int) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(trains, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def no_workers_left() -> Iterator[None]:
+    """Kills, when it is left, the loader workers that were started in it and are still alive.
+
+    The death of one loader's worker may raise while another loader is just starting, whose workers nobody ends then.
+    They ignore the signal with which multiprocessing ends children at exit, and it would wait for them for ever.
+    """
+    before = multiprocessing.active_children()
+    try:
+        yield
+    finally:
+        left = [child for child in multiprocessing.active_children() if child.daemon and child not in before]
+        with _quiet_deaths() if left else contextlib.nullcontext():
+            for child in left:
+                child.kill()
+                child.join()
+
+
+@contextlib.contextmanager
+def _quiet_deaths() -> Iterator[None]:
+    """Keeps torch from raising for a worker that is killed on purpose; it does so in the main thread, by SIGCHLD."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)

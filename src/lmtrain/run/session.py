@@ -18,6 +18,7 @@ from lmtrain.config import compose as rules
 from lmtrain.config import environment
 from lmtrain.config.keys import freeze
 from lmtrain.config.schema import Config
+from lmtrain.data import loaders
 from lmtrain.distributed import devices, spinning
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import Preempted
@@ -122,7 +123,7 @@ class Session:
         # Training, until its last step, a stop request or an error.
         signals = run.objective.stop.signals
         signals.how_to_go_on = (lambda: next_commands.continuing(run)) if world.rank() == 0 else None
-        with contextlib.closing(signals):
+        with contextlib.closing(signals), loaders.no_workers_left():
             try:
                 run.trainer.fit(run.objective, datamodule=run.datamodule, ckpt_path=self.checkpoint, weights_only=True)
             except Preempted:
