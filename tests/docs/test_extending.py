@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md work unchanged from outside the tree, by what the page says."""
+"""The examples of docs/extending.md, and the skeletons that it names, work unchanged from outside the tree."""
 
 import json
 import re
@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM
 
 import lmtrain
 from inprocess import Ended, run
+from lmtrain import new
 from support import REPO, rows
 
 PAGE = (REPO / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# ([\w/]+\.(?:py|yaml))\n(.*?)```", PAGE, flags=re.DOTALL))
+SKELETONS = re.findall(r"`python -m lmtrain.new (\w+) (\w+)`", PAGE)
 TINY_MODEL = ["model=gpt_nano", "tokenizer=bytes", "model.num_hidden_layers=1", "model.hidden_size=32",
               "model.num_attention_heads=2", "model.max_position_embeddings=64", "trainer.accelerator=cpu",
               "trainer.precision=32-true", "logger=none", "data.seq_len=64", "trainer.max_steps=1",
@@ -30,12 +32,15 @@ MODEL = ["model=custom", "model._target_=small_decoder.SmallDecoder", "run.allow
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Writes the page's files to an empty folder, which becomes the working folder, and returns it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    for kind, name in SKELETONS:
+        new.write(kind, name)
+    for file in tmp_path.glob("*.py"):
+        monkeypatch.delitem(sys.modules, file.stem, raising=False)
     return tmp_path
 
 
@@ -52,7 +57,7 @@ def column(run_dir: Path, name: str) -> list[float]:
 def test_the_decoder_trains_resumes_and_is_exported_with_its_code(
     corpus: Path, package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(FILES["small_decoder.py"].splitlines()) <= 80
+    source = (package / "small_decoder.py").read_text()
     constant = ["schedule=constant", "schedule.warmup_steps=0"]
     train(corpus, *MODEL, *constant, "run.dir=straight", "trainer.max_steps=4")
     for steps in (2, 4):
@@ -62,7 +67,7 @@ def test_the_decoder_trains_resumes_and_is_exported_with_its_code(
     assert losses[-1] < losses[0]
 
     export = package / "straight" / "export"
-    assert (export / "small_decoder.py").read_text() == FILES["small_decoder.py"]
+    assert (export / "small_decoder.py").read_text() == source
     assert "trust_remote_code=True" in (export / "README.md").read_text()
     ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
     live = sys.modules["small_decoder"].SmallDecoder.from_pretrained(export)(ids).logits
@@ -90,7 +95,7 @@ def test_the_stairs_are_climbed_down_and_a_resumed_run_goes_on_where_it_was(corp
 
 
 def test_the_source_is_prepared(package: Path) -> None:
-    done = run("prepare", *SMALL, "data.source=greetings.Greetings", "data.source_options={name: Ada, number: 30}",
+    done = run("prepare", *SMALL, "data.source=greetings.Greetings", "data.source_options={number: 30}",
                "run.allow_target=[greetings]", "data.cache_dir=cache")  # fmt: skip
     assert done.code == 0, done.err
     assert next((package / "cache").glob("greetings-*")).is_dir()
