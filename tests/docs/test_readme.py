@@ -218,9 +218,9 @@ def test_the_python_script(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (script,) = re.findall(r"```python\n(.*?)```", REFERENCE.read_text(), flags=re.DOTALL)
+    page = (REPO / "docs" / "lightning.md").read_text()
+    script = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0]
     assert len(script.splitlines()) <= 12
     smaller = [*SHRINK, "tokenizer=bytes", "data=text", f"data.path={corpus}"]
-    exec(script.replace("lmtrain.compose(words)", f"lmtrain.compose(words + {smaller})"))  # noqa: S102
-    status = next(line for line in capsys.readouterr().out.splitlines() if " at step 1: " in line)
-    assert re.fullmatch(r"finished at step 1: \d\.\d+ -> \d\.\d+", status)
+    exec(script.replace('"])', f'"] + {smaller})', 1))  # noqa: S102
+    assert float(capsys.readouterr().out.splitlines()[-1]) > 0  # val/loss

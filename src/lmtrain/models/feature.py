@@ -37,12 +37,8 @@ class Feature:
         """Returns rows (title, description) for the plan."""
         return []
 
-    def notes(self, config: Config) -> list[str]:
-        """Returns advice that the plan should give on a GPU."""
-        return []
-
     def advice(self, run: Any) -> list[str]:
-        """Returns further notes for the plan of a `run.build.Run`."""
+        """Returns notes for the plan of a `run.build.Run`."""
         return []
 
     def content(self, model: PreTrainedModel, config: Config) -> Any:

@@ -59,8 +59,8 @@ class Fp8(Feature):
     def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
         return [("fp8", describe(model, config))]
 
-    def notes(self, config: Config) -> list[str]:
-        if config.trainer.compile:
+    def advice(self, run: Any) -> list[str]:
+        if run.config.trainer.compile:
             return []
         return [
             "trainer.precision=fp8 without torch.compile rounds to 8 bits in separate kernels, which usually "

@@ -157,7 +157,7 @@ def for_gpus(run: Run) -> list[str]:
             f"in {c.trainer.precision} the experts are computed one after the other, and each layer waits for the "
             "GPU: trainer.precision=bf16-mixed computes them all at once"
         )
-    return [*notes, *(note for feature in features_on(c) for note in feature.notes(c))]
+    return notes
 
 
 def not_measured() -> list[str]:

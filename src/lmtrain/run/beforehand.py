@@ -3,13 +3,11 @@
 Whatever passes is checked again where it is used. Imports no torch.
 """
 
-import ast
 import ctypes
 import difflib
-import importlib.util
+import importlib.metadata
 import sys
 from pathlib import Path
-from typing import Any
 
 from lmtrain.config.schema import Config
 from lmtrain.data.sources import files
@@ -50,26 +48,14 @@ def _refuse_missing(path: str | list[str] | None, key: str) -> None:
 
 def _refuse_absent_gpu(asked: str) -> None:
     """Raises UserError if the torch that is installed is built for CPUs, or if there is no driver for its CUDA."""
-    torch = importlib.util.find_spec("torch")
-    if "torch" in sys.modules or torch is None or torch.origin is None:
+    version = next((found.version for found in importlib.metadata.distributions(name="torch")), "")
+    build = version.partition("+")[2]
+    if "torch" in sys.modules or build.startswith("rocm"):
         return  # torch itself is asked
-    version = _constants(Path(torch.origin).with_name("version.py"))
-    if version.get("hip") is not None:
-        return
-    found = f"{asked}, torch {version.get('__version__', '')} sees no CUDA: set trainer.accelerator=cpu, or install"
-    if version.get("cuda") is None:
+    found = f"{asked}, torch {version} sees no CUDA: set trainer.accelerator=cpu, or install"
+    if build == "cpu":
         raise UserError(f"{found} a CUDA build of torch")
     try:
         ctypes.CDLL("libcuda.so.1" if sys.platform == "linux" else None)  # the driver, by the name that torch loads
     except OSError:
         raise UserError(f"{found} an NVIDIA driver (there is no libcuda.so.1)") from None
-
-
-def _constants(file: Path) -> dict[str, Any]:
-    """Returns the constants that a module assigns at its top level, read without executing it."""
-    found: dict[str, Any] = {}
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id: node.value.value for target in targets if isinstance(target, ast.Name)}
-    return found
