@@ -271,10 +271,8 @@ def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.
 
     read = words.read(verb, args.overrides, args.config_dir, args.config_name)
     if read.config is not None and args.multirun:
-        raise UserError(
-            f"-m {read.config}: a sweep takes a config as an experiment: put it into DIR/experiment/, and type "
-            f"--config-dir DIR experiment={read.config.stem}"
-        )
+        found = f"-m {read.config}: a sweep takes a config as an experiment"
+        raise UserError(f"{found}: put it into DIR/experiment/, --config-dir DIR experiment={read.config.stem}")
     args.overrides, args.config_dir, args.config_name = read.overrides, read.config_dir, read.config_name
     if read.proposals and verb == "train" and not args.why and "run.quiet=true" not in argv:
         terminal.say_once(read.proposals[0].reason)

@@ -27,10 +27,7 @@ def explain(argv: list[str]) -> int:
     keys = [w for w in args.overrides if "=" not in w and not w.startswith("~")]
     overrides = [w for w in args.overrides if w not in keys]
     if "run_dir" in typed_keys(overrides):
-        raise UserError(
-            "run_dir has no effect in `lmtrain explain`, which composes a config; to explain the config of a "
-            "run, use --config-dir FOLDER"
-        )
+        raise UserError("run_dir has no effect in `lmtrain explain`: for a run's config use --config-dir FOLDER")
     made = config.composition(overrides, args.config_dir, args.config_name)
     composed = made.tree
     environment.note(composed)

@@ -10,10 +10,7 @@ from lmtrain.secrets import hide
 def run(args: argparse.Namespace) -> int:
     """Runs the pipeline that the arguments name, or only prints it with --cfg; returns the exit code."""
     if args.multirun:
-        raise errors.UserError(
-            "a pipeline takes one value of each key: start it once for each, under a run.name of its own, or sweep one "
-            "stage with `lmtrain train -m`"
-        )
+        raise errors.UserError("a pipeline takes one value of each key: start it once for each, under its own run.name")
     cli.say_first("pipeline", "reading the configs of all stages")
     from lmtrain.config import compose as config
     from lmtrain.config import environment, trust

@@ -26,10 +26,8 @@ def prepare(config: "Config") -> int:
     if config.data.source == "bins":
         raise UserError("data=bins is prepared already: train on it, or name text (data=text data.path=...)")
     if config.data.ring_bytes is not None:
-        raise UserError(
-            f"data.ring_bytes={config.data.ring_bytes} tokenizes while a run trains: there is nothing to prepare; set "
-            f"data.ring_bytes=null to have all of it on disk"
-        )
+        found = f"data.ring_bytes={config.data.ring_bytes} tokenizes while a run trains: there is nothing to prepare"
+        raise UserError(f"{found}; set data.ring_bytes=null to have all of it on disk")
     # Neither of these imports torch, which would take longer than tokenizing 100 MB.
     from lmtrain.data.text import prepare as data
     from lmtrain.data.text.mixture import prepare_mixture

@@ -72,8 +72,6 @@ def explain_unreachable(kind: str, name: str, reason: str) -> str:
         "tokenizer": "tokenizer.name_or_path=<local folder>, or tokenizer=bpe (trained on the data) or tokenizer=bytes",
         "model": "model.name_or_path=<folder of a downloaded one>, or a model from scratch, model=gpt_nano",
     }[kind]
-    return (
-        f"{kind} {name!r} can't be fetched: {endpoint()} doesn't answer ({reason}), and there is no copy in "
-        f"{os.environ.get('HF_HOME', '~/.cache/huggingface')}. Set HF_ENDPOINT to a mirror, HF_HOME to a folder with a "
-        f"cached copy, or choose {instead}"
-    )
+    cache = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    found = f"{kind} {name!r} can't be fetched: {endpoint()} doesn't answer ({reason}), and there is no copy in {cache}"
+    return f"{found}. Set HF_ENDPOINT to a mirror, HF_HOME to a folder with a cached copy, or choose {instead}"

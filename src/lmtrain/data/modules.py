@@ -98,10 +98,8 @@ class TokenDataModule(pl.LightningDataModule):
         mixture = getattr(self.train_rows, "mixture", None)
         end = mixture.end if mixture is not None and most > self.total_steps else None
         if end is not None and self.sizes.before(most) > end:
-            raise UserError(
-                f"data.mixture: all sources are used up before the Trainer's {most:,} steps: set its max_steps to "
-                f"{self.sizes.step_of(end):,}, or raise a max_epochs of data.mixture"
-            )
+            found = f"data.mixture: all sources are used up before the Trainer's {most:,} steps"
+            raise UserError(f"{found}: set its max_steps to {self.sizes.step_of(end):,}, or raise a max_epochs")
         items = max(self.total_steps, trainer.max_steps)
         stop = items if trainer.max_steps > 0 or trainer.max_epochs == 1 else sys.maxsize
         dataset = self._step_dataset(self.max_epochs if stop == self.total_steps else None)

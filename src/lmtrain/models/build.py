@@ -106,10 +106,8 @@ def _custom_model(cfg: CustomModelConfig, config: PretrainedConfig, allow_target
     with contextlib.suppress(NotImplementedError):  # raised if transformers finds no embeddings under the usual names
         if model.base_model is not model and model.get_input_embeddings() and model.get_output_embeddings():
             return model
-    raise UserError(
-        f"model: {cfg._target_} needs a body, the attribute that its base_model_prefix names, with embed_tokens in it "
-        f"(or get_input_embeddings), and lm_head (or get_output_embeddings), by which the loss is computed"
-    )
+    body = "a body (base_model_prefix) with embed_tokens or get_input_embeddings"
+    raise UserError(f"model: {cfg._target_} needs {body}, and lm_head or get_output_embeddings")
 
 
 def _pretrained(

@@ -172,10 +172,8 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
             known += 1
             odd += [] if all(map(torch.isfinite, torch.aminmax(weight.detach()))) else [name]
     if odd:
-        raise UserError(
-            f"{where} holds weights that are not finite numbers ({odd[0]}; {len(odd)} of {known} tensors), so whatever "
-            f"is computed with them means nothing: take another checkpoint, or export or download it again"
-        )
+        found = f"{where} holds weights that are not finite numbers ({odd[0]}; {len(odd)} of {known} tensors)"
+        raise UserError(f"{found}: take another checkpoint, or export or download it again")
 
 
 def _check_quantised(model: PreTrainedModel, name: str, options: dict[str, Any]) -> None:

@@ -346,10 +346,9 @@ class LanguageModel(nn.Module):
             ours = self.logit_softcap * torch.tanh(ours / self.logit_softcap)
         difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
         if not difference <= 1e-3 * largest:
-            raise UserError(
-                f"{type(self.model).__name__} computes its logits in a way that lmtrain doesn't support "
-                f"(lmtrain's differ by {difference:.3g}, the largest is {largest:.3g}): this family can't be trained"
-            )
+            found = f"{type(self.model).__name__} computes its logits in a way that lmtrain doesn't support"
+            off = f"lmtrain's differ by {difference:.3g}, the largest is {largest:.3g}"
+            raise UserError(f"{found} ({off}): this family can't be trained")
 
 
 def shared_cross_entropy(

@@ -52,7 +52,5 @@ def _explain_loading(cfg: LoadedModelConfig, error: Exception) -> str:
         return f"model.name_or_path={name} is a folder without a model that loads ({reason})"
     if name.startswith((".", "/", "~")):
         return f"model.name_or_path={name}: no such folder"
-    return (
-        f"model.name_or_path={name} can't be loaded from {hub.endpoint()} ({reason}): check the spelling, the "
-        f"network or HF_ENDPOINT, run `hf auth login` for a gated model, or give the folder of a downloaded one"
-    )
+    found = f"model.name_or_path={name} can't be loaded from {hub.endpoint()} ({reason})"
+    return f"{found}: check the spelling, the network or HF_ENDPOINT, or run `hf auth login` for a gated model"

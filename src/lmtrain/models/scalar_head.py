@@ -89,7 +89,5 @@ def scores_of(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
 def refuse_scalar_head(model: nn.Module, doing: str) -> None:
     """Raises UserError if the model has a scalar head, for a caller (`doing`) that needs next-token prediction."""
     if has_scalar_head(model):
-        raise UserError(
-            f"this model gives a reward, one number for a conversation, and {doing} asks for the next token: "
-            "lmtrain.evaluate scores it on pairs (data=preference_jsonl), and reward=model learns from it"
-        )
+        found = f"this model gives a reward, one number for a conversation, and {doing} asks for the next token"
+        raise UserError(f"{found}: lmtrain.evaluate scores it on pairs, and reward=model learns from it")

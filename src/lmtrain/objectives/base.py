@@ -105,12 +105,9 @@ class Objective(pl.LightningModule):
             UserError: they are missing.
         """
         if "model" not in arguments:
-            raise UserError(
-                f"{cls.__name__}.load_from_checkpoint: a checkpoint holds weights, not the model and the functions "
-                f"that the objective is made of. Make it with run = lmtrain.build(lmtrain.compose([...])), from its "
-                f"run's overrides, and load the weights with trainer.fit, validate, test or predict(run.objective, "
-                f"datamodule=run.datamodule, ckpt_path={str(checkpoint_path)!r})"
-            )
+            found = f"{cls.__name__}.load_from_checkpoint: a checkpoint holds weights, not the objective"
+            made = "make it with lmtrain.build(lmtrain.compose([...])), and pass ckpt_path to trainer.fit or validate"
+            raise UserError(f"{found}: {made}")
         return super().load_from_checkpoint(checkpoint_path, *args, **arguments)
 
     @classmethod
@@ -225,10 +222,8 @@ class Objective(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """Trains a step; returns its mean loss on this rank, 0-dim, of which the mean over the ranks is train/loss."""
         if "micro_batches" not in batch:
-            raise UserError(
-                f"{type(self).__name__} trains whole steps, and this loader gives micro-batches: pass its run's data, "
-                f"fit(run.objective, datamodule=run.datamodule). TextDataModule and ChatDataModule serve others"
-            )
+            found = f"{type(self).__name__} trains whole steps, and this loader gives micro-batches"
+            raise UserError(f"{found}: pass its run's data, fit(run.objective, datamodule=run.datamodule)")
         step, micro_batches = int(batch["step"]), batch["micro_batches"]
         if step != self.trainer.global_step:
             raise RunError(f"the loader gave step {step} where {self.trainer.global_step} is due: please report this")
@@ -425,10 +420,7 @@ class Objective(pl.LightningModule):
     def on_train_start(self) -> None:
         if self.logs_itself:  # the user's own Trainer, whose length is the run's
             if any(isinstance(c, StochasticWeightAveraging) for c in self.trainer.callbacks):  # type: ignore[attr-defined]
-                raise UserError(
-                    "StochasticWeightAveraging sets the learning rate, which the run's own schedule sets at each step: "
-                    "leave it out; EMAWeightAveraging averages the weights"
-                )
+                raise UserError("StochasticWeightAveraging sets the learning rate too: use EMAWeightAveraging")
             self.total_steps = self.schedule_steps = trainer_steps(self.trainer, self.total_steps)
         self.guard.to(self.device)
         # A checkpoint restores its own learning rates and weight decays; those of this run's config take precedence.

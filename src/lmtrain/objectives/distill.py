@@ -116,12 +116,9 @@ class Distill(Objective):
         long = np.flatnonzero(examples.lengths - 1 > room).tolist()  # others have short prompts, whatever is learned
         longest = max((1 + int(examples.read(index)[1][1:].argmax()) for index in long), default=0)
         if longest > room:
-            raise UserError(
-                f"objective.on_policy: a prompt has {longest:,} tokens, and the {most:,} positions of student and "
-                f"teacher less objective.max_new_tokens={self.options.max_new_tokens} leave room for {max(room, 0):,}: "
-                f"lower objective.max_new_tokens, or leave longer conversations out with data.on_too_long=drop "
-                f"data.max_length={max(room, 1)}"
-            )
+            found = f"objective.on_policy: a prompt has {longest:,} tokens, and the models' {most:,} positions"
+            drop = f"data.on_too_long=drop data.max_length={max(room, 1)}"
+            raise UserError(f"{found} leave room for {max(room, 0):,}: lower objective.max_new_tokens, or set {drop}")
 
     @property
     def teacher(self) -> LanguageModel:
@@ -207,11 +204,9 @@ def check_tokenizer(teacher: str, corpus: Corpus) -> None:
     cfg = TokenizerConfig(kind="hub", name_or_path=teacher)
     theirs = tokenizers.load_or_train(cfg, lambda _: iter(()), tokenizers.identity(cfg))
     if tokenizers.tokenizer_hash(theirs) != corpus.tokenizer_hash:
-        raise UserError(
-            f"objective.teacher={teacher} has another tokenizer ({len(theirs):,} tokens) than the student "
-            f"({len(corpus.tokenizer):,}): what each says of a next token can't be compared. Choose a teacher of the "
-            f"student's family, or train the student with its tokenizer: tokenizer=hub tokenizer.name_or_path={teacher}"
-        )
+        found = f"objective.teacher={teacher} has another tokenizer ({len(theirs):,} tokens) than the student"
+        own = f"train the student with its tokenizer: tokenizer=hub tokenizer.name_or_path={teacher}"
+        raise UserError(f"{found} ({len(corpus.tokenizer):,}): choose a teacher of the student's family, or {own}")
 
 
 def prompts_of(batch: dict[str, Tensor]) -> list[list[int]]:

@@ -134,12 +134,9 @@ class GRPO(ReferenceObjective):
         splits: list[Any] = [rows for rows in (corpus.train, corpus.val) if rows is not None]
         longest = max(int(rows.examples.lengths.max()) for rows in splits)
         if longest > room:
-            raise UserError(
-                f"a prompt has {longest:,} tokens, and the model's {most:,} positions less "
-                f"objective.max_new_tokens={self.options.max_new_tokens} leave room for {max(room, 0):,}: set "
-                f"data.max_prompt_length={max(room, 1)}, which leaves longer prompts out, or lower "
-                f"objective.max_new_tokens"
-            )
+            found = f"a prompt has {longest:,} tokens, and the model's {most:,} positions leave room for"
+            advice = f"set data.max_prompt_length={max(room, 1)}, or lower objective.max_new_tokens"
+            raise UserError(f"{found} {max(room, 0):,}: {advice}")
 
     def on_placed(self) -> None:
         super().on_placed()
@@ -405,9 +402,7 @@ def end_ids(corpus: Corpus, stop_tokens: Sequence[str]) -> tuple[int, ...]:
         ids = tokenizers.ids_of(corpus.tokenizer, text)
         if not ids:
             parts = [*map(corpus.tokenizer.decode, corpus.tokenizer(text, add_special_tokens=False)["input_ids"])]
-            raise UserError(
-                f"objective.stop_tokens: the tokenizer writes {text!r} as {len(parts)} tokens, and none reads so, but "
-                f"it has to be a single token: name one of {' '.join(map(repr, parts))}"
-            )
+            several = f"objective.stop_tokens: the tokenizer writes {text!r} as {len(parts)} tokens, and none reads so"
+            raise UserError(f"{several}: name one of {' '.join(map(repr, parts))}")
         found += ids
     return tuple(dict.fromkeys(found))

@@ -74,7 +74,5 @@ class GRPOOptions(ObjectiveConfig):
 
     def check(self, config: Config) -> None:
         if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:
-            raise UserError(
-                f"objective.overlong_buffer={self.overlong_buffer} is more than objective.max_new_tokens="
-                f"{self.max_new_tokens}, of which it is the last part"
-            )
+            most = f"objective.max_new_tokens={self.max_new_tokens}, of which it is the last part"
+            raise UserError(f"objective.overlong_buffer={self.overlong_buffer} is more than {most}")

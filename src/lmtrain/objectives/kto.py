@@ -73,10 +73,9 @@ def check_labels(rows: Any, options: KTOOptions) -> None:
     if (good and bad) or getattr(options, f"{absent}_weight") == 0:
         return
     instead = "train on them as answers with objective=sft" if good else "pair them with better ones for objective=dpo"
-    raise UserError(
-        f"all {len(labels):,} answers are {there}, and KTO learns from how {absent} ones differ from them: add rows "
-        f"with label: {label}, or {instead}; objective.{absent}_weight=0 says that there are none on purpose"
-    )
+    found = f"all {len(labels):,} answers are {there}, and KTO learns from how {absent} ones differ from them"
+    none = f"objective.{absent}_weight=0 says that there are none on purpose"
+    raise UserError(f"{found}: add rows with label: {label}, or {instead}; {none}")
 
 
 class KTO(ReferenceObjective):

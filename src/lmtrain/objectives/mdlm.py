@@ -96,9 +96,8 @@ class MDLM(base.Objective):
     def plan_rows(self) -> list[tuple[str, str]]:
         return [
             ("attention", f"in both directions; a hidden token is id {self.mask_id}"),
-            ("writes", "samples and lmtrain.generate uncover masked texts; the export's model card says how to use it, "
-                       "as transformers' generate() writes from left to right, which this model can't"),
-        ]  # fmt: skip
+            ("writes", "samples and lmtrain.generate uncover masked texts, which transformers' generate() can't"),
+        ]
 
     def count_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         return _real(batch).sum() * batch["input_ids"].shape[1]
@@ -172,11 +171,10 @@ def _mask_id(token: str | None, tokenizer: Any, model: Any) -> int:
             raise UserError(f"objective.mask_token={token} is no token here: tokenizer.add_tokens adds one")
         return int(found)
     if rows <= size:
-        raise UserError(
-            f"objective.mask_token=null: all {rows} rows of the embeddings belong to tokens; add one with "
-            f"tokenizer.add_tokens=[HIDDEN] objective.mask_token=HIDDEN, from scratch also with model.vocab_size="
-            f"{size + 1}, or name a token that doesn't occur in the text"
-        )
+        found = f"objective.mask_token=null: all {rows} rows of the embeddings belong to tokens"
+        added = "tokenizer.add_tokens=[HIDDEN] objective.mask_token=HIDDEN"
+        scratch = f"from scratch by model.vocab_size={size + 1}"
+        raise UserError(f"{found}; add one with {added}, or {scratch}, or name a token that the text doesn't have")
     return size
 
 
@@ -200,10 +198,8 @@ def bidirectional(
     if (kwargs.get("sliding_window") or math.inf) < key.shape[2]:
         asked.append(f"sliding_window={kwargs['sliding_window']}")
     if asked:
-        raise UserError(
-            f"objective=mdlm: {type(module).__name__} asks its attention for {', '.join(asked)}, which masked "
-            f"diffusion doesn't have here: choose another model"
-        )
+        found = f"objective=mdlm: {type(module).__name__} asks its attention for {', '.join(asked)}"
+        raise UserError(f"{found}, which masked diffusion doesn't have here: choose another model")
     grouped = query.shape[1] != key.shape[1]
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings give fp32
     out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=grouped)

@@ -18,10 +18,8 @@ def options_of(config: Config, options: type[Options]) -> Options:
     """Returns config.objective; raises UserError if it lacks the keys that a built-in objective reads, `options`."""
     if isinstance(config.objective, options):
         return config.objective
-    raise UserError(
-        f"objective._target_={config.objective._target_}: its Options must derive from {options.__module__}."
-        f"{options.__qualname__}, whose keys its base class reads"
-    )
+    needed = f"{options.__module__}.{options.__qualname__}"
+    raise UserError(f"objective._target_={config.objective._target_}: its Options must derive from {needed}")
 
 
 class LossParts(NamedTuple):

@@ -49,10 +49,8 @@ def choose(wanted: str, model: nn.Module, why_online: str) -> Choice:
     """
     obstacle = _why_not_adapter_off(model)
     if wanted == "adapter_off" and obstacle:
-        raise UserError(
-            f"objective.reference=adapter_off: {obstacle}, so the base is not the model this run starts from: "
-            f"set objective.reference=frozen_copy"
-        )
+        found = f"objective.reference=adapter_off: {obstacle}, so the base is not the model this run starts from"
+        raise UserError(f"{found}: set objective.reference=frozen_copy")
     if wanted != "auto":
         return Choice(wanted)
     if obstacle is None:

@@ -82,10 +82,8 @@ def check_start(objective: Any, batch: dict[str, Tensor]) -> Tensor:
     expected = kind.at_zero(objective.options)
     off = (loss - expected).abs().max().item()
     if not off <= loss_slack(kind, objective.options, expected, allowed.max().item()):
-        raise RunError(
-            f"at the first step objective.loss={objective.loss} is {loss[0].item():.6g} where policy and reference "
-            f"agree, instead of {expected:.6g}: please report this"
-        )
+        found = f"at the first step objective.loss={objective.loss} is {loss[0].item():.6g}"
+        raise RunError(f"{found} where policy and reference agree, instead of {expected:.6g}: please report this")
     return policy
 
 
@@ -135,20 +133,17 @@ class FirstSteps:
         found = self.wrong()
         if found is not None:
             what, why = found
-            raise RunError(
-                f"after {step} optimizer step{'s' * (step > 1)} {what}, though learning rate and gradients are not "
-                f"zero (grad_norm {grad_norm.item():.3g}): {why}"
-            )
+            after = f"after {step} optimizer step{'s' * (step > 1)} {what}"
+            zero = f"though learning rate and gradients are not zero (grad_norm {grad_norm.item():.3g})"
+            raise RunError(f"{after}, {zero}: {why}")
         return True
 
 
 def check_judged(optimizer: torch.optim.Optimizer, step: int, judged: int) -> None:
     """Raises RunError if the gradients of `step` were not checked; `judged` is the last step whose gradients were."""
     if judged != step:
-        raise RunError(
-            f"{type(optimizer).__name__}.step(closure) doesn't call its closure, in which gradients are clipped and "
-            f"looked at: begin it with `if closure is not None: closure()`"
-        )
+        found = f"{type(optimizer).__name__}.step(closure) doesn't call its closure, in which gradients are clipped"
+        raise RunError(f"{found}: begin it with `if closure is not None: closure()`")
 
 
 def name_unreached(objective: Any) -> None:
@@ -167,10 +162,8 @@ def name_unreached(objective: Any) -> None:
     some = f"{', '.join(names[:3])}{f' ({len(names)} in all)' if len(names) > 3 else ''}"
     ddp = getattr(objective.trainer.strategy, "model", None)
     if isinstance(ddp, DistributedDataParallel) and not ddp.find_unused_parameters:
-        raise RunError(
-            f"no gradient reaches {some}: the loss is computed without these weights, and ranks that keep whole copies "
-            f"wait for their gradients. Set trainer.strategy=ddp_find_unused_parameters_true"
-        )
+        found = f"no gradient reaches {some}, and ranks that keep whole copies wait for their gradients"
+        raise RunError(f"{found}. Set trainer.strategy=ddp_find_unused_parameters_true")
     if objective.trainer.is_global_zero:
         note(f"no gradient reaches {some}: the loss is computed without these weights, so they stay as they are")
 
@@ -248,9 +241,8 @@ class WeightsMove(FirstSteps):
         if n_moved < n_due / 2 and self.objective.trainer.is_global_zero:
             note(
                 f"only {n_moved / n_due:.1%} of the trained weights have moved since the first step ({n_due:,.0f} were "
-                f"looked at, whose gradients are not zero): other updates are below the weights' precision, and lost. "
-                f"Raise optimizer.lr ({self.rate:g} now). An optimizer of your own is given fp32 weights in any "
-                f"trainer.precision and must not round them to bf16, and a callback must not put weights back"
+                f"looked at): other updates are below their precision, and lost. Raise optimizer.lr ({self.rate:g} "
+                f"now). Neither an optimizer nor a callback of your own must round weights or put them back"
             )
         return None
 
@@ -278,10 +270,8 @@ def answers_move(objective: Any, batch: dict[str, Tensor], before: Tensor) -> Fi
         for other, what in ((before, "what they were before the first"), (reference, "the reference's")):
             if torch.equal(policy, other):
                 return f"the policy's log-probabilities of the first micro-batch are still exactly {what}", (
-                    f"what is trained is not what the loss is computed with, and nothing would be learned. A reference "
-                    f"that is put in the policy's place (objective.reference=frozen_copy) can do that, or updates that "
-                    f"trainer.precision ({objective.trainer.precision} here) doesn't show: raise optimizer.lr. If that "
-                    f"doesn't help, please report this"
+                    f"nothing would be learned. objective.reference=frozen_copy can cause it, or updates that "
+                    f"trainer.precision={objective.trainer.precision} doesn't show: raise optimizer.lr, or report it"
                 )
         return None
 

@@ -93,10 +93,8 @@ def settle(config: Config, began: float, again: Again) -> Config:
         return config
     typed = typed_keys(ranks.typed_or_in_file())
     if config.run.cooldown_from is not None:
-        raise UserError(
-            f"budget.{chosen} counts from the first step, and run.cooldown_from={config.run.cooldown_from} continues "
-            f"another run to trainer.max_steps: set that instead of the budget"
-        )
+        found = f"budget.{chosen} counts from the first step, and run.cooldown_from={config.run.cooldown_from}"
+        raise UserError(f"{found} continues another run to trainer.max_steps: set that instead of the budget")
     if chosen == "tokens":
         _settle_amount(config, typed)
         return config
@@ -147,10 +145,9 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
     """
     packing = config.data.packing not in (None, "concat")  # rows are padded: it takes FLOPs, but is not trained on
     if config.data.rows != "text" or config.data.packing == "off" or (packing and config.budget.tokens is not None):
-        raise UserError(
-            f"budget.{config.budget.chosen} counts rows of data.seq_len={config.data.seq_len} tokens, but rows of "
-            "this data differ in length: set trainer.max_epochs, trainer.max_steps or budget.minutes"
-        )
+        counts = f"budget.{config.budget.chosen} counts rows of data.seq_len={config.data.seq_len} tokens"
+        instead = "set trainer.max_epochs, trainer.max_steps or budget.minutes"
+        raise UserError(f"{counts}, but rows of this data differ in length: {instead}")
     tokens = config.budget.tokens
     if config.budget.flops is not None:
         terminal.quiet_libraries()
@@ -368,10 +365,8 @@ def steps_within(seconds: float, took: Measured, config: Config) -> int:
     if steps < 10:
         whole: float = 60 * config.budget.minutes  # type: ignore[operator]
         least = whole - left + 10 * took.step
-        raise UserError(
-            f"budget.minutes={config.budget.minutes:g}: as measured, preparing ({whole - seconds:.0f} s), starting "
-            f"({took.starting:.0f} s), a validation ({took.validation:.0f} s) and the end of the run leave time for "
-            f"only {max(0, int(steps))} steps of {took.step:.2f} s: give it {least / 60:.1f} minutes or more, or "
-            "choose a smaller model"
-        )
+        took_first = f"preparing ({whole - seconds:.0f} s), starting ({took.starting:.0f} s)"
+        found = f"{took_first}, a validation ({took.validation:.0f} s) and the end of the run leave time for"
+        steps_left = f"only {max(0, int(steps))} steps of {took.step:.2f} s: give it {least / 60:.1f} minutes or more"
+        raise UserError(f"budget.minutes={config.budget.minutes:g}: {found} {steps_left}, or choose a smaller model")
     return sizes.step_of(int(steps * sizes.last))

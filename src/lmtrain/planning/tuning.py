@@ -113,10 +113,8 @@ def range_test(config: Config, folder: Path, found: Found) -> None:
     """
     settings, lr = config.tune, config.optimizer.lr
     if config.run.cooldown_from is not None:
-        raise UserError(
-            f"run.cooldown_from={config.run.cooldown_from} goes on with the learning rate that the run had, so there "
-            f"is none to find: set tune.lr=false, or leave run.cooldown_from out"
-        )
+        going_on = f"run.cooldown_from={config.run.cooldown_from} goes on with the learning rate that the run had"
+        raise UserError(f"{going_on}: set tune.lr=false, or leave run.cooldown_from out")
     if not lr and not (settings.min_lr and settings.max_lr):
         raise UserError("optimizer.lr=0 is not the middle of a range: set tune.min_lr and tune.max_lr")
     low, high = settings.min_lr or lr / _REACH, settings.max_lr or lr * _REACH
@@ -136,10 +134,8 @@ def range_test(config: Config, folder: Path, found: Found) -> None:
     rates, losses = ([row[name] for row in found.curve] for name in ("lr", "loss"))
     found.suggestion = suggest(rates, losses, settings.smoothing)
     if found.suggestion is None:
-        raise UserError(
-            f"the loss did not fall between optimizer.lr={low:.2g} and {high:.2g} ({len(rates)} steps, the last loss "
-            f"is {losses[-1]:.4g}): set another tune.min_lr and tune.max_lr, or more tune.steps"
-        )
+        level = f"the loss did not fall between optimizer.lr={low:.2g} and {high:.2g} in {len(rates)} steps"
+        raise UserError(f"{level}: set another tune.min_lr and tune.max_lr, or more tune.steps")
     found.lr = float(f"{found.suggestion.lr:.2g}")
     found.groups = scaled(config.optimizer.groups, lr, found.lr)
     last = "where it diverged" if len(rates) < settings.steps else "its end"
@@ -199,10 +195,8 @@ def tune(config: Config) -> int:
     if ranks.started_by() is not None or config.trainer.num_nodes > 1:
         raise UserError("lmtrain.tune starts the ranks of one node itself: start it without torchrun and srun")
     if config.tune.apply and (run_dir.locate(config) / "config.yaml").exists():
-        raise UserError(
-            f"{run_dir.locate(config)} holds a run already, which keeps its learning rate and micro-batch: continue "
-            f"it with python -m lmtrain.train, or choose another run.name"
-        )
+        there = f"{run_dir.locate(config)} holds a run already, which keeps its learning rate and micro-batch"
+        raise UserError(f"{there}: continue it with python -m lmtrain.train, or choose another run.name")
     found = look(config)
     for line in found.tried:
         print(line)

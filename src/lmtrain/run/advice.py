@@ -57,16 +57,11 @@ def advice(run: Run) -> list[str]:
     elif run.data.ranking == retention.LAST:
         name = monitor.split("/")[1] if monitor.count("/") > 1 else ""
         rows = sets[name if name in sets else ""]
-        notes.append(
-            f"validation has {counted(count(rows), 'row')}: small differences of {monitor} are noise, so the last "
-            "checkpoint is taken for the best (checkpoint.min_val_rows=0 chooses by score anyway; data.val_path can "
-            "name a larger validation set)"
-        )
+        few = f"validation has {counted(count(rows), 'row')}: small differences of {monitor} are noise"
+        notes.append(f"{few}, so the last checkpoint is taken for the best (checkpoint.min_val_rows=0: by score)")
     if c.data.rows != "text" and leaves_out_bos(corpus.tokenizer):
-        notes.append(
-            f"the chat template doesn't write {corpus.tokenizer.bos_token}, which the tokenizer puts before plain "
-            f"text: the model is trained without it, but llama.cpp (GGUF) begins every chat with it (docs/sft.md)"
-        )
+        found = f"the chat template doesn't write {corpus.tokenizer.bos_token}, as the tokenizer does before plain text"
+        notes.append(f"{found}: llama.cpp (GGUF) begins every chat with it, training doesn't (docs/sft.md)")
     return notes
 
 
@@ -81,10 +76,8 @@ def for_repeats(c: Config, epochs: float, steps: int) -> list[str]:
     if epochs <= dial.FEW_EPOCHS:
         return []
     remedy = f"less with {' and '.join(missing)}; " if missing else ""
-    return [
-        f"{epochs:.0f} passes over the training data: expect overfitting ({remedy}trainer.max_epochs=4 ends earlier; "
-        f"callbacks.early_stopping.enabled=true stops when it sets in)"
-    ]
+    ends = "trainer.max_epochs=4 ends earlier; callbacks.early_stopping.enabled=true stops when it sets in"
+    return [f"{epochs:.0f} passes over the training data: expect overfitting ({remedy}{ends})"]
 
 
 _COMPILING_PAYS = 1e13  # FLOPs, one or two minutes on a CPU: longer runs gain from compiling
@@ -100,10 +93,8 @@ def for_size(run: Run, epochs: float) -> list[str]:
         smaller = "choose a smaller model"
         if c.model.name == dial.NAME:
             smaller = f"{dial.KEY}={dial.fed_by(tokens)[-1]} is what this text is enough for"
-        notes.append(
-            f"{si(total - embedding)} weights in layers for {si(tokens)} tokens of text, seen {epochs:.1f} times, are"
-            f" too many: it will memorize them; {smaller}, or bring more text"
-        )
+        found = f"{si(total - embedding)} weights in layers for {si(tokens)} tokens of text, seen {epochs:.1f} times"
+        notes.append(f"{found}, are too many: it will memorize them; {smaller}, or bring more text")
     t = c.trainer
     gains = devices.gains_on_cpu(c) and not t.compile and "trainer.compile" not in typed_keys(ranks.typed())
     pays = "trainer.compile=true compiles the blocks in 10 to 30 s; after that a step takes 0.6 to 0.85 times as long"
@@ -135,28 +126,19 @@ def for_gpus(run: Run) -> list[str]:
     c, model = run.config, run.objective.model
     notes = []
     if c.trainer.strategy != "deepspeed" and not can_skip(run.objective._optimizer):
-        notes.append(
-            f"each step waits for the GPU once, to check whether {c.optimizer.name} has to skip a bad update "
-            "(adamw, muon, lion and adafactor skip it without waiting)"
-        )
+        found = f"each step waits for the GPU once, to check whether {c.optimizer.name} has to skip a bad update"
+        notes.append(f"{found} (adamw, muon, lion and adafactor skip it without waiting)")
     rows: Any = run.corpus.train
     packed = c.data.isolate_documents or c.data.packing not in (None, "off")
     packed = packed or (isinstance(rows, PadsAnswers) and not rows.padded)
     if packed and c.model.attention == "slices":
-        notes.append(
-            "model.attention=slices copies the borders of documents from the GPU, so the CPU waits for it in "
-            "every micro-batch: model.attention=auto doesn't"
-        )
+        notes.append("model.attention=slices waits for the GPU in every micro-batch: model.attention=auto doesn't")
     elif packed and model.attention_dropout > 0:
-        notes.append(
-            "with dropout on attention weights (model.dropout), packed documents are isolated by a mask over "
-            "whole rows, which is slower: with model.dropout=0 flash attention computes only within documents"
-        )
+        slower = "packed documents are isolated by a mask over whole rows, which is slower"
+        notes.append(f"with dropout on attention weights {slower}: set model.dropout=0")
     if model.has_router and not outside_fp8(c.trainer.precision).startswith("bf16"):
-        notes.append(
-            f"in {c.trainer.precision} the experts are computed one after the other, and each layer waits for the "
-            "GPU: trainer.precision=bf16-mixed computes them all at once"
-        )
+        found = f"in {c.trainer.precision} the experts are computed one after the other"
+        notes.append(f"{found}: trainer.precision=bf16-mixed computes them all at once")
     return notes
 
 
@@ -172,16 +154,12 @@ def unlikely(c: Config, total_steps: int, cores: int, typed: Collection[str]) ->
         notes.append("optimizer.lr=0: nothing will be learned")
     warmup = c.schedule.warmup_steps or 0
     if warmup >= total_steps:
-        notes.append(
-            f"schedule.warmup_steps={warmup:,} of {total_steps:,} steps: the peak lr {c.optimizer.lr:g} is not reached "
-            f"before the end (schedule.warmup_ratio=0.02)"
-        )
+        peak = f"the peak lr {c.optimizer.lr:g} is not reached before the end (schedule.warmup_ratio=0.02)"
+        notes.append(f"schedule.warmup_steps={warmup:,} of {total_steps:,} steps: {peak}")
     every = c.trainer.val_check_interval
     if every is not None and every > total_steps and "trainer.val_check_interval" in typed:
         notes.append(f"trainer.val_check_interval={every:,} exceeds the run: it validates once, after the last step")
     if c.data.num_workers > cores:
-        notes.append(
-            f"data.num_workers={c.data.num_workers} on {cores} cores: workers have to share cores and slow each "
-            f"other down (set {cores} or fewer)"
-        )
+        workers = f"data.num_workers={c.data.num_workers} on {cores} cores"
+        notes.append(f"{workers}: workers slow each other down (set {cores} or fewer)")
     return notes

@@ -111,7 +111,5 @@ def check_mixture(config: Config, rows: Rows, total_steps: int) -> None:
     steps = sizes.step_of(mixture.end)
     needed = len(rows) * config.trainer.max_epochs if config.trainer.max_epochs is not None else math.inf
     if min(sizes.before(total_steps), needed) > mixture.end:
-        raise UserError(
-            f"data.mixture: every source that has a weight is used up after {steps:,} of {total_steps:,} steps (each "
-            f"was seen max_epochs times): set trainer.max_steps={steps}, or raise or leave out a max_epochs"
-        )
+        found = f"data.mixture: every source that has a weight is used up after {steps:,} of {total_steps:,} steps"
+        raise UserError(f"{found}: set trainer.max_steps={steps}, or raise or leave out a max_epochs")

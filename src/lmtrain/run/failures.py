@@ -23,16 +23,12 @@ def explain(error: BaseException, run: Run) -> RunError | None:
         where = getattr(error, "filename", None) or run.dir.path
         return RunError(f"the disk is full ({where}): free space or set run.dir elsewhere; {last_good(run)}")
     if lost_worker(error, run):
-        return RunError(
-            f"a data loading process ended unexpectedly ({first_line(error)}): most often memory; set "
-            f"data.num_workers=0 to load in the training process and see its own error; {last_good(run)}"
-        )
+        found = f"a data loading process ended unexpectedly ({first_line(error)}): most often memory"
+        return RunError(f"{found}; set data.num_workers=0 to see its own error; {last_good(run)}")
     if run.trainer.world_size > 1 and "Timed out waiting" in str(error):  # gloo's message
-        return RunError(
-            f"rank {run.trainer.global_rank} waited {run.config.trainer.rank_timeout} s for another that did "
-            "nothing (trainer.rank_timeout): what that rank was doing is in its own output, and for GPUs in "
-            f"{world.traces()}, which torchfrtrace reads; {last_good(run)}"
-        )
+        waited = f"waited {run.config.trainer.rank_timeout} s for another that did nothing (trainer.rank_timeout)"
+        why = f"why is in its own output, and for GPUs in {world.traces()}, which torchfrtrace reads"
+        return RunError(f"rank {run.trainer.global_rank} {waited}: {why}; {last_good(run)}")
     if run.trainer.world_size > 1 and _lost_peer(error):
         ended = RunError(f"another rank has ended, so this one can't go on; {last_good(run)}")
         ended.shared = True  # rank 0 says it; the rank that ended first has said why, unless it was killed
@@ -53,11 +49,9 @@ def refuse_lost_model(run: Run) -> None:
     last = run.metrics.last_val
     loss = last.get("val/loss", 0.0)
     if not math.isfinite(loss):
-        raise RunError(
-            f"val/loss is {loss} at step {last['step']:,}: the model has diverged, and nothing is exported. What helps "
-            f"most: a lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true; "
-            f"{last_good(run)}"
-        )
+        found = f"val/loss is {loss} at step {last['step']:,}: the model has diverged, and nothing is exported"
+        helps = "a lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true"
+        raise RunError(f"{found}. What helps most: {helps}; {last_good(run)}")
 
 
 def lost_worker(error: BaseException, run: Run) -> bool:
@@ -81,10 +75,8 @@ def last_good(run: Run) -> str:
     if sound[-1] == [*found][-1]:
         here = shell_word("run.dir", str(run.dir.path))
         return f"the last checkpoint is untouched ({sound[-1].name}); go on with {here} run.resume=auto"
-    return (
-        f"the newest checkpoint with a finite val/loss is {sound[-1].name}; go on from it in another folder with "
-        f"{shell_word('run.resume', str(sound[-1]))} run.dir=NEW"
-    )
+    again = f"{shell_word('run.resume', str(sound[-1]))} run.dir=NEW"
+    return f"the newest checkpoint with a finite val/loss is {sound[-1].name}; go on in another folder with {again}"
 
 
 def out_of_memory(error: BaseException, run: Run) -> RunError:
@@ -106,7 +98,5 @@ def out_of_memory(error: BaseException, run: Run) -> RunError:
     if c.optimizer.name == "adamw":
         anew.append("optimizer=adafactor")
     less = f"What needs less: {', or '.join(fixes)}; " if fixes else ""
-    return RunError(
-        f"out of memory ({first_line(error)}). Estimated need: {took}. {less}{last_good(run)}. In a new run, less is "
-        f"needed with {', or '.join(anew)}"
-    )
+    found = f"out of memory ({first_line(error)}). Estimated need: {took}. {less}{last_good(run)}"
+    return RunError(f"{found}. In a new run, less is needed with {', or '.join(anew)}")

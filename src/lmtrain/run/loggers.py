@@ -127,10 +127,8 @@ class WandB(Joined, WandbLogger):
             lightning_private.wandb_options(self)["mode"] = "offline"
             with _hidden_command():
                 _ = self.experiment
-            tell(
-                f"logger.wandb: {first_line(error).rstrip('.')}; this run is logged to {self.save_dir}/wandb, and "
-                f"`wandb sync` sends it (logger.wandb.mode=offline asks for that)"
-            )
+            here = f"this run is logged to {self.save_dir}/wandb, and `wandb sync` sends it"
+            tell(f"logger.wandb: {first_line(error).rstrip('.')}; {here} (logger.wandb.mode=offline)")
 
 
 def _leave_inherited_service() -> None:

@@ -48,11 +48,9 @@ def _check_direction(section: str, name: str, mode: str) -> None:
     """Raises UserError if the worst value of a metric would count as the best."""
     wrong = _MORE_IS_BETTER.fullmatch(name) if mode == "min" else _LESS_IS_BETTER.fullmatch(name)
     if wrong is not None and (mode == "min" or section == "checkpoint"):  # to stop where the loss rises is of use
-        better, right = ("more", "max") if mode == "min" else ("less", "min")
-        raise UserError(
-            f"{section}.monitor={name} with {section}.mode={mode} takes the worst value for the best, as {better} of "
-            f"it is better: set {section}.mode={right}"
-        )
+        right = "max" if mode == "min" else "min"
+        found = f"{section}.monitor={name} with {section}.mode={mode} takes the worst value for the best"
+        raise UserError(f"{found}: set {section}.mode={right}")
 
 
 def _reported(objective: Objective, bytes_per_token: float | None) -> list[str]:

@@ -67,10 +67,8 @@ def build(config: Config) -> "PythonRun":
     try:
         devices.resolve_auto(config)
         if int(config.trainer.devices) > 1:
-            raise UserError(
-                f"trainer.devices={config.trainer.devices}: a run from Python has one process. Set trainer.devices=1, "
-                f"or start python -m lmtrain.train, which starts a process for each device"
-            )
+            found = f"trainer.devices={config.trainer.devices}: a run from Python has one process"
+            raise UserError(f"{found}. Set trainer.devices=1, or start python -m lmtrain.train")
         split_over(config, 1)
         return PythonRun(Session(config, folder))
     except BaseException:
@@ -82,10 +80,8 @@ def _refuse(config: Config) -> None:
     """Raises UserError for what lmtrain.train does before a run is built, or in several processes."""
     chosen = config.budget.chosen
     if chosen is not None:
-        raise UserError(
-            f"budget.{chosen} chooses the number of steps on the command line only, before the run is built: set "
-            f"trainer.max_steps and budget.{chosen}=null, or start python -m lmtrain.train"
-        )
+        found = f"budget.{chosen} chooses the number of steps on the command line only"
+        raise UserError(f"{found}: set trainer.max_steps and budget.{chosen}=null, or start python -m lmtrain.train")
     nodes = config.trainer.num_nodes
     if nodes > 1:
         raise UserError(f"trainer.num_nodes={nodes}: a run from Python has one process; leave it out")

@@ -54,11 +54,8 @@ def find(config: Config, folder: RunDir, tell: Callable[[str], None], compare: C
     newer = [p for p in store.scan(folder.checkpoints) if store.step_of(p) > store.step_of(path)]
     good = next((p for p in reversed(newer) if store.damage(p, compare) is None), None)
     if good is not None:
-        raise UserError(
-            f"run.resume={mode}: the run in {folder.path} has gone on to {good.name}, which would count as its "
-            "newest checkpoint. Continue from there with run.resume=auto, give the new branch another run.name, "
-            f"or remove the checkpoints after {path.name} from {folder.checkpoints}"
-        )
+        found = f"run.resume={mode}: the run in {folder.path} has gone on to {good.name}"
+        raise UserError(f"{found}. Go on from there with run.resume=auto, or give the new branch another run.name")
     return path
 
 
@@ -96,17 +93,13 @@ def check_fingerprint(
     before = finished.last_start(RunDir(checkpoint.parent.parent), config)
     refused = [c for c in changes(theirs, ours, before, config) if not c.is_allowed(allowed)]
     if refused:
-        raise UserError(
-            f"{checkpoint} was trained with other settings: {'; '.join(map(str, refused))}. Put them back to continue "
-            f"it exactly, give this run another run.name, or, knowing that it is not the same run any more, set "
-            f"run.allow_change=[{','.join(c.name for c in refused)}]"
-        )
+        found = f"{checkpoint} was trained with other settings: {'; '.join(map(str, refused))}"
+        change = f"run.allow_change=[{','.join(c.name for c in refused)}]"
+        raise UserError(f"{found}. Put them back, give this run another run.name, or make it another run by {change}")
     others = [step for steps in retention.scored_on_others(checkpoint.parent, scored_on).values() for step in steps]
     if others:
-        tell(
-            f"{config.checkpoint.monitor} is measured on other rows than up to step {max(others):,}: scores are "
-            f"not compared with those before; `best` and early stopping start over with the next validation"
-        )
+        found = f"{config.checkpoint.monitor} is measured on other rows than up to step {max(others):,}"
+        tell(f"{found}: scores are not compared with those before; `best` and early stopping start over")
     changed = changed_since(before, config, *fingerprint.MAY_CHANGE)
     if changed:
         tell(f"changed since this run's last start: {', '.join(f'{key} {both}' for key, both in changed.items())}")
@@ -119,11 +112,9 @@ def refuse_other_rates(checkpoint: Path, config: Config) -> None:
     """Raises UserError if a run that has trained all of its steps is asked for with other rates, as none remains."""
     changed = fingerprint.trained_otherwise(finished.last_start(RunDir(checkpoint.parent.parent), config), config, RATE)
     if changed:
-        raise UserError(
-            f"{checkpoint.parent.parent} is finished, with other settings: "
-            f"{', '.join(f'{key} {both}' for key, both in changed.items())}. Put them back, train more steps with "
-            "them, or give this run another run.name"
-        )
+        both = ", ".join(f"{key} {values}" for key, values in changed.items())
+        remedy = "Put them back, train more steps with them, or give this run another run.name"
+        raise UserError(f"{checkpoint.parent.parent} is finished, with other settings: {both}. {remedy}")
 
 
 def fit_schedule(run: Run, saved: dict[str, Any], tell: Callable[[str], None]) -> None:
@@ -146,10 +137,8 @@ def fit_schedule(run: Run, saved: dict[str, Any], tell: Callable[[str], None]) -
     rule = run.config.run.schedule_on_resume
     if rule == "keep":
         run.objective.schedule_steps = schedule_steps
-        tell(
-            f"the run now has {run.total_steps:,} steps; its learning rate keeps the schedule planned for "
-            f"{schedule_steps:,} (run.schedule_on_resume=rescale stretches it to the new length)"
-        )
+        kept = f"its learning rate keeps the schedule planned for {schedule_steps:,}"
+        tell(f"the run now has {run.total_steps:,} steps; {kept} (run.schedule_on_resume=rescale stretches it)")
     else:
         tell(f"the learning rate's schedule, planned for {schedule_steps:,} steps, now spans {run.total_steps:,}")
 
@@ -161,10 +150,9 @@ def _check_full_rate(config: Config, saved: dict[str, Any]) -> None:
         return  # the cooldown itself is continued
     group = saved["optimizer_states"][0]["param_groups"][0]
     if group["lr"] < group["base_lr"]:
-        raise UserError(
-            f"run.cooldown_from={config.run.cooldown_from}: at step {step:,} the learning rate was "
-            f"{group['lr'] / group['base_lr']:.2f} of its peak; choose a checkpoint between warmup and decay"
-        )
+        found = f"at step {step:,} the learning rate was {group['lr'] / group['base_lr']:.2f} of its peak"
+        advice = "choose a checkpoint between warmup and decay"
+        raise UserError(f"run.cooldown_from={config.run.cooldown_from}: {found}; {advice}")
 
 
 def _fit_budget(run: Run, saved: dict[str, Any], tell: Callable[[str], None]) -> None:
@@ -233,7 +221,5 @@ def _tell_of_lost_rows(run: Run, checkpoint: Path, tell: Callable[[str], None]) 
     written, found = state["rows"], run.metrics.records.rows
     if found < written:
         lost = f"has {found:,} of {written:,} records" if run.dir.metrics.exists() else "is missing"
-        tell(
-            f"{run.dir.metrics.name} {lost} up to step {store.step_of(checkpoint):,}: what was logged there is "
-            "lost, but the checkpoint is complete and training continues exactly"
-        )
+        until = f"{run.dir.metrics.name} {lost} up to step {store.step_of(checkpoint):,}"
+        tell(f"{until}: what was logged there is lost, but training continues exactly")

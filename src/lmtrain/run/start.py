@@ -25,10 +25,9 @@ def start(config: Config) -> int:
     if layout is not None:
         return _as_rank(config, layout)
     if config.trainer.num_nodes > 1:
-        raise UserError(
-            f"trainer.num_nodes={config.trainer.num_nodes}: start one command per node, with torchrun --nnodes="
-            f"{config.trainer.num_nodes} -m lmtrain.train ... or srun (docs/multi_node.md has both)"
-        )
+        nodes = config.trainer.num_nodes
+        each = f"torchrun --nnodes={nodes} -m lmtrain.train ... or srun"
+        raise UserError(f"trainer.num_nodes={nodes}: start one command per node, with {each} (docs/multi_node.md)")
     if finished.is_finished(config):
         return errors.FINISHED
     folder = run_dir.open_run(config)

@@ -149,11 +149,10 @@ def hardly_learned(run: Run) -> str | None:
     last = run.metrics.last_val.get("val/loss")
     if before is None or before["step"] > 0 or last is None or last < _LEARNED * before["val/loss"]:
         return None
-    return (
-        f"it has hardly learned: val/loss was {before['val/loss']:.4f} before the first step and is {last:.4f} after "
-        f"{terminal.counted(run.trainer.global_step, 'update')}: raise trainer.max_epochs or optimizer.lr (now "
-        f"{run.config.optimizer.lr:g}), or see with python -m lmtrain.inspect what it was shown"
-    )
+    after = terminal.counted(run.trainer.global_step, "update")
+    found = f"val/loss was {before['val/loss']:.4f} before the first step and is {last:.4f} after {after}"
+    raised = f"raise trainer.max_epochs or optimizer.lr (now {run.config.optimizer.lr:g})"
+    return f"it has hardly learned: {found}: {raised}, or see with python -m lmtrain.inspect what it was shown"
 
 
 def facts_of(run: Run, summary: dict[str, Any], exported: list[Path]) -> list[tuple[str, str]]:

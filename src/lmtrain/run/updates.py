@@ -150,7 +150,5 @@ def advice(config: Config, steps: int) -> list[str]:
     t = config.trainer
     if config.data.rows == "text" or steps >= _FEW or t.fast_dev_run or t.overfit_batches:
         return []
-    return [
-        f"{counted(steps, 'update')} will hardly teach the model anything: budget.updates=auto chooses batch, epochs "
-        "and rate by the number of examples, or lower data.global_batch_size and raise trainer.max_epochs"
-    ]
+    found = f"{counted(steps, 'update')} will hardly teach the model anything"
+    return [f"{found}: budget.updates=auto plans by the number of examples, or raise trainer.max_epochs"]

@@ -108,10 +108,8 @@ def _steps_taken(run_dir: Path) -> int:
     """Returns the number of steps of the uninterrupted run; UserError if it ended before it could be killed."""
     last = max((row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")), default=0)
     if last <= KILL_AFTER:
-        raise UserError(
-            f"the run ended after {last} of {STEPS} steps, so it can't be killed after step {KILL_AFTER} and resumed: "
-            f"set callbacks.early_stopping.enabled=false, or leave out what else ends it early"
-        )
+        found = f"the run ended after {last} of {STEPS} steps, so it can't be killed after step {KILL_AFTER}"
+        raise UserError(f"{found}: set callbacks.early_stopping.enabled=false, or leave out what else ends it")
     return last
 
 

@@ -121,10 +121,8 @@ def lineage(plan: PipelinePlan, one: PlannedStage) -> Iterator[PlannedStage]:
 def _check_length(c: Config, base: PlannedStage) -> None:
     positions = base.config.model.max_position_embeddings
     if base.config.model.init == "scratch" and positions is not None and c.data.seq_len > positions:
-        raise UserError(
-            f"data.seq_len={c.data.seq_len} exceeds the {positions} positions of the model that {base.name} trains: "
-            f"lower it, or raise {base.name}.model.max_position_embeddings"
-        )
+        found = f"data.seq_len={c.data.seq_len} exceeds the {positions} positions of the model that {base.name} trains"
+        raise UserError(f"{found}: lower it, or raise {base.name}.model.max_position_embeddings")
 
 
 def _check_template(plan: PipelinePlan, one: PlannedStage) -> None:
@@ -138,16 +136,13 @@ def _check_template(plan: PipelinePlan, one: PlannedStage) -> None:
     templates = [s.config.data.chat_template for s in behind if s.config.data.chat_template]
     columns = {"prompt_completion", "text", "preference_text"}
     if not templates and data.conversation_format not in columns:
-        raise UserError(
-            f"the tokenizer that {behind[-1].name} trains has no chat template: choose one with data.chat_template "
-            f"(alpaca, vicuna and zephyr need no tokens of their own)"
-        )
+        found = f"the tokenizer that {behind[-1].name} trains has no chat template"
+        raise UserError(f"{found}: set data.chat_template (alpaca, vicuna and zephyr need no tokens of their own)")
     from lmtrain.data.chat.find_template import NAMED
 
     added = {token for s in behind for token in s.config.tokenizer.add_tokens or []}
     missing = [token for token in NAMED.get(templates[0] if templates else "", ()) if token not in added]
     if missing:
-        raise UserError(
-            f"data.chat_template={templates[0]} is made of tokens that the tokenizer of {behind[-1].name} lacks: add "
-            f"them with 'tokenizer.add_tokens=[{','.join(missing)}]', or choose alpaca, vicuna or zephyr"
-        )
+        found = f"data.chat_template={templates[0]} is made of tokens that the tokenizer of {behind[-1].name} lacks"
+        word = f"'tokenizer.add_tokens=[{','.join(missing)}]'"
+        raise UserError(f"{found}: add them with {word}, or choose alpaca, vicuna or zephyr")

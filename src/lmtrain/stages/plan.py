@@ -210,8 +210,6 @@ def _check_uses(what: str, words: tuple[str, ...], stages: dict[str, PlannedStag
                 why = "set export.merge=true there" if adapter else "it has no adapter: use .export"
                 raise UserError(f"{what}: {match[0]} will not be there ({why})")
             if used == "export" and adapter and key == "model.name_or_path":
-                raise UserError(
-                    f"{what}: {other.name} exports an adapter, not a model: go on training it with "
-                    f"peft.adapter={match[0]} and its base as model.name_or_path, or name "
-                    f"${{stage.{other.name}.export_merged}} and set export.merge=true in {other.name}"
-                )
+                found = f"{what}: {other.name} exports an adapter, not a model"
+                merged = f"${{stage.{other.name}.export_merged}}, with export.merge=true in {other.name}"
+                raise UserError(f"{found}: go on with peft.adapter={match[0]} and its base, or name {merged}")

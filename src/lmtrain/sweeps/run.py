@@ -61,10 +61,8 @@ def _refuse_ranks() -> None:
     several = by == "SLURM" or int(os.environ.get("WORLD_SIZE", "1")) > 1
     if by is not None and several:
         without = "without torchrun" if by == "torchrun" else "without srun, or with srun --ntasks=1"
-        raise UserError(
-            f"{by} has started several processes, each of which would run the whole sweep: start it {without}. "
-            f"trainer.devices=N gives each trial its ranks, and hydra/launcher=submitit_slurm makes each a SLURM job"
-        )
+        found = f"{by} has started several processes, each of which would run the whole sweep: start it {without}"
+        raise UserError(f"{found}. hydra/launcher=submitit_slurm makes each trial a SLURM job")
 
 
 def _run(plan: SweepPlan, trials: Trials) -> int:

@@ -120,10 +120,9 @@ def _expand(part: str, wanted: str, key: str) -> tuple[list[tuple[File, str]], l
     known = [(p, f) for p, f in files if f is not None and wanted in ("auto", f) and size_of(p) != 0]
     known = [(p, f) for p, f in known if suffix_of(p.name) not in _MARKUP] or known
     if not known:
-        raise UserError(
-            f"{key}={part} holds no {'file with a known suffix' if wanted == 'auto' else f'{wanted} file'} "
-            f"(known: {', '.join(FORMATS)}); for other names give a glob and data.format=text"
-        )
+        what = "file with a known suffix" if wanted == "auto" else f"{wanted} file"
+        names = f"known: {', '.join(FORMATS)}"
+        raise UserError(f"{key}={part} holds no {what} ({names}); for other names give a glob and data.format=text")
     read = {p for p, _ in known}
     return known, [p for p, _ in files if p not in read]
 
@@ -200,10 +199,9 @@ def _format_of(path: File, wanted: str) -> str:
         return wanted
     format = _suffix_format(path)
     if format is None:
-        raise UserError(
-            f"{path}: the format can't be told from the suffix (known: {', '.join(FORMATS)}, and of those that are "
-            f"text {', '.join(COMPRESSED)}); set data.format=text, jsonl, json, csv, tsv, parquet or arrow"
-        )
+        known = f"known: {', '.join(FORMATS)}, and of those that are text {', '.join(COMPRESSED)}"
+        advice = "set data.format=text, jsonl, json, csv, tsv, parquet or arrow"
+        raise UserError(f"{path}: the format can't be told from the suffix ({known}); {advice}")
     return format
 
 

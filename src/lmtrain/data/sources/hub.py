@@ -102,10 +102,9 @@ class HubSource:
         """Returns a note for the plan, available after reading, if there is no split data.val_split."""
         if not self.cfg.val_split or self._parts("val") is not None or self.cfg.val_fraction == 0:
             return []
-        return [
-            f"dataset {self.name!r} has no split {self.cfg.val_split!r} (data.val_split; it has: "
-            f"{', '.join(self._splits)}): a part of split {self.cfg.train_split} is held out (data.val_fraction)"
-        ]
+        known = f"data.val_split; it has: {', '.join(self._splits)}"
+        found = f"dataset {self.name!r} has no split {self.cfg.val_split!r} ({known})"
+        return [f"{found}: a part of split {self.cfg.train_split} is held out (data.val_fraction)"]
 
 
 def named(cfg: DataConfig) -> tuple[str, str]:
