@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from inprocess import message, run
 from lmtrain.data.examples.prepare import prepare_examples
@@ -318,3 +319,54 @@ def test_train_from_an_address_and_again_from_another_folder(
     assert len(server.asked) == asked
     trusted = run(*evaluation, "--trust", f"{tmp_path}/run/config.yaml")
     assert trusted.code == 0, trusted.err
+
+
+class Broken(MemoryFileSystem):
+    """Files whose reading raises `error`."""
+
+    error: BaseException = OSError()
+
+    def open(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def seek(self, at: int) -> None:
+        raise self.error
+
+
+def why(error: BaseException, path: str = "a") -> BaseException:
+    """Returns what reading a file raises where its library raises `error`."""
+    fs = Broken(skip_instance_cache=True)
+    fs.error = error
+    with pytest.raises(BaseException) as raised:  # which one is what is asked
+        addresses.opened(addresses.Address(fs, path, path, 9, "1")).read()
+    return raised.value
+
+
+def test_errors_of_any_library_become_os_errors_that_say_why() -> None:
+    own, memory = OSError("no route"), MemoryError()
+    assert why(own) is own
+    assert why(memory) is memory
+    other = RuntimeError("wrapped")
+    other.__cause__ = KeyError("the reason")
+    found = why(other)
+    assert isinstance(found, OSError)
+    assert (str(found), found.__cause__) == ("'the reason'", other)
+    caused = OSError("said late")
+    caused.__cause__ = ValueError("said first")
+    assert str(why(caused)) == "said first"
+    assert "sends only whole files" in str(why(ValueError("no ranges"), "https://here/a"))
+    assert str(why(ValueError("no ranges"))) == "no ranges"
+
+
+def test_an_address_is_read_from_any_place() -> None:
+    fs = MemoryFileSystem(skip_instance_cache=True)
+    fs.pipe("/places", bytes(range(9)))
+    file = addresses._Reading(addresses.Address(fs, "/places", "memory://places", 9, "1"))
+    assert (file.seek(4), file.read(2), file.seek(1, 1), file.read(1), file.seek(-1, 2), file.read(5)) == (
+        4,
+        b"\4\5",
+        7,
+        b"\7",
+        8,
+        b"\10",
+    )

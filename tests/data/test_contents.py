@@ -200,3 +200,17 @@ def test_a_run_goes_on_over_unchanged_data_only(kind: str, corpus: Path, tmp_pat
     refused = run("train", *common, "trainer.max_steps=3")
     assert refused.code == 2
     assert "data (then sha256:" in message(refused.err)
+
+
+def test_it_says_how_much_of_large_files_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        file.touch()
+        os.truncate(file, 1_500_000_000)  # sparse, and not read
+    monkeypatch.setattr(contents, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(contents, "_sha256", lambda path, advance: advance(1_500_000_000) or path.name)
+    said: list[str] = []
+    found = contents._read_all(files, contents.Facts(tmp_path / "cache"), said.append)
+    assert found == {files[0]: "a", files[1]: "b"}
+    assert said[0] == "reading 3.0 GB of token data to identify it (once, until the files change)"
+    assert said[1:] == ["read 1.5 of 3.0 GB", "read 3.0 of 3.0 GB"]

@@ -144,6 +144,8 @@ def test_answers_are_scored_up_to_their_end_of_turn(encoder) -> None:
     assert chosen[0][:prompt] == rejected[0][:prompt]
     assert found.question["reference"] == "Four."
     assert found.question["prompt_ids"] == chosen[0][:prompt]
+    more = {**row, "chosen": [GOOD, {"role": "assistant", "content": "Yes."}]}
+    assert made.encode(more, "here", made.chat.cfg, question=True).question["reference"] == "Four."  # of the first one
     last = encoder(train_on="last_assistant")
     row = {**row, "chosen": [GOOD, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]}
     found = last.encode(row, "here", last.chat.cfg, question=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lmtrain.losses import cross_entropy
 from lmtrain.losses import cross_entropy as losses
 from lmtrain.losses.cross_entropy import WeightGradient, chunked_cross_entropy
 
@@ -249,3 +250,25 @@ def test_gradients_of_chunks_add_up_in_fp32_on_a_gpu():
         sums.add_product(g.cuda().bfloat16(), x.cuda().bfloat16())
     exact = sum(g.bfloat16().double().T @ x.bfloat16().double() for g, x in zip(gradient, h, strict=True))
     torch.testing.assert_close(sums.total.cpu().double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_halves_that_a_gpu_adds_in_fp32_are_summed_over_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels, which only CUDA has, are replaced by the same products in fp32."""
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    def addmm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor) -> None:
+        out.copy_(total + a.to(out_dtype) @ b.to(out_dtype))
+
+    monkeypatch.setattr(losses, "adds_in_fp32", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    generator = torch.Generator().manual_seed(0)
+    parts = [[torch.randn(3, n, generator=generator).bfloat16() for n in (5, 2)] for _ in range(3)]  # [c, V], [c, D]
+    sums = WeightGradient(torch.zeros(5, 2, dtype=torch.bfloat16))
+    for gradient, h in parts:
+        sums.add_product(gradient, h)
+    expected = sum(torch.einsum("cv,cd->vd", gradient.float(), h.float()) for gradient, h in parts)
+    assert torch.allclose(sums.total, expected, atol=1e-6)
+    assert sums.result().dtype == torch.bfloat16

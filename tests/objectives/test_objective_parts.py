@@ -123,6 +123,13 @@ def test_hashes_of_weights_see_names_shapes_and_values() -> None:
     frozen.base.requires_grad_(False)
     assert reference.first_values_hash(frozen) != reference.first_values_hash(net()), "of trained ones only"
     assert reference.weights_hash(frozen) == reference.weights_hash(net())
+    zeros = {
+        reference.weights_hash(nn.ParameterDict({name: nn.Parameter(torch.zeros(shape, dtype=dtype))}))
+        for name in ("a", "b")
+        for shape in ((2, 3), (3, 2))
+        for dtype in (torch.float16, torch.bfloat16)
+    }
+    assert len(zeros) == 8, "the same bytes under other names, in another shape or dtype are another model"
     assert len(reference.first_values_hash(net())) == 16
     large = nn.Linear(64, 8, bias=False)
     before = reference.first_values_hash(large)

@@ -455,3 +455,17 @@ def test_ranks_of_one_node_are_tried_on_its_rows(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(budget.time, "time", lambda: 106.0)
     assert budget._on_ranks(asked)[0] == 0.0
     assert math.isfinite(asked.budget.minutes or math.nan)
+
+
+def test_the_picture_shows_the_smoothed_losses_with_a_fifth_of_their_fall_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    found = tuning.Found(0.5, curve=[{"lr": 10.0**-k, "loss": 9.0} for k in (3, 2, 1)], tried=[])
+    found.suggestion = Suggestion(0.5, 0.1, 1.0, [4.0, 3.0])
+    axes: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **_: axes.extend(self.axes))
+    assert tuning._draw(found, tmp_path / "lr.png") == [tmp_path / "lr.png"]
+    (axis,) = axes
+    assert axis.get_ylim() == pytest.approx((2.8, 4.2))
+    assert [line.get_xdata()[-1] for line in axis.lines[:2]] == [0.1, 0.01]

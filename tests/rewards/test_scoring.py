@@ -178,6 +178,14 @@ def test_a_reference_is_read_as_a_formula(reference: str, read: str) -> None:
     assert delimited(reference) == read
 
 
+def test_without_math_verify_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "math_verify" else pytest.fail(name))
+    with pytest.raises(UserError, match=r"needs math-verify: pip install 'lmtrain\[math\]'"):
+        MathVerify()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert MathVerify("solution").column == "solution"
+
+
 def test_answers_are_compared_as_formulas() -> None:
     pytest.importorskip("math_verify")
     references = [r"2\pi", r"3\sqrt{2}", "x^2+1", r"\frac{1}{2}", "0.5", r"\text{Tuesday}", "12 apples"]
