@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lmtrain.losses import cross_entropy
 from lmtrain.losses import cross_entropy as losses
 from lmtrain.losses.cross_entropy import WeightGradient, chunked_cross_entropy
 

@@ -161,3 +161,35 @@ def test_clip_ranges_are_the_papers() -> None:
     assert ranges == {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "rloo": (0.2, 0.2),
                       "gspo": (3e-4, 4e-4), "reinforce": (0.0, 0.0)}  # fmt: skip
     assert {name for name, variant in VARIANTS.items() if variant.overlong_share} == {"dapo"}
+
+
+@pytest.mark.parametrize("by_ratio", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_penalty_for_leaving_the_reference_and_the_samplers_correction_are_plain_sums(
+    estimator: str, by_ratio: bool
+) -> None:
+    """Token by token: -advantage * ratio * correction + 0.3 * KL * (ratio), over the tokens of the step."""
+    policy, old, reference, rewards = completions()
+    compared = advantages(rewards, VARIANTS["dapo"]).flatten()
+    correction = [1 + 0.1 * torch.rand(n, dtype=torch.float64) for n in LENGTHS]
+    expected = torch.zeros((), dtype=torch.float64)
+    for p, o, r, c, a in zip(policy, old, reference, correction, compared, strict=True):
+        for i in range(len(p)):
+            ratio, log = (p[i] - o[i]).exp(), p[i] - r[i]
+            kl = {"k1": log, "k2": log**2 / 2, "k3": (-log).exp() - 1 + log}[estimator]
+            expected = expected - a * ratio * c[i] + 0.3 * kl * (ratio if by_ratio else 1)
+    lengths, tokens = torch.tensor(LENGTHS), sum(LENGTHS)
+    sampled = Sampled(torch.cat(old), torch.repeat_interleave(torch.arange(8), lengths), lengths, compared,
+                      torch.ones(8, dtype=torch.float64), torch.cat(correction), torch.cat(reference))  # fmt: skip
+    settings = LossSettings(50.0, 50.0, MOST, 0.3, estimator, by_ratio)  # nothing is clipped
+    found = policy_loss(torch.cat(policy), sampled, VARIANTS["dapo"], settings, torch.tensor(8 / tokens)).loss / 8
+    assert found.item() == pytest.approx(expected.item() / tokens, rel=1e-6)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, policy), torch.autograd.grad(expected / tokens, policy), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-12)
+    alone = policy_loss(torch.cat(policy), sampled, VARIANTS["rloo"], settings, torch.ones(())).loss
+    without = policy_loss(
+        torch.cat(policy), sampled._replace(reference=None), VARIANTS["rloo"], settings, torch.ones(())
+    )
+    assert alone.item() == without.loss.item(), "there the penalty is part of the reward"
