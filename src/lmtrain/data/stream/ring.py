@@ -88,7 +88,7 @@ def shard_file(folder: Path, number: int) -> Path:
 class StreamRows:
     """The rows of one window after the other, read by (window, row) pairs as their shards appear in `folder`.
 
-    RowColumns waits for a shard that isn't there yet. Windows must be read in order: files of earlier ones are closed.
+    `read` waits for a shard that isn't there yet. Windows must be read in order: files of earlier ones are closed.
     """
 
     def __init__(self, ring: Ring) -> None:
