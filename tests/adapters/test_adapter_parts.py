@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from lmtrain.adapters import lora_checks, lora_files, quantized, trainable
+from lmtrain.adapters import lora_checks, lora_files, memory, memory_adapter, memory_export, quantized, trainable
+from lmtrain.adapters.memory import MemorySettings
+from lmtrain.config.schema import MemoryConfig
 from lmtrain.errors import UserError
 
 
@@ -222,3 +225,99 @@ def test_a_base_stored_quantised_is_shared_out_in_4_bits_by_fsdp_only() -> None:
                                     ({"quant_method": "gptq", "load_in_4bit": True}, "fsdp", r"\(gptq\)")):  # fmt: skip
         with pytest.raises(UserError, match=words):
             quantized.check_shared_out(model(config), strategy)
+
+
+# Memories
+
+
+def memory_settings(**changed: Any) -> MemorySettings:
+    values: dict[str, Any] = {"num_chapters": 5, "chapter_size": 4, "memory_dim": 8, "num_heads": 2, "top_k": 2,
+                              "layers": (0,), "router": "top_k", "router_noise": 0.0, "share_bank": False}  # fmt: skip
+    return MemorySettings(**values | changed)
+
+
+def test_a_router_takes_the_likeliest_chapters_and_is_noisy_in_training_only() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0, 0.5], [3.0, 0.0, 0.0, 2.9, -5.0]])
+    for noise, training in ((0.0, True), (0.7, False), (0.7, True)):
+        block = memory.MemoryBlock(6, memory_settings(router_noise=noise), None).train(training)
+        torch.manual_seed(3)
+        chapters, weights = block.route(logits.bfloat16())
+        torch.manual_seed(3)
+        expected = (logits + 0.7 * torch.randn(2, 5)) if noise and training else logits
+        assert chapters.tolist() == [sorted(range(5), key=lambda i: -row[i])[:2] for row in expected.tolist()]
+        kept = torch.stack([row[of].exp() for row, of in zip(expected, chapters, strict=True)])
+        torch.testing.assert_close(weights, kept / kept.sum(1, keepdim=True), atol=1e-2, rtol=1e-2)
+        assert weights.dtype == torch.float32
+
+
+def test_straight_through_weights_have_the_probabilities_gradient() -> None:
+    block = memory.MemoryBlock(6, memory_settings(router="straight_through", top_k=1), None)
+    logits = torch.tensor([[0.5, 1.5, 0.0, 0.0, 0.0]], requires_grad=True)
+    _, weights = block.route(logits)
+    assert weights.item() == pytest.approx(1.0)
+    (found,) = torch.autograd.grad(weights.sum(), logits)
+    (expected,) = torch.autograd.grad(logits.softmax(1)[0, 1], logits)
+    torch.testing.assert_close(found, expected)
+
+
+class Layers(nn.Module):
+    """A model with two decoder layers, as far as a memory looks at one."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity(), nn.Identity()])
+        text = SimpleNamespace(num_hidden_layers=depth, hidden_size=6)
+        self.config: Any = SimpleNamespace(get_text_config=lambda: text)
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self
+
+
+def test_a_memory_changes_what_its_layer_gives_and_nothing_beside_it() -> None:
+    model = Layers()
+    memory.attach_memory(model, memory_settings(layers=(1,)))
+    assert not hasattr(model.blocks[0], "memory")
+    layer = model.blocks[1]
+    with torch.no_grad():
+        layer.memory.gate.fill_(1.0)  # type: ignore[union-attr, operator]
+    layer.eval()
+    hidden, beside = torch.randn(1, 3, 6), object()
+    alone = memory._read_memory(layer, (), hidden)
+    found = memory._read_memory(layer, (), (hidden, beside, 5))
+    assert not torch.equal(alone, hidden)
+    assert (torch.equal(found[0], alone), found[1:]) == (True, (beside, 5))
+    with pytest.raises(ValueError, match="Layers has no list of its 3 decoder layers"):
+        memory.decoder_layers(Layers(3))
+
+
+def test_a_soft_router_reads_all_chapters() -> None:
+    def settings(router: str) -> MemorySettings:
+        cfg: Any = SimpleNamespace(**dict.fromkeys(MemoryConfig.__dataclass_fields__))
+        cfg.layers, cfg.router, cfg.router_noise, cfg.top_k, cfg.num_chapters = [0], router, 0, 2, 7
+        return memory_adapter.settings_of(cfg, Layers())  # type: ignore[arg-type]
+
+    assert [settings(router).top_k for router in ("soft", "top_k")] == [7, 2]
+    with pytest.raises(UserError, match="memory: Layers has no list of its 3 decoder layers, so no memory can stand"):
+        memory_adapter.settings_of(SimpleNamespace(layers=[0]), Layers(3))  # type: ignore[arg-type]
+
+
+def test_an_export_without_a_part_of_its_memory_is_refused(tmp_path: Path) -> None:
+    model: Any = Layers()
+    memory.attach_memory(model, memory_settings(layers=(0,)))
+    weights = {name: torch.full_like(p, 2.0) for name, p in model.named_parameters()}
+    save_file({name: value for name, value in weights.items() if "gate" not in name}, tmp_path / "a.safetensors")
+    with torch.no_grad(), pytest.raises(UserError, match=r"its weights lack blocks\.0\.memory\.gate of its memory"):
+        memory_export.load_memory(model, tmp_path)
+    save_file({name: value for name, value in weights.items() if "gate" in name}, tmp_path / "b.safetensors")
+    with torch.no_grad():
+        memory_export.load_memory(model, tmp_path)
+    assert all((p == 2).all() for p in model.parameters())
+
+
+def test_a_memory_of_a_class_of_ones_own_is_not_exported() -> None:
+    own: Any = SimpleNamespace(config=SimpleNamespace(model_type="llama"))
+    with pytest.raises(UserError, match="a memory of SimpleNamespace, no class of transformers' own"):
+        memory_export.check_exportable(own)
+    for name in ("LlamaForCausalLM", "FSDPLlamaForCausalLM"):
+        memory_export.check_exportable(type(name, (), {"config": own.config})())

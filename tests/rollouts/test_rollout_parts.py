@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import lmtrain
+from lmtrain.data.chat.time_limits import TookTooLong
 from lmtrain.data.examples.prompt_rows import PromptRow
 from lmtrain.data.order import mix64
+from lmtrain.errors import UserError
 from lmtrain.losses.policy import VARIANTS
 from lmtrain.rewards.scoring import ScoredCompletions
 from lmtrain.rollouts import vllm_engine
 from lmtrain.rollouts.engine import Request, SampledText, Sampling, _shifted, _signed, as_keys, draw, noise
-from lmtrain.rollouts.episodes import Episode, answers, report_of_episode, written
+from lmtrain.rollouts.episodes import Episode, Limits, Player, answers, report_of_episode, written
 from lmtrain.rollouts.rollout import (
     Group,
     Maker,
@@ -230,3 +232,73 @@ def test_a_completion_of_vllm_has_its_tokens_log_probabilities() -> None:
     found = vllm_engine._completion(output, Sampling(4, 1.0, 1.0, (7,)))
     assert found == SampledText([5, 7], [-0.5, -2.0], 2.5, True)
     assert not vllm_engine._completion(output, Sampling(4, 1.0, 1.0, (5,))).ended
+
+
+# Episodes
+
+
+class Played:
+    """An environment whose calls give or raise what a test says."""
+
+    tools: tuple[Any, ...] = ()
+
+    def __init__(self, said: Any = (None, 0.5), reward: Any = None) -> None:
+        self.said, self.reward = said, reward
+
+    def step(self, answer: str, calls: list[Any]) -> Any:
+        return self._of(self.said)
+
+    def get_reward(self) -> Any:
+        return self._of(self.reward)
+
+    @staticmethod
+    def _of(value: Any) -> Any:
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+
+def player() -> Any:
+    made = object.__new__(Player)
+    made.name, made.limits, made.reader = "Mine", Limits(3, 50, 5.0), None
+    return made
+
+
+def test_rewards_of_the_steps_and_of_the_end_add_up() -> None:
+    plays, episode = player(), Episode(Played((None, 0.5), 2), [1], 0)
+    assert plays._step(episode, ended=True) is None
+    assert episode.reward == 0.5
+    plays._end(episode)
+    assert episode.reward == 2.5
+    episode = Episode(Played(([{"role": "user", "content": "more"}], None), None), [1], 0)
+    assert plays._step(episode, ended=False) == [{"role": "user", "content": "more"}]
+    plays._end(episode)
+    assert episode.reward is None
+
+
+def test_an_environment_that_fails_ends_its_episode_with_the_reason() -> None:
+    plays = player()
+    failed = Episode(Played(ZeroDivisionError("by zero"), 1), [1], 0)
+    assert plays._step(failed, ended=True) is None
+    assert failed.reward == "Mine.step raised ZeroDivisionError: by zero"
+    plays._end(failed)
+    assert failed.reward == "Mine.step raised ZeroDivisionError: by zero", "its end is not asked for a reward"
+    late = Episode(Played(reward=KeyError("score")), [1], 0)
+    plays._end(late)
+    assert str(late.reward).startswith("Mine.get_reward raised KeyError")
+    late = Episode(Played(reward=TookTooLong()), [1], 0)
+    plays._end(late)
+    assert late.reward == "Mine.get_reward took longer than objective.tool_timeout=5 s"
+
+
+@pytest.mark.parametrize("said", [5, ([{"role": "user"}], 1), (None, "much"), (None, 1, 2)])
+def test_what_a_step_must_return_is_said(said: Any) -> None:
+    with pytest.raises(UserError, match=r"objective\.environment: Mine\.step returned .*: a pair is needed"):
+        player()._step(Episode(Played(said), [1], 0), ended=True)
+
+
+def test_what_the_reward_must_be_is_said() -> None:
+    with pytest.raises(UserError, match=r"Mine\.get_reward returned 'much': a number or None is needed"):
+        player()._end(Episode(Played(reward="much"), [1], 0))
+    with pytest.raises(UserError, match="say it"):
+        player()._end(Episode(Played(reward=UserError("say it")), [1], 0))
