@@ -69,7 +69,7 @@ def _concat(lengths: np.ndarray, capacity: int, order: np.ndarray) -> Packing:
     edges = np.unique(np.concatenate([begins, cuts, [total]]))
     begin, end = edges[:-1], edges[1:]
     holder = np.searchsorted(begins, begin, side="right") - 1
-    first = np.searchsorted(begin, np.arange(0, total + capacity, capacity)[: -(-total // capacity) + 1])
+    first = np.searchsorted(begin, np.arange(0, total + capacity, capacity))
     return Packing(first, order[holder], begin - begins[holder], end - begins[holder], capacity)
 
 
