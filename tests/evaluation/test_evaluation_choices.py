@@ -38,7 +38,8 @@ def test_windows_fit_the_model_and_move_by_half(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("words", "said", "set_to"), [
     (["data=text", "data.path=a.txt", "data.val_path=b.txt"], "all of b.txt", ("files", "b.txt", "b.txt")),
     (["data=text", "data.path=[a.txt,c.txt]"], "all of a.txt, c.txt", None),
-    (["data=python_stdlib", "evaluate.data=named"], "held-out modules of the standard library", ("python_stdlib", None, None)),
+    (["data=python_stdlib", "evaluate.data=named"], "held-out modules of the standard library",
+     ("python_stdlib", None, None)),
     (["data=bins", "data.path=here"], "here, validation part", ("bins", "here", None)),
 ])  # fmt: skip
 def test_what_text_is_scored(words: list[str], said: str, set_to: tuple[Any, ...] | None) -> None:
