@@ -14,7 +14,7 @@ from lmtrain.data.chat.arguments import Misfit, fitted, typed
 from lmtrain.data.chat.call_formats import reader_of
 from lmtrain.data.chat.jinja_rendering import Template
 from lmtrain.data.chat.thoughts import thought_marks
-from lmtrain.data.chat.tool_calls import CallReader, requested
+from lmtrain.data.chat.tool_calls import CallReader
 from lmtrain.errors import UserError
 
 # Templates of TRL's that show tools, each the only one that writes calls or ends turns in its way.
@@ -211,18 +211,6 @@ def test_a_template_whose_calls_are_lost_is_refused(tokenizer_config: Any) -> No
     refusing = skeleton("{{ raise_exception('no tools here') }}")
     with pytest.raises(UserError, match="refuses it: no tools here"):
         reader_of(template_of(refusing, tokenizer_config), TOOLS)
-
-
-@pytest.mark.parametrize(
-    "name", ["hermes", "mistral_list", "mistral_args", "gpt_oss", "qwen3_coder", "glm", "lfm2", "gemma4", "llama3"]
-)
-def test_without_a_template_the_common_formats_are_read(name: str, tokenizer_config: Any) -> None:
-    template = template_of(FAMILIES[name][0], tokenizer_config)
-    call = ("search", {"text": "Oslo", "count": 3, "tags": ["a"]})
-    asked = template.prompt([{"role": "user", "content": "q"}], TOOLS, "")
-    (whole,) = template.render_texts([[{"role": "user", "content": "q"}, answer([call])]], TOOLS, "")
-    text = re.sub(r"(<\|im_end\|>|<\|eot_id\|>|</s>|<\|tool_response>)\s*\Z", "", whole.removeprefix(asked))
-    assert requested(text) == [call]
 
 
 def test_arguments_are_held_against_the_type_hints() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmtrain.data.chat.thoughts import ThoughtMarks
+from lmtrain.data.chat.tool_calls import CallReader, Objects
 from lmtrain.rewards.environment import Call, Environment, execute, results
 
 KILL_AT = "LMTRAIN_TEST_KILL_AT"  # "PATH N": ends the process at the N-th call of `Echo.step`, counted in the file
@@ -93,6 +95,9 @@ def binary() -> bytes:
     return b"\xff\xfe\x00ok"
 
 
+BARE = CallReader(Objects(""), {}, ThoughtMarks(), "")
+
+
 class Calls(Echo):
     """Calls a tool itself after each answer, as a model might."""
 
@@ -101,7 +106,7 @@ class Calls(Echo):
     def step(self, answer: str, calls: Sequence[Call]) -> Any:
         said, reward = super().step(answer, calls)
         call = f'{{"name": "add", "arguments": {{"a": {len(answer)}, "b": {self.told}}}}}'
-        return said and [*said[:-1], *results(execute(call, self.tools, 10.0))], reward
+        return said and [*said[:-1], *results(execute(call, self.tools, 10.0, BARE))], reward
 
 
 def undescribed(a, b):  # type: ignore[no-untyped-def]

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 import odd_environments
-from lmtrain.data.chat.tool_calls import requested
+from lmtrain.data.chat.thoughts import ThoughtMarks
+from lmtrain.data.chat.tool_calls import CallFormat, CallReader, NamedJSON, Objects
 from lmtrain.errors import UserError
 from lmtrain.rewards import games
 from lmtrain.rewards.environment import (
@@ -21,16 +22,28 @@ from lmtrain.rewards.environment import (
 )
 
 
+def reads(format: CallFormat, environment: Environment | None = None) -> CallReader:
+    tools = [tool["function"] for tool in schemas(environment)] if environment else []
+    known = {tool["name"]: tool["parameters"] for tool in tools}
+    return CallReader(format, known, ThoughtMarks(), "<tool_call>{...}</tool_call>")
+
+
+HERMES, BARE, MISTRAL = Objects("<tool_call>", "</tool_call>"), Objects(""), Objects("[TOOL_CALLS]")
+
+
 def test_the_calculator_rewards_what_the_tool_computed() -> None:
     game = games.Calculator()
     game.reset({"answer": "57234"}, 0)
     calls = execute(
-        '<tool_call>{"name": "calculator", "arguments": {"expression": "48213+9021"}}</tool_call>', game.tools, 1
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "48213+9021"}}</tool_call>',
+        game.tools,
+        1,
+        reads(HERMES),
     )
     said, reward = game.step("", calls)
     assert (said, reward) == ([{"role": "tool", "name": "calculator", "content": "57234"}], 0.0)
     assert [game.step(text, []) for text in (" 57234", "57235")] == [(None, 1.0), (None, 0.0)]
-    (call,) = execute('{"name": "calculator", "arguments": {"expression": "two+2"}}', game.tools, 1)
+    (call,) = execute('{"name": "calculator", "arguments": {"expression": "two+2"}}', game.tools, 1, reads(BARE))
     assert call.result.startswith("error: ValueError")
 
 
@@ -51,34 +64,39 @@ def test_binary_search_guesses_the_number_as_often_as_it_should() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "calls"),
+    ("format", "answer", "calls"),
     [
-        ('So <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', [("add", {"a": 1, "b": 2})]),
-        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
+        (HERMES, 'So <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+         [("add", {"a": 1, "b": 2})]),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
          [("f", {}), ("g", {})]),
-        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [("f", {"a": 1})]),  # as OpenAI writes them; cut off
-        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}',  # as OpenAI writes them; cut off
+         [("f", {"a": 1})]),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
          [("f", {"a": 1}), ("g", {})]),
-        ('[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}[TOOL_CALLS]g[ARGS]{}', [("f", {"a": {"b": 1}}), ("g", {})]),
-        ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+        (NamedJSON("[TOOL_CALLS]", "[ARGS]"), '[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}[TOOL_CALLS]g[ARGS]{}',
+         [("f", {"a": {"b": 1}}), ("g", {})]),
+        (BARE, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
          [("f", {"a": 1}), ("g", {})]),
-        ('{"name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
-        ('[{"type": "function", "function": {"name": "f", "arguments": "{}"}}]', [("f", {})]),
-        ("{not a call}", []),
-        ('{"name": "f", broken', []),
-        ("The answer is 3.", []),
-        ("<tool_call>{broken</tool_call>", [("", "{broken")]),
-        ('<tool_call>["f"]</tool_call>', [("", '["f"]')]),
+        (BARE, '{"name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
+        (BARE, '[{"type": "function", "function": {"name": "f", "arguments": "{}"}}]', [("f", {})]),
+        (BARE, "{not a call}", []),
+        (BARE, '{"name": "f", broken', []),
+        (BARE, "The answer is 3.", []),
+        (HERMES, "<tool_call>{broken</tool_call>", [("", "{broken")]),
+        (HERMES, '<tool_call>["f"]</tool_call>', [("", '["f"]')]),
     ],
 )  # fmt: skip
-def test_tool_calls_are_read_in_the_formats_of_templates(answer: str, calls: list[tuple[str, Any]]) -> None:
-    assert requested(answer) == calls
+def test_tool_calls_are_read_in_the_formats_of_templates(
+    format: CallFormat, answer: str, calls: list[tuple[str, Any]]
+) -> None:
+    assert [call[:2] for call in reads(format).calls(answer)] == calls
 
 
 def test_what_a_tool_does_wrong_is_told_to_the_model() -> None:
     def told(name: str, arguments: str = "{}") -> tuple[str, bool]:
         answer = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
-        (call,) = execute(answer, odd_environments.Adds.tools, 0.05)
+        (call,) = execute(answer, odd_environments.Adds.tools, 0.05, reads(HERMES, odd_environments.Adds()))
         return call.result, call.failed
 
     assert told("add", '{"a": 2, "b": 3}') == ("5", False)
@@ -89,7 +107,7 @@ def test_what_a_tool_does_wrong_is_told_to_the_model() -> None:
     assert told("hang") == ("error: hang took longer than 0.05 s", True)
     assert told("much") == ("x" * LONGEST + "... (5,000,000 characters)", False)
     assert told("binary") == ("��\x00ok", False)
-    (call,) = execute("<tool_call>{</tool_call>", odd_environments.Adds.tools, 1.0)
+    (call,) = execute("<tool_call>{</tool_call>", odd_environments.Adds.tools, 1.0, reads(HERMES))
     assert call.failed
     assert "must be written like <tool_call>" in call.result
     assert told("add", '{"a": "2", "b": "2"}') == ('error: a must be integer, and "2" is string', True)
@@ -104,8 +122,7 @@ def test_results_follow_an_answer_in_the_order_of_its_calls() -> None:
     assert Environment().step("x", []) == (None, None), "an answer without calls ends the episode"
     assert Environment().reset({}, 0) is None
     answer = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    assert execute(answer * 2, [], 1) == []
-    assert [call.result for call in execute(answer * 2, odd_environments.Adds.tools, 1)] == ["3", "3"]
+    assert [call.result for call in execute(answer * 2, odd_environments.Adds.tools, 1, reads(HERMES))] == ["3", "3"]
 
 
 def test_long_texts_are_cut_and_what_is_no_text_is_json() -> None:
@@ -113,7 +130,7 @@ def test_long_texts_are_cut_and_what_is_no_text_is_json() -> None:
         def tool() -> Any:
             return value
 
-        (call,) = execute('{"name": "tool", "arguments": {}}', [tool], 1)
+        (call,) = execute('{"name": "tool", "arguments": {}}', [tool], 1, reads(BARE))
         assert not call.failed
         return call.result
 
@@ -122,7 +139,7 @@ def test_long_texts_are_cut_and_what_is_no_text_is_json() -> None:
     assert say("x" * (LONGEST + 1)) == "x" * LONGEST + f"... ({LONGEST + 1:,} characters)"
     assert say({"a": [1, None], "é": {3}}) == '{"a": [1, null], "é": "{3}"}'
     assert say("\ud800!") == "?!", "what UTF-8 can't hold"
-    (call,) = execute(f'{{"name": "{"x" * 200}", "arguments": {{}}}}', odd_environments.Adds.tools, 1)
+    (call,) = execute(f'{{"name": "{"x" * 200}", "arguments": {{}}}}', odd_environments.Adds.tools, 1, reads(BARE))
     assert len(call.result) < 200
 
 
@@ -177,7 +194,7 @@ def test_a_class_for_trl_has_its_public_methods_as_tools() -> None:
     played = Adapted(Trls())
     assert [tool.__name__ for tool in played.tools] == ["look"]
     assert played.reset({"answer": "7", "other": 1}, 3) == "guess"
-    (call,) = execute('{"name": "look", "arguments": {}}', played.tools, 1)
+    (call,) = execute('{"name": "look", "arguments": {}}', played.tools, 1, reads(BARE))
     assert call.result == "7"
     assert played.step("7", []) == (None, None)
     assert played.step("7", [call])[0] == results([call])

@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 from lmtrain.config.targets import build_target, check_names, class_named
 from lmtrain.data.chat.arguments import Misfit, fitted
 from lmtrain.data.chat.time_limits import TookTooLong
-from lmtrain.data.chat.tool_calls import FORMATS, CallReader, ToolCall, requested
+from lmtrain.data.chat.tool_calls import CallReader
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward
 from lmtrain.rewards.user_code import Escaped, described, run_user_code
@@ -174,14 +174,6 @@ def schemas(environment: Environment) -> list[dict[str, Any]]:
     return found
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
-    """Returns the JSON schemas of a tool's parameters; {} for a tool that `schemas` would refuse."""
-    try:
-        return dict(get_json_schema(tool)["function"]["parameters"]["properties"])
-    except (DocstringParsingException, TypeHintParsingException):
-        return {}
-
-
 def results(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """Returns the turns that tell a model the results of its tool calls."""
     return [
@@ -190,26 +182,23 @@ def results(calls: Sequence[Call]) -> list[dict[str, Any]]:
     ]
 
 
-def execute(answer: str, tools: Sequence[Tool], seconds: float, reader: CallReader | None = None) -> list[Call]:
+def execute(answer: str, tools: Sequence[Tool], seconds: float, reader: CallReader) -> list[Call]:
     """Executes the tool calls in an answer, each within `seconds`; errors become text for the model.
 
-    reader: reads the calls as the model's chat template writes them; None: in any of the common formats.
+    reader: reads the calls as the model's chat template writes them.
     """
-    if not tools:
-        return []
     by_name = {_name(tool): tool for tool in tools}
-    calls = reader.calls(answer) if reader else [ToolCall(*call) for call in requested(answer)]
-    example = (reader or CallReader(FORMATS[0])).example
-    executed = [_executed(call.name, call.arguments, by_name, seconds, example) for call in calls]
+    calls = reader.calls(answer)
+    executed = [_executed(call.name, call.arguments, by_name, seconds, reader) for call in calls]
     return [done._replace(id=call.id) for done, call in zip(executed, calls, strict=True)]
 
 
-def _executed(name: str, arguments: Any, tools: Mapping[str, Tool], seconds: float, example: str) -> Call:
+def _executed(name: str, arguments: Any, tools: Mapping[str, Tool], seconds: float, reader: CallReader) -> Call:
     def failed(words: str) -> Call:
         return Call(name, arguments, f"error: {words}"[:LONGEST], True)
 
     if not name:
-        return failed(f"the call can't be read: it must be written like {example}")
+        return failed(f"the call can't be read: it must be written like {reader.example}")
     if name not in tools:
         return failed(f"there is no tool {name!r:.80}; there are {', '.join(tools)}")
     if not isinstance(arguments, dict):
@@ -217,7 +206,7 @@ def _executed(name: str, arguments: Any, tools: Mapping[str, Tool], seconds: flo
     tool = tools[name]
     try:
         inspect.signature(tool).bind(**arguments)
-        known = _parameters(tool)
+        known = reader.parameters(name)
         arguments = {key: fitted(value, known.get(key, {}), key) for key, value in arguments.items()}
     except (TypeError, Misfit) as error:
         return failed(str(error))

@@ -20,7 +20,7 @@ from lmtrain.data.chat.turns import BadRow, turns_of
 from lmtrain.data.examples.prompt_rows import PromptRow, conversation_of
 from lmtrain.data.order import mix64
 from lmtrain.errors import UserError
-from lmtrain.rewards.environment import Adapted, Environment, execute, schemas
+from lmtrain.rewards.environment import Adapted, Call, Environment, execute, schemas
 from lmtrain.rewards.user_code import described, run_user_code
 from lmtrain.rollouts.engine import Engine, PrefixCache, Request, SampledText, Sampling
 
@@ -193,8 +193,9 @@ class Player:
         ended: False if the answer was cut off: its reward counts, but its tool calls are not executed.
         """
         environment = episode.environment
-        turn, tools = episode.begun + episode.answer, environment.tools if ended else ()
-        calls = execute(turn, tools, self.limits.seconds, self.reader)
+        calls: list[Call] = []
+        if ended and self.reader is not None:
+            calls = execute(episode.begun + episode.answer, environment.tools, self.limits.seconds, self.reader)
         episode.tool_calls += len(calls)
         episode.failed_tool_calls += sum(call.failed for call in calls)
         try:

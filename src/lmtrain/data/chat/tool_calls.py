@@ -8,7 +8,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -249,9 +249,9 @@ class CallReader:
     """
 
     format: CallFormat
-    schemas: Mapping[str, Schema] = field(default_factory=dict)
-    thoughts: ThoughtMarks = field(default_factory=ThoughtMarks)
-    example: str = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
+    schemas: Mapping[str, Schema]
+    thoughts: ThoughtMarks
+    example: str
 
     def calls(self, text: str) -> list[ToolCall]:
         """Returns the calls in an assistant's turn.
@@ -259,6 +259,10 @@ class CallReader:
         text: the turn from its start, with what the chat template has already written of it.
         """
         return [call._replace(arguments=self._typed(call.name, call.arguments)) for call in self._found(text)]
+
+    def parameters(self, name: str) -> Mapping[str, Schema]:
+        """Returns the schemas of a tool's parameters; {} for an unknown tool."""
+        return self.schemas.get(name, {}).get("properties", {})
 
     def _found(self, text: str) -> Iterator[ToolCall]:
         at, opening = 0, self.format.opening.strip()
@@ -306,45 +310,8 @@ class CallReader:
     def _typed(self, name: str, arguments: Any) -> Any:
         if not isinstance(arguments, dict):
             return arguments
-        known = self.schemas.get(name, {}).get("properties", {})
+        known = self.parameters(name)
         return {
             key: typed(str(value), known.get(key, {})) if isinstance(value, Untyped) else value
             for key, value in arguments.items()
         }
-
-
-_QWEN = NamedPairs(  # 3.5 and later; also Nemotron 3
-    opening="<tool_call>\n<function=", middle=">\n<parameter=", empty=">\n</function>\n</tool_call>",
-    before_text=">\n", before_value=">\n", comma="\n</parameter>\n<parameter=",
-    closing="\n</parameter>\n</function>\n</tool_call>",
-)  # fmt: skip
-_GLM = NamedPairs(
-    opening="<tool_call>", middle="\n<arg_key>", empty="\n</tool_call>", before_text="</arg_key>\n<arg_value>",
-    before_value="</arg_key>\n<arg_value>", comma="</arg_value>\n<arg_key>", closing="</arg_value>\n</tool_call>",
-)  # fmt: skip
-_LFM2 = NamedPairs(
-    opening="<|tool_call_start|>[", middle="(", empty="()", before_text="='", before_value="=", comma=", ", closing=")",
-    quote="'", joint=", ", tail="]<|tool_call_end|>",
-)  # fmt: skip
-_GEMMA = NamedPairs(
-    opening="<|tool_call>call:", middle="{", empty="{}<tool_call|>", before_text=':<|"|>', before_value=":", comma=",",
-    closing="}<tool_call|>", quote='<|"|>',
-)  # fmt: skip
-_HERMES = Objects("<tool_call>", "</tool_call>")
-_MISTRAL = Objects("[TOOL_CALLS]")
-_LLAMA3 = Objects("")
-_MISTRAL_ARGS = NamedJSON("[TOOL_CALLS]", "[ARGS]")
-_GPT_OSS = NamedJSON("to=functions.", "<|channel|>commentary json<|message|>")
-FORMATS: tuple[CallFormat, ...] = (
-    _HERMES, _MISTRAL, _MISTRAL_ARGS, _GPT_OSS, _QWEN, _GLM, _LFM2, _GEMMA, _LLAMA3,
-)  # fmt: skip
-
-
-def requested(answer: str) -> list[tuple[str, Any]]:
-    """Returns name and arguments of the calls in an answer of which the chat template isn't known.
-
-    It is read in the first of `FORMATS` in which all its calls can be read. A call that can't be read has "" and its
-    text.
-    """
-    found = [[call[:2] for call in calls] for format in FORMATS if (calls := CallReader(format).calls(answer))]
-    return next((calls for calls in found if all(name for name, _ in calls)), found[0] if found else [])
