@@ -12,9 +12,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType
-from typing import Any
 
 from lmtrain.errors import PREEMPTED
 
@@ -32,6 +32,34 @@ class Preempted(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} outside of training; the same command goes on")
+
+
+class _Reader:
+    """A thread that gets the numbers of signals as they arrive, also while the main thread is busy in C code."""
+
+    def __init__(
+        self, numbers: Sequence[int], handler: Callable[..., None], read: Callable[[socket.socket], None], name: str
+    ) -> None:
+        """Starts reading; must be called by the main thread.
+
+        Args:
+            handler: what Python calls in the main thread; only with one it writes the signal's byte to the socket.
+            read: what the thread does with the socket, until it is at its end.
+            name: the thread's.
+        """
+        inbox, self._outbox = socket.socketpair()
+        self._outbox.setblocking(False)
+        self._wakeup_fd = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, handler) for number in numbers}
+        threading.Thread(target=read, args=(inbox,), name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the thread and restores the handlers from before."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        signal.set_wakeup_fd(self._wakeup_fd)
+        self._outbox.shutdown(socket.SHUT_RDWR)  # ends the thread even if a forked worker holds a copy
+        self._outbox.close()
 
 
 _GRACE_SECONDS = 5.0  # for the main thread to clean up; C code may keep it, such as a rendezvous
@@ -56,21 +84,11 @@ def preempted_by_signals() -> Iterator[None]:
         if len(came) == 1:  # another one must not end the cleaning up
             raise Preempted(number)
 
-    # A thread reads the signals from a pipe, as the main thread may be busy in C code.
-    inbox, outbox = socket.socketpair()
-    outbox.setblocking(False)
-    wakeup_fd = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
-    for number in numbers:
-        signal.signal(number, preempt)
-    threading.Thread(target=_end_if_busy, args=(inbox, preempt), name="first signals", daemon=True).start()
+    reader = _Reader(numbers, preempt, partial(_end_if_busy, preempt=preempt), "first signals")
     try:
         yield
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-        signal.set_wakeup_fd(wakeup_fd)
-        outbox.shutdown(socket.SHUT_RDWR)
-        outbox.close()
+        reader.close()
 
 
 def _end_if_busy(inbox: socket.socket, preempt: Callable[..., None]) -> None:
@@ -102,33 +120,21 @@ class StopSignals:
         self.how_to_go_on: Callable[[], str] | None = None
         self._command = ""
         self._came = 0.0
-        self._outbox: socket.socket | None = None
-        self._handlers: dict[int, Any] = {}
-        self._wakeup_fd = -1
+        self._reader: _Reader | None = None
 
     def listen(self) -> None:
         """Starts listening; must be called by the main thread."""
-        inbox, self._outbox = socket.socketpair()
-        self._outbox.setblocking(False)
-        self._wakeup_fd = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
-        # A handler must exist for Python to write the signal's byte to the socket.
-        self._handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        threading.Thread(target=self._read, args=(inbox,), name="signals", daemon=True).start()
+        self._reader = _Reader(SIGNALS, lambda *_: None, self._read, "signals")
 
     @property
     def listens(self) -> bool:
-        return self._outbox is not None
+        return self._reader is not None
 
     def close(self) -> None:
         """Stops listening and restores the signal handlers from before `listen`."""
-        if self._outbox is None:
-            return
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        signal.set_wakeup_fd(self._wakeup_fd)
-        self._outbox.shutdown(socket.SHUT_RDWR)  # ends the thread even if a forked worker holds a copy
-        self._outbox.close()
-        self._outbox = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     def _read(self, inbox: socket.socket) -> None:
         with inbox:
