@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import own_tools
 from lmtrain.data.chat.special_text import AnswerDecoder
 from lmtrain.data.chat.templates import ChatEncoder
 from lmtrain.data.chat.time_limits import TookTooLong, time_limit
+from lmtrain.data.chat.tool_calls import CallFormat, NamedJSON, Objects
 from lmtrain.data.examples.prompt_rows import PromptRow
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import FunctionReward
@@ -119,7 +121,7 @@ def told(body: str, seconds: float = 1.0) -> Call:
     """Executes a call of a function `t` with this body."""
     names: dict[str, Any] = {}
     exec(f"import asyncio, argparse, sys, time\n{body}", names)  # noqa: S102
-    (call,) = execute('{"name": "t", "arguments": {}}', [names["t"]], seconds)
+    (call,) = execute('{"name": "t", "arguments": {}}', [names["t"]], seconds, odd_environments.BARE)
     return call
 
 
@@ -161,12 +163,19 @@ def test_ctrl_c_in_a_tool_is_no_error_of_the_tool() -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["<tool_call>{}</tool_call>", "{}", "<|python_tag|>{}", "[TOOL_CALLS][{}]", "[TOOL_CALLS]t[ARGS]{}"]
+    ("format", "form"),
+    [
+        (Objects("<tool_call>", "</tool_call>"), "<tool_call>{}</tool_call>"),
+        (Objects(""), "{}"),
+        (Objects(""), "<|python_tag|>{}"),
+        (Objects("[TOOL_CALLS]"), "[TOOL_CALLS][{}]"),
+        (NamedJSON("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]t[ARGS]{}"),
+    ],
 )
-def test_a_number_of_thousands_of_digits_is_a_call_that_cannot_be_read(form: str) -> None:
+def test_a_number_of_thousands_of_digits_is_a_call_that_cannot_be_read(format: CallFormat, form: str) -> None:
     number = f'{{"x": {"1" * 5000}}}'
     call = form.format(number if "ARGS" in form else f'{{"name": "t", "arguments": {number}}}')
-    found = execute(call, [odd_environments.add], 1.0)
+    found = execute(call, [odd_environments.add], 1.0, replace(odd_environments.BARE, format=format))
     assert all(one.failed for one in found)
     assert not found or found[0].failed
 
@@ -192,7 +201,7 @@ def test_tools_in_their_own_process_are_ended_whatever_they_do() -> None:
         tool.start_process()  # type: ignore[attr-defined]
 
     def said(name: str, seconds: float = 20.0, arguments: str = "{}") -> str:
-        (call,) = execute(f'{{"name": "{name}", "arguments": {arguments}}}', tools, seconds)
+        (call,) = execute(f'{{"name": "{name}", "arguments": {arguments}}}', tools, seconds, odd_environments.BARE)
         return call.result
 
     assert [said("count"), said("count", arguments='{"step": 2}')] == ["1", "3"]
