@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import wait
-from typing import IO, Any
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
 
 _serving = False  # whether this process is one of a tool
 
@@ -56,28 +57,23 @@ class _Process:
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
         self.running: subprocess.Popen[bytes] | None = None
-        self.requests: IO[bytes] | None = None
-        self.replies: IO[bytes] | None = None
         self.is_ready = False
 
     def start(self) -> None:
         """Starts the process if it doesn't run; it imports its module meanwhile."""
         if self.running is not None and self.running.poll() is None:
             return
-        (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
-        command = f"from lmtrain.rewards import own_process; own_process.serve({theirs_in}, {theirs_out})"
+        self.wire, theirs = Pipe()
+        command = f"from lmtrain.rewards import own_process; own_process.serve({theirs.fileno()})"
         path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self.running = subprocess.Popen(
             [sys.executable, "-c", command, self.module, self.name],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs_in, theirs_out),
+            pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-        os.close(theirs_in)
-        os.close(theirs_out)
-        self.requests = os.fdopen(ours_out, "wb")
-        self.replies = os.fdopen(ours_in, "rb")
+        theirs.close()
         self.is_ready = False
 
     def call(self, arguments: dict[str, Any]) -> Any:
@@ -87,9 +83,7 @@ class _Process:
             self._reply()
             self.is_ready = True
         try:
-            assert self.requests is not None
-            self.requests.write(json.dumps(arguments).encode() + b"\n")
-            self.requests.flush()
+            self.wire.send_bytes(json.dumps(arguments).encode())
             value, failed = json.loads(self._reply())
         except BaseException:
             self.end()
@@ -100,39 +94,37 @@ class _Process:
         return value
 
     def _reply(self) -> bytes:
-        assert self.replies is not None
         assert self.running is not None
-        while not wait([self.replies.fileno()], 0.1):  # in short steps, for time limits of threads
+        while not self.wire.poll(0.1):  # in short steps, for time limits of threads
             pass
-        line = self.replies.readline()
-        if not line.endswith(b"\n"):
-            raise ToolFailed(f"the process of {self.name} ended with exit code {self.running.wait()}")
-        return line
+        try:
+            return self.wire.recv_bytes()
+        except (OSError, EOFError):
+            raise ToolFailed(f"the process of {self.name} ended with exit code {self.running.wait()}") from None
 
     def end(self) -> None:
         assert self.running is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.running.pid, signal.SIGKILL)
         self.running.wait()
-        for pipe in (self.requests, self.replies):
-            with contextlib.suppress(OSError):  # of what was not written any more
-                if pipe is not None:
-                    pipe.close()
+        self.wire.close()
 
 
-def serve(requests: int, replies: int) -> None:
-    """Executes calls of the function that the command line names, in the tool's process, until requests end."""
+def serve(wire: int) -> None:
+    """Executes calls of the function that the command line names, in the tool's process, until they end.
+
+    wire: the descriptor of the connection along which arguments and results are passed as JSON.
+    """
     global _serving
     _serving = True
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the run
     function = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
-    with os.fdopen(requests, "rb") as calls, os.fdopen(replies, "wb") as out:
-        out.write(b"ready\n")
-        out.flush()
-        for line in calls:
-            out.write(_outcome(function, json.loads(line)) + b"\n")
-            out.flush()
+    calls = Connection(wire)
+    calls.send_bytes(b"ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            calls.send_bytes(_outcome(function, json.loads(calls.recv_bytes())))
 
 
 def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
