@@ -14,6 +14,7 @@ from lmtrain.config.compose import check, compose
 from lmtrain.config.schema import Config
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
+from lmtrain.models import fp8
 from lmtrain.models.language_model import auto_chunk_bytes
 from lmtrain.run import advice as notes
 from lmtrain.run import verify
@@ -159,9 +160,12 @@ def test_the_plan_says_what_keeps_a_gpu_waiting(gpu: Any) -> None:
     assert "model.dropout=0" in note
     (note,) = advice(fused, 0.1, True, "data.isolate_documents=true", "model.attention=slices")
     assert "model.attention=auto doesn't" in note
-    assert advice(fused, 0.0, True, "trainer.precision=fp8") == []
-    (note,) = advice(fused, 0.0, True, "trainer.precision=fp8", "trainer.compile=false")
+    assert advice(fused, 0.0, True, "trainer.precision=fp8", "trainer.compile=false") == []
+    run = SimpleNamespace(config=resolved("trainer.precision=fp8", "trainer.compile=false"))
+    (note,) = fp8.Fp8().advice(run)
     assert "trainer.precision=fp8 without torch.compile" in note
+    run.config.trainer.compile = True
+    assert fp8.Fp8().advice(run) == []
     (note,) = advice(fused, 0.0, True, "trainer.precision=32-true")
     assert "trainer.precision=bf16-mixed" in note
 

@@ -97,9 +97,8 @@ def _custom_config(cfg: CustomModelConfig, fields: dict[str, Any], allow_target:
     config_class = model_class(cfg._target_, allow_target).config_class
     positions = cfg.max_position_embeddings
     if positions is not None and MAX_POSITIONS not in fields_of(config_class):
-        raise UserError(
-            f"model.{MAX_POSITIONS}={positions}: {config_class.__qualname__} has no such field; make it null"
-        )
+        name = config_class.__qualname__
+        raise UserError(f"model.{MAX_POSITIONS}={positions}: {name} has no such field; make it null")
     general = {field.name for field in dataclasses.fields(CustomModelConfig)}
     options = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in general}
     if positions is not None:

@@ -135,11 +135,8 @@ class _GivesUp(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if "recompile_limit" in record.getMessage() and not self.said:
             self.said = True
-            log.warning(
-                "torch.compile has made more than %d variants of a block and runs further ones uncompiled, which "
-                "is slower: trainer.compile=false turns compilation off (TORCH_LOGS=recompiles shows why)",
-                torch._dynamo.config.recompile_limit,
-            )
+            found = f"torch.compile has made more than {torch._dynamo.config.recompile_limit} variants of a block"
+            log.warning(f"{found} and runs further ones uncompiled, slower (TORCH_LOGS=recompiles shows why)")
         return True
 
 

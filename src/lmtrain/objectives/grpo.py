@@ -344,16 +344,9 @@ class GRPO(ReferenceObjective):
         groups = self._judged(batch)
         found = self.report_of(groups)
         keep = [*self.validation_names(), "scored", *(f"scored/{name}" for name in self.reward_names)]
-        sums = {
-            name: torch.tensor(value, dtype=torch.float64, device=self.device)
-            for name, value in found.items()
-            if name in keep
-        }
-        sums = {
-            "loss": -sums["reward"],
-            **sums,
-            "n_tokens": torch.tensor(len(groups), dtype=torch.int64, device=self.device),
-        }
+        found = {"loss": -found["reward"], **{name: value for name, value in found.items() if name in keep}}
+        sums = {name: torch.tensor(value, dtype=torch.float64, device=self.device) for name, value in found.items()}
+        sums["n_tokens"] = torch.tensor(len(groups), dtype=torch.int64, device=self.device)
         add_sums(self.val_sums.setdefault(dataloader_idx, {}), sums)
 
     def on_validation_epoch_start(self) -> None:

@@ -230,20 +230,15 @@ class WeightsMove(FirstSteps):
         n_thawed, n_due, n_moved = total(self.objective.trainer, torch.stack(found).double()).tolist()
         if n_thawed:
             which = list(self.frozen)[int(thawed.int().argmax())]
-            return f"weights that are frozen have changed ({which})", (
-                "an optimizer or a callback of your own may write to them; else please report this"
-            )
+            whose = "an optimizer or a callback of your own may write to them; else please report this"
+            return f"weights that are frozen have changed ({which})", whose
         if n_due and not n_moved and self.moved.item() >= WEIGHTS_MUST_SHOW:
-            return f"each of {n_due:,.0f} trained weights looked at is bit for bit what it was after the first", (
-                "the optimizer (optimizer._target_, of your own) changes nothing, or a callback of your own puts "
-                "weights back. If neither is so, please report this"
-            )
+            whose = "an optimizer of your own changes nothing, or a callback puts weights back; else please report this"
+            return f"each of {n_due:,.0f} trained weights looked at is bit for bit what it was after the first", whose
         if n_moved < n_due / 2 and self.objective.trainer.is_global_zero:
-            note(
-                f"only {n_moved / n_due:.1%} of the trained weights have moved since the first step ({n_due:,.0f} were "
-                f"looked at): other updates are below their precision, and lost. Raise optimizer.lr ({self.rate:g} "
-                f"now). Neither an optimizer nor a callback of your own must round weights or put them back"
-            )
+            share = f"only {n_moved / n_due:.1%} of the trained weights have moved since the first step"
+            lost = "other updates are below their precision, and lost, or a part of your own puts weights back"
+            note(f"{share} ({n_due:,.0f} were looked at): {lost}. Raise optimizer.lr ({self.rate:g} now)")
         return None
 
 
@@ -294,18 +289,13 @@ def _what_differs(objective: Any, policy: Tensor, reference: Tensor, wrong: Tens
         f"({int(wrong.sum())} of {wrong.numel()} answers differ). "
     )
     if objective.precomputed is not None:
-        return found + (
-            f"The precomputed log-probabilities are of another model or rows: remove {objective.precomputed.folder}"
-        )
+        why = "The precomputed log-probabilities are of another model or rows"
+        return f"{found}{why}: remove {objective.precomputed.folder}"
     changed = objective.frozen_copy.changed() if objective.frozen_copy is not None else []
     if changed:
         return found + f"Trained weights differ from their first values: {changed[0]} ({len(changed)} in all)"
     if objective.frozen_copy is None:
-        return found + (
-            "The adapter changes the model before it is trained, or the base was changed when it was put in: "
-            "set objective.reference=frozen_copy"
-        )
-    return found + (
-        "The weights are the same, so the forwards differ: something random is left on outside training, or "
-        "trainer.precision is too coarse; please report this"
-    )
+        why = "The adapter changes the model before it is trained, or the base was changed when it was put in"
+        return f"{found}{why}: set objective.reference=frozen_copy"
+    why = "The weights are the same, so the forwards differ: something is random, or trainer.precision too coarse"
+    return f"{found}{why}; please report this"

@@ -259,11 +259,9 @@ def _choose_depth(config: Config, began: float, typed: Mapping[str, Any]) -> Cho
         depth = dial.best_depth(left, speed, shape, unique)
         measured = _next_to_measure(depth, list(times)) if time.time() - before <= left / 6 else None
     bound = speed.layer * now / speed.step(shape(now))
-    terminal.say_once(
-        f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}, the depth that is expected to reach the "
-        "lowest loss in this time"
-        + (f"; small shapes are bound by launches, {bound:.0%} of a step with {now} layers" if bound > 0.5 else "")
-    )
+    chose = f"budget.minutes={config.budget.minutes:g} chose {dial.KEY}={depth}, of which the lowest loss is expected"
+    small = f"; small shapes are bound by launches, {bound:.0%} of a step with {now} layers" if bound > 0.5 else ""
+    terminal.say_once(chose + small)
     step = speed.step(shape(depth))
     expected = Measured(took.starting, step, _validation(_at_depth(config, depth), corpus, step))
     return Chosen(depth, expected, corpus if depth == now else None)

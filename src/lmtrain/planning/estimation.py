@@ -118,9 +118,7 @@ def vocabulary(config: Config) -> Vocabulary:
     if t.kind in ("bpe", "char"):
         size = (t.vocab_size if t.kind == "bpe" else None) or config.model.vocab_size
         if size is None:
-            raise UserError(
-                f"the vocabulary size of tokenizer={t.kind} depends on data that isn't read here: set model.vocab_size"
-            )
+            raise UserError(f"tokenizer={t.kind}: its size depends on data that isn't read here: set model.vocab_size")
         return Vocabulary(size, added)
     try:
         return Vocabulary(len(tokenizers.load_or_train(t, lambda _: iter(()), tokenizers.identity(t))), [])

@@ -139,10 +139,8 @@ def range_test(config: Config, folder: Path, found: Found) -> None:
     found.lr = float(f"{found.suggestion.lr:.2g}")
     found.groups = scaled(config.optimizer.groups, lr, found.lr)
     last = "where it diverged" if len(rates) < settings.steps else "its end"
-    found.tried.append(
-        f"range test: the loss falls fastest at {found.suggestion.steepest:.2g}, is lowest at "
-        f"{found.suggestion.lowest:.2g}; {last} was at {rates[-1]:.2g}"
-    )
+    best = f"falls fastest at {found.suggestion.steepest:.2g}, is lowest at {found.suggestion.lowest:.2g}"
+    found.tried.append(f"range test: the loss {best}; {last} was at {rates[-1]:.2g}")
 
 
 def scaled(groups: list[dict[str, Any]], lr: float, new: float) -> list[dict[str, Any]] | None:

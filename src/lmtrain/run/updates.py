@@ -48,9 +48,7 @@ def settle(config: Config) -> None:
     if asked is None:
         return
     if config.data.rows == "text":
-        raise UserError(
-            f"budget.updates={asked} plans by the number of examples, and rows of text have none: set trainer.max_steps"
-        )
+        raise UserError(f"budget.updates={asked} counts examples, and rows of text have none: set trainer.max_steps")
     typed = typed_keys(ranks.typed_or_in_file())
     config.budget.updates = None  # config.yaml holds what was chosen
     _fit_to_positions(config, typed)

@@ -66,11 +66,8 @@ def promise(config: Config) -> str:
     devices.resolve_auto(config)
     if config.trainer.accelerator != "cuda" or config.trainer.deterministic is True:
         return ""
-    return (
-        "on a GPU without trainer.deterministic=true only the rows trained on, learning rates and random draws are "
-        "promised to be equal: flash attention's backward adds in any order, so even two uninterrupted runs differ in "
-        "the last bits. trainer.deterministic=true makes resuming exact\n"
-    )
+    equal = "only the rows trained on, learning rates and random draws are promised to be equal"
+    return f"on a GPU {equal}: flash attention's backward adds in any order. trainer.deterministic=true makes all so\n"
 
 
 def _start(overrides: list[str], run_dir: Path) -> subprocess.Popen[bytes]:

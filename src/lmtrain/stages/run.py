@@ -116,9 +116,7 @@ class _Pipeline:
         digest = state.export_digest(one)
         if digest is None:
             again = command("export", [f"run_dir={bare_or_quoted(str(one.run))}", "export.checkpoint=last"])
-            raise RunError(
-                f"stage {one.name} has ended, but nothing is in {one.export}: {again} writes it (output: {log})"
-            )
+            raise RunError(f"stage {one.name} has ended without {one.export}: {again} writes it (output: {log})")
         self._finished(one, row, digest)
         return errors.FINISHED
 

@@ -64,10 +64,8 @@ def read_separated(
             if is_header:
                 continue
             if header is None:
-                advice = "data.header=true reads it as names"
-                notes[str(path)] = (
-                    f"{path}: the first line is read as a row, of the columns {', '.join(names)}; {advice}"
-                )
+                found = f"{path}: the first line is read as a row, of the columns {', '.join(names)}"
+                notes[str(path)] = f"{found}; data.header=true reads it as names"
         if len(values) == len(names):
             yield where, dict(zip(names, values, strict=True))
         elif values:
