@@ -96,10 +96,8 @@ def refuse_tied_lora(model: PreTrainedModel) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     adapted = [hasattr(m, "lora_A") for m in (head, embedding)]
     if any(adapted) and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
-        raise UserError(
-            "peft.target_modules: this model's input and output embeddings share one matrix (tied weights), which LoRA "
-            "would untie: leave them out, or train it in full with peft.modules_to_save=[embed_tokens]"
-        )
+        found = "peft.target_modules: the input and output embeddings share one matrix, which LoRA would untie"
+        raise UserError(f"{found}: leave them out, or train it in full with peft.modules_to_save=[embed_tokens]")
     if adapted[0] and any(getattr(head, "use_dora", {}).values()):
         raise UserError(
             "peft.use_dora=true on the output layer is not possible: train that in full with peft.modules_to_save"
@@ -117,10 +115,8 @@ def check_reads_back(peft: PeftModel) -> None:
         lost = set_peft_model_state_dict(peft, get_peft_model_state_dict(peft, save_embedding_layers=False))
     if lost.unexpected_keys:
         parts = sorted({key.partition(".lora_")[0].rpartition(".")[2] for key in lost.unexpected_keys})
-        raise UserError(
-            f"peft doesn't read an adapter on {', '.join(parts)} of a {type(peft.get_base_model()).__name__} back from "
-            f"its file: name other modules, as peft.target_modules=[q_proj,v_proj] does"
-        )
+        found = f"peft doesn't read an adapter on {', '.join(parts)} of a {type(peft.get_base_model()).__name__} back"
+        raise UserError(f"{found} from its file: name other modules, as peft.target_modules=[q_proj,v_proj] does")
 
 
 def check_rows_are_trained(model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
@@ -131,7 +127,5 @@ def check_rows_are_trained(model: PreTrainedModel, new_tokens: Sequence[int]) ->
         trained = set(module.token_adapter.token_indices[NAME]) if hasattr(module, "token_adapter") else set()
         missing = [token for token in new_tokens if token not in trained]
         if missing:
-            raise UserError(
-                f"the adapter trains no embedding row for the added token {missing[0]} (of {len(missing)}): start from "
-                f"an adapter that was trained with it, or begin a new one (peft.adapter=null)"
-            )
+            found = f"the adapter trains no embedding row for the added token {missing[0]} (of {len(missing)})"
+            raise UserError(f"{found}: start from one that was trained with it, or with peft.adapter=null")

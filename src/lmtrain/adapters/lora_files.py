@@ -51,10 +51,9 @@ def continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]
     except UserError:
         raise
     except Exception as error:  # the hub's, safetensors' and pickle's errors share no base class
-        raise UserError(
-            f"peft.adapter={name} can't be loaded onto this model ({first_line(error)}): give the folder with its "
-            f"adapter_config.json or its hub name, and the base it was trained on as model.name_or_path"
-        ) from error
+        found = f"peft.adapter={name} can't be loaded onto this model ({first_line(error)})"
+        advice = "give its folder or hub name, and the base it was trained on as model.name_or_path"
+        raise UserError(f"{found}: {advice}") from error
     # peft takes what fits and is silent about the rest.
     expected = set(get_peft_model_state_dict(peft, save_embedding_layers=False))
     if odd := sorted(expected ^ held):

@@ -69,10 +69,8 @@ def check_chosen(config: Config) -> None:
     """Raises UserError if the pretrained model has a memory and the run has none, which would drop it."""
     exported = _exported(config.model)
     if exported is not None and config.memory.num_chapters is None:
-        raise UserError(
-            f"model.name_or_path={exported} has a memory: to go on training it set peft=memory (the base is frozen), "
-            f"peft=memory_lora, or memory=bank (everything is trained), with the memory.* it was trained with"
-        )
+        found = f"model.name_or_path={exported} has a memory: to go on training it set peft=memory (the base is frozen)"
+        raise UserError(f"{found}, peft=memory_lora, or memory=bank (all), with the memory.* it was trained with")
 
 
 def _exported(model: ModelConfig) -> Path | None:
@@ -89,10 +87,8 @@ def _check_same(wanted: MemorySettings, there: MemorySettings, folder: Path) -> 
         new, old = getattr(wanted, field.name), getattr(there, field.name)
         if new != old and field.name != "router_noise":
             old = str(list(old)).replace(" ", "") if isinstance(old, tuple) else old
-            raise UserError(
-                f"memory.{field.name} of the memory in {folder} is {old}: set memory.{field.name}={old}, or begin "
-                "a new one on its base"
-            )
+            found = f"memory.{field.name} of the memory in {folder} is {old}"
+            raise UserError(f"{found}: set memory.{field.name}={old}, or begin a new one on its base")
 
 
 def settings_of(cfg: MemoryConfig, model: PreTrainedModel) -> MemorySettings:
@@ -121,12 +117,10 @@ def _check_size(s: MemorySettings, model: PreTrainedModel, accelerator: str) -> 
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
-        raise UserError(
-            f"the memory needs {needed / 2**30:,.1f} GiB to be trained (memory.num_chapters={s.num_chapters} x "
-            f"memory.chapter_size={s.chapter_size} slots of memory.memory_dim={s.memory_dim}, {banks} bank(s)), and "
-            f"there are {there / 2**30:,.1f} GiB: lower one of them"
-            f"{'' if s.share_bank else ', or set memory.share_bank=true'}"
-        )
+        keys = f"memory.num_chapters={s.num_chapters}, memory.chapter_size={s.chapter_size}"
+        found = f"the memory needs {needed / 2**30:,.1f} GiB to be trained, and there are {there / 2**30:,.1f} GiB"
+        shared = "" if s.share_bank else ", or set memory.share_bank=true"
+        raise UserError(f"{found}: lower one of {keys}, memory.memory_dim={s.memory_dim} ({banks} bank(s)){shared}")
 
 
 @torch.no_grad()

@@ -27,10 +27,8 @@ def loading_options(cfg: PeftConfig, precision: str, accelerator: str, *, to_hos
     _require_bitsandbytes(cfg.quantization)
     if cfg.quantization == "int8":
         if accelerator == "cpu" and not multiplies_int8():
-            raise UserError(
-                "peft.quantization=int8: this CPU's products of 8-bit numbers overflow (it has no VNNI instructions, "
-                "and oneDNN saturates sums of 16 bits): set peft.quantization=nf4"
-            )
+            why = "this CPU has no VNNI instructions, so products of 8-bit numbers overflow"
+            raise UserError(f"peft.quantization=int8: {why}: set peft.quantization=nf4")
         config = BitsAndBytesConfig(load_in_8bit=True)
     else:
         config = BitsAndBytesConfig(
@@ -87,10 +85,9 @@ def check_shared_out(model: PreTrainedModel, strategy: str) -> None:
     in_4_bits = _method(stored) == "bitsandbytes" and _said(stored, "load_in_4bit")
     if strategy == "fsdp" and in_4_bits:
         return
-    raise UserError(
-        f"the weights of {model.config._name_or_path} are stored quantised ({_method(stored)}), which "
-        f"does not go with trainer.strategy={strategy}: set trainer.strategy={'fsdp or ' if in_4_bits else ''}ddp"
-    )
+    found = f"the weights of {model.config._name_or_path} are stored quantised ({_method(stored)})"
+    instead = f"set trainer.strategy={'fsdp or ' if in_4_bits else ''}ddp"
+    raise UserError(f"{found}, which does not go with trainer.strategy={strategy}: {instead}")
 
 
 def _method(config: Any) -> Any:

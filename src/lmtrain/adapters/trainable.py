@@ -113,10 +113,8 @@ def check_weights(module: nn.Module, saved: Mapping[str, Any]) -> None:
     differences = {"lacks": trained.keys() - saved.keys(), "holds": set() if names is None else saved.keys() - names}
     parts = [f"{word} {min(these)} ({len(these)} in all)" for word, these in differences.items() if these]
     if parts:
-        raise UserError(
-            f"the checkpoint's trained parameters are not this run's: it {' and '.join(parts)}. Use the model.* and "
-            f"peft.* settings it was written with (config.yaml of its run)"
-        )
+        found = f"the checkpoint's trained parameters are not this run's: it {' and '.join(parts)}"
+        raise UserError(f"{found}. Use the model.* and peft.* settings it was written with (config.yaml of its run)")
     for name, parameter in trained.items():
         shape = list(saved[name].shape) if isinstance(saved[name], Tensor) else type(saved[name]).__name__
         expected = list(full_shape(parameter))

@@ -34,10 +34,9 @@ class Damaged(RunError):
 
 def unreadable(path: Path, error: OSError) -> RunError:
     """Returns the error for a failed read, which is no sign of damage: no other checkpoint may be used instead."""
-    return RunError(
-        f"cannot read {path}: {reason(error)}. That does not mean that it is damaged, so nothing was changed and no "
-        f"other checkpoint was taken: repair the disk or the permissions, then give the same command again"
-    )
+    done = "That does not mean that it is damaged, so nothing was changed and no other was taken"
+    advice = "repair the disk or the permissions, then give the same command again"
+    return RunError(f"cannot read {path}: {reason(error)}. {done}: {advice}")
 
 
 def write(checkpoint: Path, content: dict[str, Any]) -> None:

@@ -130,10 +130,8 @@ def _gather(temporary: Path, ranks: int) -> list[dict[str, Any]]:
         note = _note(temporary, rank)
         while not note.exists():
             if time.monotonic() > deadline:
-                raise RunError(
-                    f"rank {rank} has not written its checkpoint within {world.patience():g} s: raise "
-                    "trainer.rank_timeout"
-                )
+                late = f"rank {rank} has not written its checkpoint within {world.patience():g} s"
+                raise RunError(f"{late}: raise trainer.rank_timeout")
             time.sleep(_POLL_SECONDS)
         notes.append(json.loads(note.read_text()))
         if "error" in notes[-1]:

@@ -130,10 +130,9 @@ def newest_complete(
         damaged[path.name] = problem
     if damaged:
         listed = ", ".join(f"{name} ({what})" for name, what in damaged.items())
-        raise UserError(
-            f"no checkpoint in {folder} can be continued, all are damaged: {listed}. Nothing was removed. Put an "
-            f"undamaged copy back, name one elsewhere (run.resume=<folder>), or start over with another run.name"
-        )
+        found = f"no checkpoint in {folder} can be continued, all are damaged: {listed}. Nothing was removed"
+        advice = "Put a copy back, name one elsewhere (run.resume=<folder>), or start over with another run.name"
+        raise UserError(f"{found}. {advice}")
     return None
 
 
@@ -343,10 +342,9 @@ def explained(path: Path, temporary: Path | None) -> Iterator[None]:
             shutil.rmtree(temporary, ignore_errors=True)
         if "DataLoader worker" in str(error):
             raise  # torch reports a dead worker in whatever code is running at the time
-        raise RunError(
-            f"cannot write the checkpoint {path}: {reason(error)}; the ones before it are untouched. Free space "
-            f"there, or set checkpoint.keep_last lower, then run the same command with run.resume=auto"
-        ) from error
+        found = f"cannot write the checkpoint {path}: {reason(error)}; the ones before it are untouched"
+        advice = "Free space there, or set checkpoint.keep_last lower, then start again with run.resume=auto"
+        raise RunError(f"{found}. {advice}") from error
 
 
 def remove(path: Path) -> None:

@@ -49,10 +49,8 @@ def chosen(config: Config, own: Config | None) -> tuple[Config, str]:
     """
     if not names_data(config):
         if own is None:
-            raise UserError(
-                "evaluate on what? this model is not a run's: name data, such as data=text data.val_path=test.txt, or "
-                "evaluate.data=named for the data of this command"
-            )
+            advice = "name data, such as data=text data.val_path=test.txt, or evaluate.data=named"
+            raise UserError(f"evaluate on what? this model is not a run's: {advice} for the data of this command")
         own.data.cache_dir = config.data.cache_dir  # a run's config.yaml doesn't say where this command writes
         return own, "validation split of the run"
     named = copy.deepcopy(config)

@@ -113,11 +113,9 @@ class Results:
             raise UserError(f"the models read {counts[0]} and {counts[1]} rows: too long ones were dropped or split")
         same = first.data.get("rows_fingerprint") == second.data.get("rows_fingerprint")
         if not same and not (first.all_in_order and second.all_in_order):
-            raise UserError(
-                "the models have other tokenizers or chat templates, and rows of the data were left out or split, so "
-                "it isn't known which of their rows belong together: set a larger data.max_length, or evaluate on a "
-                "file without the rows that python -m lmtrain.inspect counts as left out or split"
-            )
+            found = "the models have other tokenizers or chat templates, and rows of the data were left out or split"
+            advice = "set a larger data.max_length, or evaluate on a file without those rows (lmtrain.inspect has them)"
+            raise UserError(f"{found}, so it isn't known which of their rows belong together: {advice}")
 
     def table(self) -> Table:
         table = Table(title=f"{shown(self.words)}: {self._size()}", title_justify="left", box=None, padding=(0, 2))

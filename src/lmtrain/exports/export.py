@@ -81,10 +81,9 @@ def push(folder: Path, export: ExportConfig, step: int) -> str:
         known = isinstance(error, HfHubHTTPError | OSError | ValueError)
         if not known and not type(error).__module__.startswith(("httpx", "httpcore", "requests")):
             raise
-        raise RunError(
-            f"{folder} is written but not uploaded to {endpoint()}/{name}: {first_line(error)}. To try again: "
-            f"{command_for(folder, export, step, f'export.push_to={name}', *public)}"
-        ) from error
+        again = command_for(folder, export, step, f"export.push_to={name}", *public)
+        found = f"{folder} is written but not uploaded to {endpoint()}/{name}: {first_line(error)}"
+        raise RunError(f"{found}. To try again: {again}") from error
     return str(made)
 
 
@@ -96,8 +95,6 @@ def _public(path: Path) -> Path | bytes:
     base = config["base_model_name_or_path"]
     if not Path(base or "").is_absolute():
         return path
-    terminal.note(
-        f"the adapter's base is {base}, a folder of this machine, so the upload names none: give its readers the base "
-        "too, or upload the merged model (export.merge=true)"
-    )
+    found = f"the adapter's base is {base}, a folder of this machine, so the upload names none"
+    terminal.note(f"{found}: give its readers the base too, or upload the merged model (export.merge=true)")
     return json.dumps(config | {"base_model_name_or_path": None}, indent=2, sort_keys=True).encode()

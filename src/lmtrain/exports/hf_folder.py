@@ -239,10 +239,8 @@ def compare(live: torch.Tensor, tolerance: float, model: PreTrainedModel, folder
     loaded = logits(load_exported(folder, like=model).to(model.device), example)
     difference = (live - loaded).abs().max().item()
     if not difference <= tolerance * max(1.0, live.abs().max().item()):
-        raise RunError(
-            f"the export reloads to different logits (by {difference:.2g}, allowed {tolerance:g} of the largest) and "
-            "was not kept; the checkpoints are untouched. Please report this with the run's config.yaml"
-        )
+        found = f"the export reloads to different logits (by {difference:.2g}, allowed {tolerance:g} of the largest)"
+        raise RunError(f"{found} and was not kept; the checkpoints are. Please report this with the run's config.yaml")
 
 
 def load_exported(folder: Path, like: PreTrainedModel) -> PreTrainedModel:

@@ -127,10 +127,8 @@ def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:
         return
     taken = next((name for name in owners if re.search(rule.pattern, name)), None)
     if taken is not None:
-        raise UserError(
-            f"optimizer.groups: all that pattern {rule.pattern!r} matches ({taken}, ...) is taken by an earlier "
-            f"group ({owners[taken].pattern!r}): move it up or remove it"
-        )
+        found = f"optimizer.groups: all that pattern {rule.pattern!r} matches ({taken}, ...) is taken by an earlier"
+        raise UserError(f"{found} group ({owners[taken].pattern!r}): move it up or remove it")
     if rule.pattern == PRESETS.get(rule.name):
         raise UserError(f"optimizer.groups: {{name: {rule.name}}}: {_NOTHING[rule.name]}; leave the entry out")
     names = list(owners)

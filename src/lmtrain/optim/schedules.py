@@ -78,10 +78,8 @@ def build_schedule(
     schedule = functools.partial(_own_factor, own)
     first, _, again = (schedule(step, total_steps) for step in (total_steps - 1, 0, total_steps - 1))
     if first != again:
-        raise UserError(
-            f"schedule: {cfg._target_} gives {first:g} for step {total_steps - 1} and {again:g} when asked again: its "
-            f"factor must depend on its arguments only, or a resumed run would not be the same"
-        )
+        found = f"{cfg._target_} gives {first:g} for step {total_steps - 1} and {again:g} when asked again"
+        raise UserError(f"schedule: {found}: its factor must depend on its arguments only, for an exact resume")
     return schedule
 
 

@@ -120,11 +120,9 @@ class Player:
         active = [episode for group in groups for episode in group]
         longest = max((len(episode.prompt) for episode in active), default=0)
         if longest + sampling.max_new_tokens > self.limits.tokens:
-            raise UserError(
-                f"objective.environment: a prompt has {longest:,} tokens, and with objective.max_new_tokens="
-                f"{sampling.max_new_tokens} it exceeds the {self.limits.tokens:,} tokens that the model or "
-                f"objective.max_total_tokens allows: shorten it, or change one of these"
-            )
+            needed = f"a prompt of {longest:,} tokens with objective.max_new_tokens={sampling.max_new_tokens}"
+            allowed = f"the {self.limits.tokens:,} tokens that the model or objective.max_total_tokens allows"
+            raise UserError(f"objective.environment: {needed} exceeds {allowed}: shorten it, or change one of these")
         sampling = sampling._replace(end_ids=tuple(dict.fromkeys([*sampling.end_ids, *self.call_ends])))
         kept: PrefixCache = {}
         for turn in range(self.limits.turns):
@@ -143,10 +141,8 @@ class Player:
             environments = [self._called(self.make, "__init__") for _ in keys]
             openings = [self._opening(environment, prompt, seed, where) for environment in environments]
             if any(turns != openings[0] for turns in openings):
-                raise UserError(
-                    f"objective.environment: {where}: {self.name}.reset began the completions of one prompt with "
-                    f"different messages: everything random has to follow from the seed that it gets"
-                )
+                found = f"{where}: {self.name}.reset began the completions of one prompt with different messages"
+                raise UserError(f"objective.environment: {found}: all that is random follows from the seed it gets")
             own = conversation_of(prompt.columns, self.chat.cfg, where)
             asked = replace(own, messages=[*openings[0], _ANSWER], tools=self.tools or None)
             ids = self.chat.prompt_ids(asked)
@@ -208,10 +204,9 @@ class Player:
             self._add(episode, reward)
             return None if messages is None else turns_of(messages, "its messages")
         except (TypeError, ValueError, BadRow) as error:
-            raise UserError(
-                f"objective.environment: {self.name}.step returned {said!r:.120}: a pair is needed, "
-                f"of messages ({{role, content}}) or None, and a number or None ({error})"
-            ) from None
+            needed = "a pair is needed, of messages ({role, content}) or None, and a number or None"
+            found = f"{self.name}.step returned {said!r:.120}"
+            raise UserError(f"objective.environment: {found}: {needed} ({error})") from None
 
     def _end(self, episode: Episode) -> None:
         if isinstance(episode.reward, str):

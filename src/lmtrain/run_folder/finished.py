@@ -72,10 +72,8 @@ def nothing_to_do(folder: RunDir) -> str:
     if summary.get("ended_by") is not None:
         of_mixture = summary["ended_by"] == "data.mixture"
         by = "its mixture's epochs end" if of_mixture else f"trainer.max_epochs={epochs} ends"
-        return (
-            f"{finished}, where {by} it: more minutes add no step, and further passes over "
-            f"its data rarely help. For a new run, another run.name"
-        )
+        rarely = "more minutes add no step, and further passes over its data rarely help"
+        return f"{finished}, where {by} it: {rarely}. For a new run, another run.name"
     return f"{finished}. To train it further, the same command with {key}; for a new run, another run.name"
 
 

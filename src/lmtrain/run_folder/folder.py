@@ -203,10 +203,8 @@ def open_run(config: Config) -> RunDir:
 def refuse_to_overwrite(run: RunDir, config: Config) -> None:
     """Raises UserError if the folder holds a run that `config` does not resume."""
     if run.config.exists() and resume_mode(config) == "none":
-        raise UserError(
-            f"{run.path} holds a run already, and nothing in it is overwritten: continue it with run.resume=auto, "
-            f"or choose another run.dir or run.name"
-        )
+        advice = "continue it with run.resume=auto, or choose another run.dir or run.name"
+        raise UserError(f"{run.path} holds a run already, and nothing in it is overwritten: {advice}")
 
 
 def write_config(run: RunDir, config: Config) -> None:

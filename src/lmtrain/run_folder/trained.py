@@ -135,11 +135,10 @@ def check_tokenizer(run: RunDir, fingerprint: dict[str, Any]) -> None:
     last = recorded[-1] if recorded else found
     names = sorted(name for name in {*found, *last} if found.get(name) != last.get(name))
     if not alike or (recorded and found not in recorded):
-        raise UserError(
-            f"{run.tokenizer} is not the tokenizer that the model was trained with ({', '.join(names) or 'its ids'} "
-            f"changed): put the files back as they were, or let the run rewrite them by continuing it with "
-            f"python -m lmtrain.train {shell_word('run.dir', str(run.path))} run.resume=auto"
-        )
+        changed = f"({', '.join(names) or 'its ids'} changed)"
+        rewritten = f"python -m lmtrain.train {shell_word('run.dir', str(run.path))} run.resume=auto"
+        other = f"{run.tokenizer} is not the tokenizer that the model was trained with {changed}"
+        raise UserError(f"{other}: put the files back, or let the run rewrite them: {rewritten}")
 
 
 def find_checkpoint(run: RunDir, which: str) -> Path:

@@ -231,10 +231,9 @@ def _check_nvme() -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise UserError(
-            "offloading to nvme needs DeepSpeed's async_io, and libaio was not found: apt install libaio-dev g++, or "
-            "name its folders in CPATH, LIBRARY_PATH and LD_LIBRARY_PATH, or offload to cpu"
-        )
+        found = "offloading to nvme needs DeepSpeed's async_io, and libaio was not found"
+        folders = "name its folders in CPATH, LIBRARY_PATH and LD_LIBRARY_PATH"
+        raise UserError(f"{found}: apt install libaio-dev g++, or {folders}, or offload to cpu")
 
 
 def connect(backend: str, device: torch.device) -> None:

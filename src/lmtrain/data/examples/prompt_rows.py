@@ -52,10 +52,8 @@ class PromptRowEncoder(TemplateRows):
         # What rewards read of the row has to have a name of its own.
         taken = sorted(RESERVED.intersection(left) - {reading.columns["prompt"]})
         if taken:
-            raise UserError(
-                f"{where}: the rows have the column {taken[0]}, and rewards get something else under this name: "
-                f"{leave_out(taken[0])}"
-            )
+            found = f"{where}: the rows have the column {taken[0]}, and rewards get something else under this name"
+            raise UserError(f"{found}: {leave_out(taken[0])}")
         if values["prompt"] == "" or values["prompt"] == []:
             raise BadRow(where, "the prompt is empty")
         whole_text(left, "the row", where)  # all of it is stored as UTF-8

@@ -96,12 +96,11 @@ def too_many_untrained(counts: Counts, cfg: DataConfig, group: int) -> bool:
 def check_untrained(counts: Counts, cfg: DataConfig, name: str, group: int) -> None:
     """Raises UserError if the share of rows without a token to train on exceeds data.max_untrained."""
     if too_many_untrained(counts, cfg, group):
-        raise UserError(
-            f"{counts.untrained:,} of {counts.seen(group):,} {name} rows have no learned token, the first is "
-            f"{counts.untrained_at}: {counts.untrained_text}. Is data.max_length={cfg.max_length} too short "
-            f"(data.on_too_long={cfg.on_too_long}), or data.train_on={cfg.train_on} wrong for this data? Share "
-            f"allowed: data.max_untrained={cfg.max_untrained}"
-        )
+        found = f"{counts.untrained:,} of {counts.seen(group):,} {name} rows have no learned token"
+        first = f"the first is {counts.untrained_at}: {counts.untrained_text}"
+        short = f"Is data.max_length={cfg.max_length} too short (data.on_too_long={cfg.on_too_long})"
+        wrong = f"or data.train_on={cfg.train_on} wrong for this data? Allowed: data.max_untrained={cfg.max_untrained}"
+        raise UserError(f"{found}, {first}. {short}, {wrong}")
 
 
 def too_many_lost(counts: Counts, cfg: DataConfig) -> str | None:
@@ -116,20 +115,17 @@ def check_lost(counts: Counts, cfg: DataConfig, name: str) -> None:
     """Raises UserError if the share of rows with a field that the model never sees exceeds data.max_untrained."""
     lost = too_many_lost(counts, cfg)
     if lost is not None:
-        raise UserError(
-            f"{counts.lost[lost]:,} of {counts.rows:,} {name} rows: {lost}, the first is {counts.remarks_at[lost]}. "
-            "Choose a template that shows it (data.chat_template), remove it, or allow it: data.max_untrained=1"
-        )
+        found = f"{counts.lost[lost]:,} of {counts.rows:,} {name} rows: {lost}, the first is {counts.remarks_at[lost]}"
+        advice = "Choose a template that shows it (data.chat_template), remove it, or allow it: data.max_untrained=1"
+        raise UserError(f"{found}. {advice}")
 
 
 def remark_lines(counts: Counts) -> list[str]:
     """Returns the remarks about the rows that were used, one line each."""
     lines = []
     if counts.split:
-        lines.append(
-            f"{counted(counts.split, 'conversation')} became {counts.split_into:,} examples: the chat template renders "
-            f"earlier turns differently later on, and each answer is trained on the text that the model sees then"
-        )
+        found = f"{counted(counts.split, 'conversation')} became {counts.split_into:,} examples, one for each answer"
+        lines.append(f"{found}: the chat template renders earlier turns differently later on")
     if counts.unread:
         named = ", ".join(f"{column} ({counted(n, 'row')})" for column, n in counts.unread.items())
         lines.append(f"columns {counts.unread_as}: {named}")

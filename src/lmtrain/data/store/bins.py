@@ -165,10 +165,8 @@ def _open_plain(folder: Path, split: str) -> SplitBins:
     if tokens == 0:
         raise UserError(f"{file} is empty")
     if (other := _other_layout(file)) is not None:
-        raise UserError(
-            f"{file} holds {other}, where nanoGPT's {dtype} is read: write it as {dtype} without a header, or prepare "
-            "the text with lmtrain.prepare"
-        )
+        advice = f"write it as {dtype} without a header, or prepare the text with lmtrain.prepare"
+        raise UserError(f"{file} holds {other}, where nanoGPT's {dtype} is read: {advice}")
     return SplitBins([Shard(file, dtype, tokens, {})], tokens, None, None, dtype, None)
 
 
@@ -214,10 +212,8 @@ def check_tokenizer(made_with: str, found: str, where: Path | str, tokenizer_nam
         found: the hash of the tokenizer that is used.
     """
     if made_with != found:
-        raise UserError(
-            f"the bins in {where} were made with another tokenizer than {tokenizer_name}: use the one they came with, "
-            f"tokenizer=hub tokenizer.name_or_path={where}/tokenizer, or prepare them again"
-        )
+        advice = f"use theirs, tokenizer=hub tokenizer.name_or_path={where}/tokenizer, or prepare them again"
+        raise UserError(f"the bins in {where} were made with another tokenizer than {tokenizer_name}: {advice}")
 
 
 def recorded_hashes(meta: Meta) -> dict[str, str | None]:

@@ -164,10 +164,9 @@ def check(
     for name, written in recorded.items():
         now = found[folder / name]
         if written is not None and now != written:
-            raise UserError(
-                f"{folder / name} was changed after it was prepared (sha256 {written[:16]}..., now {now[:16]}...): "
-                f"put the file back, or delete {folder} and prepare the data again"
-            )
+            what = f"was changed after it was prepared (sha256 {written[:16]}..., now {now[:16]}...)"
+            advice = f"put the file back, or delete {folder} and prepare the data again"
+            raise UserError(f"{folder / name} {what}: {advice}")
     return {path.name: now for path, now in found.items()}
 
 

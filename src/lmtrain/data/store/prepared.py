@@ -169,7 +169,5 @@ def _explain_full(folder: Path, show: PrepareProgress) -> str:
     if show.total and show.text_bytes:
         need = f"about {written * max(1.0, show.total / show.text_bytes) / 1e6:,.1f} MB"
     free = shutil.disk_usage(folder).free
-    return (
-        f"the disk is full: preparing needs {need} in {folder.parent}, where {free / 1e6:,.1f} MB are left. "
-        f"Free some space, or set data.cache_dir to a folder on another disk; what was written is removed"
-    )
+    found = f"the disk is full: preparing needs {need} in {folder.parent}, where {free / 1e6:,.1f} MB are left"
+    return f"{found}. Free some space, or set data.cache_dir to another disk; what was written is removed"

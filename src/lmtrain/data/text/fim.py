@@ -92,10 +92,9 @@ def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, se
     vocabulary = tokenizer.get_vocab()
     missing = [name for name in names if name not in vocabulary]
     if missing:
-        raise UserError(
-            f"data.fim.rate={fim.rate}: the tokenizer has no {' '.join(missing)}: add with 'tokenizer.add_tokens="
-            f"[{','.join(missing)}]', or name its own with data.fim.prefix_token, suffix_token and middle_token"
-        )
+        advice = f"add with 'tokenizer.add_tokens=[{','.join(missing)}]', or name its own with data.fim.prefix_token"
+        found = f"data.fim.rate={fim.rate}: the tokenizer has no {' '.join(missing)}"
+        raise UserError(f"{found}: {advice}, suffix_token and middle_token")
     prefix, suffix, middle = (vocabulary[name] for name in names)
     end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
     return FillInTheMiddle(fim.rate, fim.spm_rate, prefix, suffix, middle, end, seed, begin)

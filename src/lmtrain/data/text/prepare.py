@@ -138,10 +138,9 @@ class _Filling:
             show.finish(encoder.ids.by)
             return counts
         if name == "train":
-            raise UserError(
-                f"{source.label}: no text is left to train on (data.min_length={cfg.min_length}, "
-                f"data.num_samples={cfg.num_samples}, data.val_fraction={cfg.val_fraction}): a filter too strict?"
-            )
+            keys = ("min_length", "num_samples", "val_fraction")
+            filters = ", ".join(f"data.{key}={getattr(cfg, key)}" for key in keys)
+            raise UserError(f"{source.label}: no text is left to train on ({filters}): a filter too strict?")
         show.say(f"{source.label}: no text is left for validation (data.val_fraction={cfg.val_fraction})")
         return None
 
@@ -227,8 +226,7 @@ def _plain_tokenizer(
         say(f"{folder} comes without a tokenizer ({reason}): samples will show token ids as numbers")
         return tokenizers.numbers(largest + 1)
     if largest >= tokenizers.vocab_size(tokenizer):
-        raise UserError(
-            f"the bins in {folder} hold token id {largest}, but tokenizer {name} has only "
-            f"{tokenizers.vocab_size(tokenizer)} ids: they were made with another one; set tokenizer=... to that one"
-        )
+        found = f"the bins in {folder} hold token id {largest}, but tokenizer {name} has only"
+        ids = tokenizers.vocab_size(tokenizer)
+        raise UserError(f"{found} {ids} ids: they were made with another one; set tokenizer=... to that one")
     return tokenizer
