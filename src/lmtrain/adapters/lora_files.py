@@ -39,9 +39,7 @@ def continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]
             raise UserError(f"peft.adapter={name} is a {config.peft_type.value} adapter: only LoRA can be continued")
         if has_scalar_head(model) != (config.task_type == SCALAR):
             does = "predicts tokens" if has_scalar_head(model) else "gives rewards"
-            raise UserError(
-                f"peft.adapter={name} is of a model that {does}: merge it into its base (export.merge=true) first"
-            )
+            raise UserError(f"peft.adapter={name} is of a model that {does}: merge it first (export.merge=true)")
         # Its weights go under the names of this model.
         config.lora_dropout = cfg.dropout
         names = _inner(name, config, model)
@@ -58,9 +56,7 @@ def continued(model: PreTrainedModel, cfg: PeftConfig, new_tokens: Sequence[int]
     expected = set(get_peft_model_state_dict(peft, save_embedding_layers=False))
     if odd := sorted(expected ^ held):
         what = "lacks" if odd[0] in expected else "contains weights that match no part of the model:"
-        raise UserError(
-            f"peft.adapter={name} {what} {odd[0]} (and {len(odd) - 1} more): start from a model that it is merged into"
-        )
+        raise UserError(f"peft.adapter={name} {what} {odd[0]} (and {len(odd) - 1} more): start from the merged model")
     return peft
 
 

@@ -298,9 +298,7 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _not_tensors(file: Path, error: Exception) -> str:
-    return (
-        f"{file} is not a tensor file written by lmtrain ({first_line(error)}). Nothing in it was run; choose another"
-    )
+    return f"{file} is not a tensor file written by lmtrain ({first_line(error)}). Nothing in it was run"
 
 
 def publish(checkpoint: dict[str, Any], path: Path) -> None:

@@ -233,7 +233,7 @@ class WeightsMove(FirstSteps):
             whose = "an optimizer or a callback of your own may write to them; else please report this"
             return f"weights that are frozen have changed ({which})", whose
         if n_due and not n_moved and self.moved.item() >= WEIGHTS_MUST_SHOW:
-            whose = "an optimizer of your own changes nothing, or a callback puts weights back; else please report this"
+            whose = "the optimizer (optimizer._target_, of your own) changes nothing, or a callback puts weights back"
             return f"each of {n_due:,.0f} trained weights looked at is bit for bit what it was after the first", whose
         if n_moved < n_due / 2 and self.objective.trainer.is_global_zero:
             share = f"only {n_moved / n_due:.1%} of the trained weights have moved since the first step"

@@ -60,9 +60,7 @@ def parameter_groups(
         first_names.setdefault(parameter, name)
     trainable = {name: parameter for parameter, name in first_names.items() if parameter.requires_grad}
     if not trainable:
-        raise UserError(
-            f"the model has no trainable parameter ({len(first_names)} are frozen): unfreeze some, or train an adapter"
-        )
+        raise UserError(f"the model has no trainable parameter ({len(first_names)} are frozen): unfreeze some")
     # The first entry of optimizer.groups whose pattern matches has it.
     rules = [_rule(entry, index, cfg) for index, entry in enumerate(cfg.groups)]
     rest = _Rule("", "", cfg.lr, cfg.weight_decay)
@@ -109,9 +107,7 @@ def _rule(entry: dict[str, Any], index: int, cfg: OptimizerConfig) -> _Rule:
         raise UserError(f"{where}.{unknown[0]} is not known (keys: {', '.join(RULE_KEYS)})")
     pattern = entry.get("pattern") or PRESETS.get(str(entry.get("name")))
     if not isinstance(pattern, str) or not pattern:
-        raise UserError(
-            f"{where} has no pattern: give a regular expression ('lora_'), or one of the names {', '.join(PRESETS)}"
-        )
+        raise UserError(f"{where} has no pattern: give a regular expression ('lora_'), or one of {', '.join(PRESETS)}")
     regular_expression(f"{where}.pattern", pattern)
     values = {}
     for key, default in (("lr", cfg.lr), ("weight_decay", cfg.weight_decay)):
@@ -133,9 +129,7 @@ def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:
         raise UserError(f"optimizer.groups: {{name: {rule.name}}}: {_NOTHING[rule.name]}; leave the entry out")
     names = list(owners)
     shown = names[:: max(1, len(names) // 6)][:6]
-    raise UserError(
-        f"optimizer.groups: pattern {rule.pattern!r} matches no trained parameter, such as {', '.join(shown)}"
-    )
+    raise UserError(f"optimizer.groups: pattern {rule.pattern!r} matches no trained parameter, as {', '.join(shown)}")
 
 
 def _algorithm(name: str, parameter: nn.Parameter, adamw_pattern: str | None) -> str:

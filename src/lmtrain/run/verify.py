@@ -67,7 +67,8 @@ def promise(config: Config) -> str:
     if config.trainer.accelerator != "cuda" or config.trainer.deterministic is True:
         return ""
     equal = "only the rows trained on, learning rates and random draws are promised to be equal"
-    return f"on a GPU {equal}: flash attention's backward adds in any order. trainer.deterministic=true makes all so\n"
+    exact = "flash attention's backward adds in any order; trainer.deterministic=true makes resuming exact"
+    return f"on a GPU {equal}: {exact}\n"
 
 
 def _start(overrides: list[str], run_dir: Path) -> subprocess.Popen[bytes]:

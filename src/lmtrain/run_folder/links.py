@@ -10,9 +10,7 @@ def refuse_link_at(path: Path, folder: Path) -> None:
     """Raises UserError if a path to be written resolves to a location outside of `folder`."""
     target, inside = os.path.realpath(path), os.path.realpath(folder)
     if target != inside and not target.startswith(f"{inside}/"):
-        raise UserError(
-            f"{path} is a link to {target}, outside of the run's folder: remove it, or move the whole run (run.root)"
-        )
+        raise UserError(f"{path} is a link to {target}, outside of the run's folder: remove it, or move the whole run")
 
 
 def refuse_links(folder: Path) -> None:

@@ -38,9 +38,7 @@ class DeepSpeedStrategy(Placement, MapsCheckpoints, DDPStrategy):
 
     def __init__(self, t: TrainerConfig) -> None:
         if t.accelerator == "cpu" and ON_CPU not in os.environ:
-            raise UserError(
-                "trainer.strategy=deepspeed needs CUDA devices: on a CPU set trainer.strategy=fsdp, which shards too"
-            )
+            raise UserError("trainer.strategy=deepspeed needs CUDA devices: trainer.strategy=fsdp shards on CPUs")
         with needing("deepspeed", "trainer.strategy=deepspeed"):
             import deepspeed  # noqa: F401
         super().__init__()

@@ -125,9 +125,7 @@ class Content:
             except OSError:
                 same = False
             if not same:
-                raise ReadError(
-                    f"{path} was changed while it was read: start again once it is complete (nothing of it was kept)"
-                )
+                raise ReadError(f"{path} was changed while it was read: start again once it is complete")
 
 
 def joined_digest(digests: Iterable[str]) -> str:
