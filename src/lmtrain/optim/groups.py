@@ -107,7 +107,7 @@ def _rule(entry: dict[str, Any], index: int, cfg: OptimizerConfig) -> _Rule:
         raise UserError(f"{where}.{unknown[0]} is not known (keys: {', '.join(RULE_KEYS)})")
     pattern = entry.get("pattern") or PRESETS.get(str(entry.get("name")))
     if not isinstance(pattern, str) or not pattern:
-        raise UserError(f"{where} has no pattern: give a regular expression ('lora_'), or one of {', '.join(PRESETS)}")
+        raise UserError(f"{where} has no pattern: give a regex ('lora_'), or one of the names {', '.join(PRESETS)}")
     regular_expression(f"{where}.pattern", pattern)
     values = {}
     for key, default in (("lr", cfg.lr), ("weight_decay", cfg.weight_decay)):
