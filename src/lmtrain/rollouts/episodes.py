@@ -219,7 +219,8 @@ class Player:
         try:
             self._add(episode, reward)
         except (TypeError, ValueError):
-            raise UserError(f"objective.environment: {self.name}.get_reward: {reward!r:.99} is no number") from None
+            found = f"{self.name}.get_reward returned {reward!r:.120}"
+            raise UserError(f"objective.environment: {found}: a number or None is needed") from None
 
     @staticmethod
     def _add(episode: Episode, reward: Any) -> None:

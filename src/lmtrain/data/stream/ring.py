@@ -68,7 +68,7 @@ def make_ring(config: Config, dtype: str) -> Ring:
     needed = 2 * ring.window_shards * ring.shard_tokens * np.dtype(dtype).itemsize
     if needed > ring.bytes:
         take = f"2 x data.ring_window={d.ring_window} x data.ring_shard_tokens={d.ring_shard_tokens}, {dtype}"
-        found = f"data.ring_bytes={ring.bytes} holds less than two windows, {needed:,} bytes ({take})"
+        found = f"data.ring_bytes={ring.bytes} holds less than two windows, which take {needed:,} bytes ({take})"
         raise UserError(f"{found}. Set data.ring_bytes={needed}, or lower data.ring_window")
     # The rows of a step and those read ahead must lie in two windows; each loader worker reads two steps ahead.
     ahead = max(2, 1 + 2 * d.num_workers) * d.global_batch_size
