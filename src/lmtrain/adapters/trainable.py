@@ -119,7 +119,8 @@ def check_weights(module: nn.Module, saved: Mapping[str, Any]) -> None:
         shape = list(saved[name].shape) if isinstance(saved[name], Tensor) else type(saved[name]).__name__
         expected = list(full_shape(parameter))
         if shape != expected:
-            raise UserError(f"the checkpoint's {name} is {shape}, this run's {expected}: another model's, or damaged")
+            found = f"the checkpoint's {name} is {shape} where this run's model has {expected}"
+            raise UserError(f"{found}: another model's, or damaged")
 
 
 def base_identity(model: PreTrainedModel, name_or_path: str, whole: Facts | None) -> str:

@@ -134,8 +134,9 @@ def range_test(config: Config, folder: Path, found: Found) -> None:
     rates, losses = ([row[name] for row in found.curve] for name in ("lr", "loss"))
     found.suggestion = suggest(rates, losses, settings.smoothing)
     if found.suggestion is None:
-        level = f"the loss did not fall between optimizer.lr={low:.2g} and {high:.2g} in {len(rates)} steps"
-        raise UserError(f"{level}: set another tune.min_lr and tune.max_lr, or more tune.steps")
+        level = f"the loss did not fall between optimizer.lr={low:.2g} and {high:.2g}"
+        last = f"{len(rates)} steps, the last loss is {losses[-1]:.4g}"
+        raise UserError(f"{level} ({last}): set another tune.min_lr and tune.max_lr, or more tune.steps")
     found.lr = float(f"{found.suggestion.lr:.2g}")
     found.groups = scaled(config.optimizer.groups, lr, found.lr)
     last = "where it diverged" if len(rates) < settings.steps else "its end"

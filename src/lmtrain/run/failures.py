@@ -75,8 +75,8 @@ def last_good(run: Run) -> str:
     if sound[-1] == [*found][-1]:
         here = shell_word("run.dir", str(run.dir.path))
         return f"the last checkpoint is untouched ({sound[-1].name}); go on with {here} run.resume=auto"
-    again = f"{shell_word('run.resume', str(sound[-1]))} run.dir=NEW"
-    return f"the newest checkpoint with a finite val/loss is {sound[-1].name}; go on in another folder with {again}"
+    again = f"go on from it in another folder with {shell_word('run.resume', str(sound[-1]))} run.dir=NEW"
+    return f"the newest checkpoint with a finite val/loss is {sound[-1].name}; {again}"
 
 
 def out_of_memory(error: BaseException, run: Run) -> RunError:

@@ -66,7 +66,7 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
         space_of_objective = f"optuna_{tree.objective.name}"
         if space_of_objective not in options_of("sweep", folders_of(config_dir, config_name)[0]):
             found = f"sweep=optuna: there is no search space for objective={tree.objective.name}"
-            raise UserError(f"{found}: type keys to search, such as 'optimizer.lr=tag(log,interval(1e-5,1e-3))'")
+            raise UserError(f"{found}: type the keys to search, 'optimizer.lr=tag(log,interval(1e-5,1e-3))'")
         fixed = [*(o for o in fixed if not o.startswith("sweep=")), f"sweep={space_of_objective}"]
         tree = compose(fixed)
     if not swept:  # the search space in the config, without the keys that the command line sets

@@ -124,7 +124,7 @@ def remark_lines(counts: Counts) -> list[str]:
     """Returns the remarks about the rows that were used, one line each."""
     lines = []
     if counts.split:
-        found = f"{counted(counts.split, 'conversation')} became {counts.split_into:,} examples, one for each answer"
+        found = f"{counted(counts.split, 'conversation')} became {counts.split_into:,} examples"
         lines.append(f"{found}: the chat template renders earlier turns differently later on")
     if counts.unread:
         named = ", ".join(f"{column} ({counted(n, 'row')})" for column, n in counts.unread.items())
