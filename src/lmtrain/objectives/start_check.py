@@ -266,7 +266,7 @@ def answers_move(objective: Any, batch: dict[str, Tensor], before: Tensor) -> Fi
             if torch.equal(policy, other):
                 return f"the policy's log-probabilities of the first micro-batch are still exactly {what}", (
                     f"nothing would be learned. objective.reference=frozen_copy can cause it, or updates that "
-                    f"trainer.precision ({objective.trainer.precision} here) doesn't show: raise optimizer.lr, or report it"
+                    f"trainer.precision ({objective.trainer.precision} here) doesn't show: raise optimizer.lr"
                 )
         return None
 
