@@ -1,5 +1,6 @@
 """CSV files as spreadsheets and people write them: separators, headers or none, columns without a name."""
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,13 @@ def test_a_row_of_another_width_decides_nothing(tmp_path: Path) -> None:
         found = [row for _, row in read_table(path, "csv")]
         assert found[:-1] == [{"question": q, "answer": a} for q, a in ROWS]
         assert found[-1] == "the line has 1 fields, and the first line names 2 columns"
+
+
+def test_a_field_may_be_longer_than_csvs_own_limit(tmp_path: Path) -> None:
+    before = csv.field_size_limit(131_072)
+    try:
+        (tmp_path / "a.csv").write_text(f"text,n\n{'x' * 200_000},1\n")
+        (_, row), *more = read_table(tmp_path / "a.csv", "csv")
+        assert (len(row["text"]), more) == (200_000, [])  # type: ignore[index]
+    finally:
+        csv.field_size_limit(before)

@@ -104,7 +104,7 @@ class MemoryBlock(nn.Module):
         logits = self.router(x)  # [N, C]
         self.last_router_logits = logits
         chapters, weights = self.route(logits)
-        queries = self.query(x).unflatten(-1, (s.num_heads, -1))
+        queries = self.query(x).unflatten(1, (s.num_heads, -1))  # [N, H, d]
         read = read_chapters(queries, bank.keys, bank.values, chapters)  # [N, k, H, d]
         mixed = (read * weights.to(read.dtype)[:, :, None, None]).sum(1).flatten(1)  # [N, H * d]
         change = self.gate * self.output(mixed)
@@ -116,8 +116,8 @@ class MemoryBlock(nn.Module):
         logits = at_least_fp32(logits)
         if self.training and s.router_noise:
             logits = logits + s.router_noise * torch.randn_like(logits)
-        probabilities = torch.softmax(logits, dim=-1)
-        chosen, chapters = probabilities.topk(s.top_k, dim=-1)
+        probabilities = torch.softmax(logits, dim=1)
+        chosen, chapters = probabilities.topk(s.top_k, dim=1)
         weights = chosen / chosen.sum(-1, keepdim=True)
         if s.router == "straight_through":  # uses the probabilities' gradient: a single chapter's weight has none
             weights = chosen + (weights - chosen).detach()
