@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from runs import assert_equal_runs, command, environment, train, train_here
 
-KILLS = 12
-LONG = ["data.micro_batch_size=3", "trainer.max_steps=1500", "trainer.val_check_interval=100", "checkpoint.keep_last=3"]
+KILLS = 6
+LONG = ["data.micro_batch_size=3", "trainer.max_steps=800", "trainer.val_check_interval=100", "checkpoint.keep_last=3"]
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def summary(run_dir: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", ["one", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_stopped_in_every_validation(ranks: str, corpus: Path, tmp_path: Path) -> None:
     """Stops come in mid-run, again in the validation made up for, and after the last step, with nothing else to do."""
     settings = [*SETTINGS, *RANKS[ranks]]

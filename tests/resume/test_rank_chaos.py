@@ -14,8 +14,8 @@ from runs import assert_equal_runs, command, environment, train
 import processes
 from lmtrain.files import read_jsonl
 
-KILLS = 6
-SETTINGS = ["trainer.devices=2", "data.micro_batch_size=3", "trainer.max_steps=1000", "trainer.val_check_interval=100",
+KILLS = 3
+SETTINGS = ["trainer.devices=2", "data.micro_batch_size=3", "trainer.max_steps=500", "trainer.val_check_interval=100",
             "trainer.save_every_n_steps=40", "checkpoint.keep_last=3"]  # fmt: skip
 TARGETS = ["rank 0", "rank 1", "parent", "group", "all"]  # "group": the parent's process group; "all": each process
 
