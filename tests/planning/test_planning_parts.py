@@ -469,3 +469,42 @@ def test_the_picture_shows_the_smoothed_losses_with_a_fifth_of_their_fall_around
     (axis,) = axes
     assert axis.get_ylim() == pytest.approx((2.8, 4.2))
     assert [line.get_xdata()[-1] for line in axis.lines[:2]] == [0.1, 0.01]
+
+
+# A continued run
+
+
+def test_a_continued_run_keeps_what_its_budget_had_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {
+        "trainer": {"max_steps": 321, "val_check_interval": 40},
+        "optimizer": {"weight_decay": 0.25},
+        "model": {"dropout": 0.125},
+    }
+    monkeypatch.setattr(budget, "_chosen_before", lambda config: before)
+    for measured, typed in ((True, {}), (False, {}), (True, {"model.dropout": 0, "trainer.val_check_interval": 7})):
+        monkeypatch.setattr(budget.dial, "is_measured", lambda config, measured=measured: measured)
+        asked = config("budget.minutes=5", "trainer.val_check_interval=7")
+        asked.trainer.max_epochs, kept = None, asked.optimizer.weight_decay
+        budget._settle_minutes(asked, 0.0, typed, None)
+        assert asked.trainer.max_steps == 321
+        assert asked.trainer.val_check_interval == (7 if typed else 40)
+        assert asked.optimizer.weight_decay == (0.25 if measured else kept)
+        assert asked.model.dropout == (0.125 if measured and not typed else 0.0)
+        assert asked.trainer.max_epochs == budget.EPOCHS["text"]
+
+
+@pytest.mark.parametrize(("reference", "method", "copies"), [
+    ("auto", "none", 1), ("frozen_copy", "none", 1), ("none", "none", 0), ("precomputed", "none", 0),
+    ("auto", "lora", 0), ("frozen_copy", "lora", 0),
+])  # fmt: skip
+def test_a_frozen_copy_takes_the_memory_of_the_weights(
+    reference: str, method: str, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimation.flops, "memory_estimate", lambda *_: {"weights": 1, "gradients": 30})
+    asked: Any = SimpleNamespace(
+        estimate=SimpleNamespace(device=None),
+        objective=SimpleNamespace(reference_in_use=lambda: reference),
+        peft=SimpleNamespace(method=method),
+    )
+    model: Any = None
+    assert sum(estimation.memory(model, asked).values()) == 31 + 30 * copies
