@@ -189,7 +189,6 @@ def run(verb: str, action: Callable[..., int], argv: list[str] | None = None) ->
 
 
 def _run(verb: str, action: Callable[..., int], words: list[str]) -> int:
-    ranks.note_typed(words)
     args = parse(verb, words)
     if args.version:
         return _print_version()
@@ -213,7 +212,7 @@ def _run(verb: str, action: Callable[..., int], words: list[str]) -> int:
     from lmtrain.first_words import words as first
     from lmtrain.run import beforehand
 
-    checked = _composed(verb, args, read)
+    checked = _composed(verb, args, read, words)
     if args.cfg or args.why:
         return errors.FINISHED
     if checked.run_dir is None and verb in first.OF_MODELS:
@@ -225,8 +224,7 @@ def _run(verb: str, action: Callable[..., int], words: list[str]) -> int:
     def again(chosen: list[str]) -> "Config":
         more = dataclasses.replace(read, typed=[*read.typed, *chosen])
         args.overrides = more.overrides
-        ranks.note_typed([*words, *chosen], read.of_file)
-        return _composed(verb, args, more)
+        return _composed(verb, args, more, [*words, *chosen])
 
     return action(checked, again)
 
@@ -239,11 +237,15 @@ def _say_that_it_runs(verb: str, args: argparse.Namespace, words: list[str]) -> 
         say_first(verb, "reading the config", ", then the data; the plan follows" if verb == "train" else "")
 
 
-def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Config":
-    """Returns the checked config; with --cfg it is printed as soon as it is composed."""
+def _composed(verb: str, args: argparse.Namespace, read: "words.Read", argv: list[str]) -> "Config":
+    """Returns the checked config; with --cfg it is printed as soon as it is composed.
+
+    argv: the words after the verb, as typed.
+    """
     from lmtrain.config import compose as config
     from lmtrain.config import effect, trust
     from lmtrain.config.override_text import typed_keys
+    from lmtrain.config.schema import Command
 
     def default(key: str) -> Any:
         """Returns the value that a key has if only the other overrides are given."""
@@ -257,9 +259,10 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read") -> "Confi
         print(*(terminal.visible(line) for line in read.reasons(proposals)), sep="\n", end="\n\n")
     if args.cfg:
         print(config.to_yaml(made.tree, args.package), end="", flush=True)
-    checked = config.check(made.tree)  # after printing, so that --cfg shows invalid configs too
+    notes = tuple(proposal.reason for proposal in proposals if proposal.reason and proposal.in_plan)
+    # After printing, so that --cfg shows invalid configs too.
+    checked = config.check(made.tree, Command(tuple(argv), tuple(read.of_file), notes))
     terminal.be_quiet(checked.run.quiet)
-    ranks.note_proposed(proposal.reason for proposal in proposals if proposal.reason and proposal.in_plan)
     # A recipe for training, as budget.updates, is proposed for every verb that reads the data.
     effect.refuse(verb, read.typed, checked, default)
     return checked
@@ -276,7 +279,6 @@ def _read_words(verb: str, args: argparse.Namespace, argv: list[str]) -> "words.
     args.overrides, args.config_dir, args.config_name = read.overrides, read.config_dir, read.config_name
     if read.proposals and verb == "train" and not args.why and "run.quiet=true" not in argv:
         terminal.say_once(read.proposals[0].reason)
-    ranks.note_typed(argv, read.of_file)
     return read
 
 

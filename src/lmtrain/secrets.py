@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def hide(text: str, literal: Callable[[str], str] = str) -> str:
     return "".join(f"${{oc.env:{values[p]}}}" if i % 2 else literal(p) for i, p in enumerate(pieces))
 
 
-def command(verb: str, words: list[str]) -> str:
+def command(verb: str, words: Sequence[str]) -> str:
     """Returns a command to paste into a shell, with secrets replaced by references to the environment."""
     return " ".join(["python", "-m", f"lmtrain.{verb}", *(in_shell(hide(word)) for word in words)])
 

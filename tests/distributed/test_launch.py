@@ -12,6 +12,7 @@ import pytest
 from lmtrain import errors
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config import compose
+from lmtrain.config.schema import Command
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl
@@ -80,11 +81,10 @@ def test_two_nodes_by_torchrun(corpus: Path, tmp_path: Path) -> None:
 def test_one_process_that_is_typed_where_several_are_started(key: str) -> None:
     """What a config.yaml says of an earlier start gives way to the processes there are, what is typed does not."""
     words = [*TEXT, "trainer.accelerator=cpu", f"{key}=1"]
-    config, there = compose.check(compose.compose(words)), ranks.RankLayout(2, 4, "torchrun")
-    ranks.note_typed(words)
+    tree, there = compose.compose(words), ranks.RankLayout(2, 4, "torchrun")
     with pytest.raises(UserError, match=rf"{key}=1, but torchrun has started [24]: leave {key} out"):
-        place(config, there)
-    ranks.note_typed([])
+        place(compose.check(tree, Command(tuple(words))), there)
+    config = compose.check(tree)
     place(config, there)
     assert (config.trainer.devices, config.trainer.num_nodes) == (4, 2)
 
@@ -213,11 +213,11 @@ def test_ranks_are_found_in_the_environment() -> None:
 
 def test_variables_that_a_test_leaves_reach_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setenv("LMTRAIN_TYPED", "a")
+    monkeypatch.setenv("LMTRAIN_OTHER", "a")
     with environment_kept(without=ranks.TORCH):
         assert "MASTER_PORT" not in os.environ
-        os.environ |= dict.fromkeys(ranks.TORCH, "7") | {"LMTRAIN_TYPED": "b"}
+        os.environ |= dict.fromkeys(ranks.TORCH, "7") | {"LMTRAIN_OTHER": "b"}
         del os.environ["PATH"]
     assert not {*ranks.TORCH} & {*os.environ}
-    assert os.environ["LMTRAIN_TYPED"] == "a"
+    assert os.environ["LMTRAIN_OTHER"] == "a"
     assert "PATH" in os.environ

@@ -23,7 +23,7 @@ from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.time_budget import TimeBudget
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import row_lengths, step_sizes
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import Command, Config
 from lmtrain.data.corpus import build_corpus
 from lmtrain.data.loaders import rows_of_step
 from lmtrain.distributed import devices, ranks
@@ -40,8 +40,7 @@ from support import EXPORT, SAMPLES, TINY, ends_within, rows
 
 @pytest.fixture(autouse=True)
 def _no_command_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes an earlier test's command, and the time at which it was given, which `settle` leaves for ranks."""
-    ranks.note_typed([])
+    """Removes the time at which an earlier test's command was given, which `settle` leaves for ranks."""
     monkeypatch.setenv(ranks.BEGAN, "0")  # so that it is removed again afterwards
     monkeypatch.delenv(ranks.BEGAN)
 
@@ -286,7 +285,7 @@ def test_two_commands_of_one_process_have_a_budget_each(monkeypatch: pytest.Monk
         before = time.time()
         assert run("train", "experiment=dial", "budget.minutes=1").code == 0
         assert before <= began[-1] <= time.time()
-        assert (started[-1].model.num_hidden_layers, ranks.typed()[-1]) == (2, "model.depth=2")
+        assert (started[-1].model.num_hidden_layers, started[-1].command.words[-1]) == (2, "model.depth=2")
 
 
 def test_a_budget_counts_from_the_start_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +401,7 @@ def test_a_length_that_lmtrain_proposes_is_not_typed(
     assert (found.objective.name, found.budget.minutes, found.trainer.max_epochs) == ("sft", 100, 3)
     if model == "gpt_nano":
         assert found.trainer.max_steps == pytest.approx(100, rel=0.1)
-    assert ranks.typed()[:4] == words[:4]  # what a stopped run is continued with
+    assert found.command.words[:4] == tuple(words[:4])  # what a stopped run is continued with
 
 
 @pytest.mark.parametrize(
@@ -415,8 +414,8 @@ def test_what_else_decides_the_length(
 ) -> None:
     """A quick look at a command with a budget is quick; a limit that is turned off decides nothing."""
     monkeypatch.setattr(budget, "_settle_minutes", lambda *_: None)
-    asked = config("budget.minutes=1", word)
-    ranks.note_typed(["budget.minutes=1", word])
+    words = ["budget.minutes=1", word]
+    asked = rules.check(rules.compose([*TINY, *words]), Command(tuple(words)))
     assert settle(asked, time.time(), again) is asked
     assert asked.budget.minutes == (None if decides else 1)
     assert (f"{word} was typed and decides the length" in capsys.readouterr().out) is decides
@@ -533,7 +532,6 @@ def test_a_budget_of_tokens_lifts_the_epochs_of_a_recipe(tmp_path: Path) -> None
 def test_a_cooldown_ends_at_a_step(word: str) -> None:
     """The steps of a budget would be counted from 0, and the time of the run that it continues as its own."""
     cooldown = ["schedule=wsd", "run.cooldown_from=outputs/long/checkpoints/step_00000100", word]
-    ranks.note_typed(cooldown)
     with pytest.raises(UserError, match=r"run.cooldown_from=\S+ continues another run to trainer.max_steps: set that"):
         settle(config(*cooldown), time.time(), again)
 

@@ -69,6 +69,15 @@ def test_a_run_that_is_there_is_continued(corpus: Path, tmp_path: Path, monkeypa
     assert [row["step"] for row in rows(again.path / "metrics.jsonl") if "lr" in row] == [1, 2, 3, 4]
 
 
+def test_two_composed_configs_have_a_command_each(corpus: Path, tmp_path: Path) -> None:
+    """The command in a run's summary is that of its own config, whatever was composed after it."""
+    first = lmtrain.compose(settings(corpus, f"run.dir={tmp_path}/first", "trainer.max_steps=1"))
+    lmtrain.compose(settings(corpus, "run.name=another"))
+    command = lmtrain.build(first).fit()["command"]
+    assert f"run.dir={tmp_path}/first" in command
+    assert "another" not in command
+
+
 def test_under_a_stock_trainer(typed: list[dict[str, Any]], corpus: Path, tmp_path: Path) -> None:
     run = lmtrain.build(lmtrain.compose(settings(corpus, "run.dir=built")))
     losses = []

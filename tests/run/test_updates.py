@@ -10,6 +10,7 @@ import yaml
 from chats import write_chats
 from inprocess import run
 from lmtrain.config.compose import check, compose
+from lmtrain.config.schema import Command
 from lmtrain.run import updates
 from support import rows
 from tiny_pretrained import save_pretrained
@@ -57,8 +58,8 @@ def test_a_file_beside_a_model_is_trained_in_many_updates(model: Path, pairs: Pa
 def test_what_is_typed_stays(model: Path, pairs: Path, tmp_path: Path) -> None:
     typed = ["data.global_batch_size=3", "data.micro_batch_size=1", "optimizer.lr=0.5", "trainer.max_steps=7"]
     words = ["objective=sft", "data=chat_jsonl", f"data.path={pairs}", f"model={model}", "data.chat_template=alpaca"]
-    config = check(compose([*words, "budget.updates=auto", *typed]))
-    updates.ranks.note_typed([*words, "budget.updates=auto", *typed])
+    words = [*words, "budget.updates=auto", *typed]
+    config = check(compose(words), Command(tuple(words)))
     updates.settle(config)
     assert (config.data.global_batch_size, config.data.micro_batch_size) == (3, 1)
     assert (config.optimizer.lr, config.trainer.max_steps, config.trainer.max_epochs) == (0.5, 7, None)
@@ -84,7 +85,6 @@ def test_rows_of_an_update_hold_its_examples(packing: str, devices: int, size: i
 def test_a_number_of_updates_sets_the_epochs(model: Path, pairs: Path) -> None:
     words = ["objective=sft", "data=chat_jsonl", f"data.path={pairs}", f"model={model}", "data.chat_template=alpaca"]
     config = check(compose([*words, "budget.updates=400"]))
-    updates.ranks.note_typed([*words, "budget.updates=400"])
     updates.settle(config)
     assert config.trainer.max_epochs == -(-400 * 4 // 54)
     assert config.trainer.precision == "auto"  # the faster one for the planned rows, so it is chosen later

@@ -23,7 +23,7 @@ from lmtrain.config.keys import at, flat
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.overrides import Word, parse, parse_all
 from lmtrain.config.proposers import Proposal, WordFacts
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import Command, Config
 from lmtrain.errors import UserError, naming
 
 
@@ -239,11 +239,12 @@ def to_yaml(composed: DictConfig, package: str | None = None) -> str:
     return text if whole else f"# @package {package}\n{text}"
 
 
-def check(composed: DictConfig | Mapping[str, Any]) -> Config:
+def check(composed: DictConfig | Mapping[str, Any], command: Command = Config.command) -> Config:
     """Returns the typed config after all checks; raises UserError naming the wrong key and a valid value.
 
     Args:
         composed: the result of `compose`, or plain values, in which interpolations are not resolved.
+        command: what it was composed from.
     """
     # Interpolations are resolved only once; `${` in the resulting texts is escaped.
     plain, kept = composed, dict[str, environment.Reading]()
@@ -259,6 +260,7 @@ def check(composed: DictConfig | Mapping[str, Any]) -> Config:
     except (KeyError, OverflowError, TypeError, UserError):
         config = _converted(plain)
     vars(config)["kept"] = environment.typed(kept, dataclasses.asdict(config)) if kept else {}
+    vars(config)["command"] = command
     check_values(config)
     data = config.data
     if data.rows == "text" and data.packing == "concat":
@@ -351,12 +353,13 @@ def undumped(text: str, where: str) -> DictConfig:
         raise UserError(f"{where} can't be read: {_one_line(error)}") from None
 
 
-def load(path: Path, grants: trust.Grants, *, own: bool = False) -> Config:
+def load(path: Path, grants: trust.Grants, *, own: bool = False, command: Command = Config.command) -> Config:
     """Loads and checks the config a run was started with.
 
     Args:
         grants: what the user has granted (trust.py); the file itself grants nothing.
         own: whether this process or its parent wrote the file, so that the user has asked for what it reads.
+        command: what it was composed from.
 
     Raises:
         UserError: the file can't be read, is invalid, or needs more than `grants`.
@@ -366,4 +369,4 @@ def load(path: Path, grants: trust.Grants, *, own: bool = False) -> Config:
         tree = environment.without_reading(tree, path)
     trust.refuse_code(tree, grants, path)
     with naming(str(path)):
-        return check(tree)
+        return check(tree, command)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 from lmtrain.config.constraints import *  # the vocabulary of declarations
 from lmtrain.config.free_sections import LOGGERS, METRICS, MODEL_FIELDS, REWARDS
+from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 
 FP8 = "fp8"
@@ -406,9 +407,30 @@ class SweepConfig:
     seed: Annotated[int | None, SHOWN] = None
 
 
+@dataclass(frozen=True)
+class Command:
+    """What a config was composed from."""
+
+    words: tuple[str, ...] = ()  # the command line as typed, or the overrides given in Python
+    of_file: tuple[str, ...] = ()  # the overrides of the yaml file that it names
+    notes: tuple[str, ...] = ()  # what lmtrain has added, and why, for the plan
+
+    @property
+    def typed(self) -> dict[str, str]:
+        """The typed keys with their values as text."""
+        return typed_keys(self.words)
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The keys that are typed or in the yaml file."""
+        return typed_keys([*self.of_file, *self.words])
+
+
 @dataclass(kw_only=True)
 class Config:
-    kept: ClassVar[Mapping[str, Any]] = {}  # set per config: values read from the environment (environment.Reading)
+    # Set per config, by compose.check: values read from the environment (environment.Reading), and its command.
+    kept: ClassVar[Mapping[str, Any]] = {}
+    command: ClassVar[Command] = Command()
 
     run_dir: Annotated[str | None, SHOWN, SOURCE, ReadBy(("export", "generate", "inspect"))]
     seed: Annotated[int, TRAJECTORY, between(0, 2**32 - 1)]

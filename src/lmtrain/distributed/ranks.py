@@ -5,12 +5,11 @@ import contextlib
 import ctypes
 import os
 import re
-import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -18,58 +17,20 @@ from typing import NoReturn
 from lmtrain import errors
 from lmtrain.errors import RunError, UserError
 
-# Environment variables for ranks: the command line of their parent; when the command of a run with a budget was given,
-# a time.time(); and lines that say what lmtrain has added to the command line, and why.
-TYPED = "LMTRAIN_TYPED"
+# Environment variable for ranks: when the command of a run with a budget was given, a time.time().
 BEGAN = "LMTRAIN_BEGAN"
-PROPOSED = "LMTRAIN_PROPOSED"
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # those that torchrun sets
 # What a launcher of ranks sets; a child process that inherited these variables would act as one of those ranks.
 _OF_RANKS = re.compile(
     r"(MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|NODE_RANK|TORCHELASTIC_.*|LMTRAIN_.*PID"
-    r"|LMTRAIN_TYPED|SLURM_(NTASKS|NPROCS|PROCID|LOCALID|NODEID|NTASKS_PER_NODE|TASKS_PER_NODE|STEP_.*))"
+    r"|SLURM_(NTASKS|NPROCS|PROCID|LOCALID|NODEID|NTASKS_PER_NODE|TASKS_PER_NODE|STEP_.*))"
 )
 _UNSET = (
     "this process was not started by torchrun or SLURM; unset these variables to train in one process, or "
     "start it with one of the two"
 )
-_here: list[str] | None = None  # the command line of this process
 began: float | None = None  # when this process started, a time.time(), if `lmtrain train` is its program
 _OLDEST_S = 60.0  # a process that has only begun; a greater age comes from a clock that counts otherwise
-_of_file: list[str] = []  # the overrides of the yaml file that it names
-
-
-def note_typed(argv: list[str], of_file: Sequence[str] = ()) -> None:
-    """Records the words a verb was given, as typed: no override that lmtrain proposes is among them.
-
-    Args:
-        of_file: the overrides of a yaml file that was named.
-    """
-    global _here
-    _here = list(argv)
-    _of_file[:] = of_file
-
-
-def note_proposed(reasons: Iterable[str]) -> None:
-    """Records what lmtrain has added to the command line, and why, for the plan."""
-    os.environ[PROPOSED] = "\n".join(reasons)
-
-
-def proposed() -> list[str]:
-    """Returns the lines on what lmtrain has added to the command line, and why."""
-    return os.environ.get(PROPOSED, "").splitlines()
-
-
-def typed() -> list[str]:
-    """Returns the words of the command line; on a rank, those of its parent's command line."""
-    if TYPED in os.environ:
-        return shlex.split(os.environ[TYPED])
-    return sys.argv[1:] if _here is None else list(_here)
-
-
-def typed_or_in_file() -> list[str]:
-    """Returns what the user has set: the overrides of the yaml file that the command line names, and `typed`."""
-    return [*_of_file, *typed()]
 
 
 @dataclass(frozen=True)

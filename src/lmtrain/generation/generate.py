@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lmtrain import errors, secrets, terminal
-from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.data.chat.templates import end_ids, own_template, user_turn
 from lmtrain.data.sources.lines import BOM
-from lmtrain.distributed.ranks import typed
 from lmtrain.errors import UserError, reason, writing
 from lmtrain.files import json_line
 from lmtrain.generation.sampling import continuations, positions, sample_texts, settings_of
@@ -26,7 +24,7 @@ def generate(config: Config) -> int:
     """Prints generate.num_samples continuations of, or answers to, generate.prompt; JSON lines for a prompts file."""
     terminal.quiet_libraries()
     g, (model, tokenizer) = config.generate, trained.load_asked(config)
-    if g.max_new_tokens >= positions(model) and "generate.max_new_tokens" in typed_keys(typed()):
+    if g.max_new_tokens >= positions(model) and "generate.max_new_tokens" in config.command.typed:
         print(
             f"generate.max_new_tokens={g.max_new_tokens}: the model has {positions(model)} positions for the "
             "prompt and its continuation together, so only the last token of the prompt is read and "

@@ -23,7 +23,6 @@ from lmtrain.callbacks.time_budget import ENDING_S, steps_of_validation
 from lmtrain.config import safe_yaml
 from lmtrain.config.batch import nearest_divisor, step_sizes
 from lmtrain.config.keys import value_of
-from lmtrain.config.override_text import typed_keys
 from lmtrain.config.proposers import EPOCHS, LENGTHS
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
@@ -83,7 +82,7 @@ def settle(config: Config, began: float, again: Again) -> Config:
     Raises:
         UserError: the run is a cooldown; or see `_settle_minutes` and `_settle_amount`.
     """
-    typed, chosen = typed_keys(ranks.typed()), config.budget.chosen
+    typed, chosen = config.command.typed, config.budget.chosen
     by_hand = [key for key in LENGTHS if key in typed and value_of(config, key)]
     if typed.get("debug", "null") != "null":
         by_hand.append("debug")
@@ -91,7 +90,7 @@ def settle(config: Config, began: float, again: Again) -> Config:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)
         return config
-    typed = typed_keys(ranks.typed_or_in_file())
+    typed = config.command.given
     if config.run.cooldown_from is not None:
         found = f"budget.{chosen} counts from the first step, and run.cooldown_from={config.run.cooldown_from}"
         raise UserError(f"{found} continues another run to trainer.max_steps: set that instead of the budget")

@@ -1,7 +1,7 @@
 """Tuning of settings before a run: the learning rate, by a range test, and the largest micro-batch that fits."""
 
 import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -202,13 +202,13 @@ def tune(config: Config) -> int:
     for path in write(found, results(config)):
         print(f"written: {path}")
     overrides = found.overrides()
-    words = [w for w in ranks.typed() if not w.lstrip("+").startswith("tune.")]
+    words = [w for w in config.command.words if not w.lstrip("+").startswith("tune.")]
     print(f"to type: {command('train', [*words, *overrides])}" if overrides else "nothing to change")
     if not config.tune.apply:
         return errors.FINISHED
     found.put_into(config)
     config.tune.apply = False  # as in the run that the printed command starts
-    ranks.note_typed([*words, *overrides])
+    vars(config)["command"] = replace(config.command, words=(*words, *overrides))
     return start(config)
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 from lmtrain.callbacks.step_numbers import has_nvml
 from lmtrain.checkpoints import retention
-from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema import Config
 from lmtrain.config.strategies import outside_fp8, overruled
 from lmtrain.data.chat.templates import leaves_out_bos
 from lmtrain.data.corpus import PadsAnswers
 from lmtrain.data.val_sets import count
-from lmtrain.distributed import devices, ranks
+from lmtrain.distributed import devices
 from lmtrain.models import dial, flops
 from lmtrain.optim.skipping import can_skip
 from lmtrain.run import updates
@@ -42,8 +41,8 @@ def advice(run: Run) -> list[str]:
     r = c.router
     if not run.objective.model.router_losses.kinds and (r.load_balance or r.deviation or r.z_loss):
         notes.append("router.*: this model has neither a mixture of experts nor a memory, so none is balanced")
-    notes += ranks.proposed()
-    notes += unlikely(c, run.total_steps, os.cpu_count() or 1, typed_keys(ranks.typed()))
+    notes += c.command.notes
+    notes += unlikely(c, run.total_steps, os.cpu_count() or 1, c.command.typed)
     # On the machine.
     on_every_rank = sharding.why_on_every_rank(c)
     if run.trainer.world_size > 1 and on_every_rank is not None:
@@ -96,7 +95,7 @@ def for_size(run: Run, epochs: float) -> list[str]:
         found = f"{si(total - embedding)} weights in layers for {si(tokens)} tokens of text, seen {epochs:.1f} times"
         notes.append(f"{found}, are too many: it will memorize them; {smaller}, or bring more text")
     t = c.trainer
-    gains = devices.gains_on_cpu(c) and not t.compile and "trainer.compile" not in typed_keys(ranks.typed())
+    gains = devices.gains_on_cpu(c) and not t.compile and "trainer.compile" not in c.command.typed
     pays = "trainer.compile=true compiles the blocks in 10 to 30 s; after that a step takes 0.6 to 0.85 times as long"
     if gains and t.accelerator == "cpu" and flops_in_all(run) > _COMPILING_PAYS:
         notes.append(devices.why_not_compiled(t) or pays)

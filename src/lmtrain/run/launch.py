@@ -5,9 +5,9 @@ line. Training ranks read <run>/ranks/config.yaml; Lightning finds their layout 
 """
 
 import contextlib
+import json
 import logging
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -21,7 +21,7 @@ from typing import Any
 from lmtrain import errors
 from lmtrain.config import compose as rules
 from lmtrain.config import trust
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import Command, Config
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed import ranks, spinning
 from lmtrain.errors import RunError, UserError
@@ -52,7 +52,7 @@ def _process_as_it_was() -> Iterator[None]:
 
 
 def launch_ranks(module: str, config: Config, folder: Path, processes: int, max_restarts: int = 0) -> int:
-    """Runs `processes` ranks of `python -m MODULE <folder>/config.yaml <trust grants>` until the last one has exited.
+    """Runs `processes` ranks of `python -m MODULE <folder>/config.yaml GRANTS COMMAND` until the last one has exited.
 
     Args:
         folder: an existing folder for the config, the launcher's logs and the failure notes of ranks.
@@ -62,19 +62,20 @@ def launch_ranks(module: str, config: Config, folder: Path, processes: int, max_
         after printing it here; -n if signal n arrived, which was forwarded to the ranks.
     """
     write_atomic(folder / "config.yaml", rules.dump(config))
+    words = [trust.as_word(trust.granted(config)), json.dumps([config.command.words, config.command.notes])]
     with _process_as_it_was(), tempfile.TemporaryDirectory(prefix="lmtrain_") as meeting:
         os.environ[world.MEETING] = meeting
-        return _launch(module, folder, processes, max_restarts, trust.as_word(trust.granted(config)))
+        return _launch(module, folder, processes, max_restarts, words)
 
 
-def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened: str) -> int:
+def _launch(module: str, folder: Path, processes: int, max_restarts: int, words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # What the ranks inherit.
-    os.environ |= {_LAUNCHER: str(os.getpid()), ranks.TYPED: shlex.join(ranks.typed())}
+    os.environ[_LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code prints its stack
     world.write_traces_to(folder)
@@ -100,7 +101,7 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, opened
 
     # The ranks, until all have ended or the first has failed.
     try:
-        elastic_launch(settings, sys.executable)("-m", module, str(folder / "config.yaml"), opened)
+        elastic_launch(settings, sys.executable)("-m", module, str(folder / "config.yaml"), *words)
     except ChildFailedError as failure:
         rank = _first_to_fail(folder, failure.failures)
         note = _read_note(folder, rank)
@@ -173,7 +174,8 @@ def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
     """Runs `job` in one rank, which ends with its launcher; prints errors as one message and returns the exit code.
 
     Args:
-        words: the rank's command line: the config file, and its parent's trust grants, which no file can hold.
+        words: the rank's command line: the config file, and what no file can hold: its parent's trust grants, and the
+            words and notes of its command.
     """
     config_path = Path(words[0])
     if _LAUNCHER in os.environ:  # a killed launcher can't forward a signal: save and exit
@@ -183,7 +185,9 @@ def as_rank(words: Sequence[str], job: Callable[[Config], int]) -> int:
     failed_at = _note_of_failure(config_path.parent, int(os.environ["RANK"]))
     failed_at.unlink(missing_ok=True)  # left by an earlier start
     try:
-        return job(rules.load(config_path, trust.of_words(words[1:]), own=True))
+        typed, notes = json.loads(words[2]) if words[2:] else ((), ())
+        command = Command(tuple(typed), notes=tuple(notes))
+        return job(rules.load(config_path, trust.of_words(words[1:]), own=True, command=command))
     except (UserError, RunError) as error:
         now = time.time_ns()
         printed = ranks.print_from_rank(error)  # before writing: this rank is ended soon after another has exited

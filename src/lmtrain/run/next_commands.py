@@ -9,7 +9,6 @@ from lmtrain.config.effect import TRIAL
 from lmtrain.config.override_text import bare_or_quoted, typed_keys
 from lmtrain.config.schema import BUDGETS
 from lmtrain.data.chat.templates import own_template
-from lmtrain.distributed.ranks import typed
 from lmtrain.generation.prompts import a_prompt
 from lmtrain.models.denoising import mask_token
 from lmtrain.run.build import Run
@@ -47,8 +46,7 @@ def next_commands(run: Run, status: str) -> list[str]:
 
 def continuing(run: Run, *changes: str) -> str:
     """Returns the command that continues this run, with `changes` replacing its overrides of the same keys."""
-    words = typed()
-    keys = typed_keys(words)
+    words, keys = run.config.command.words, run.config.command.typed
     named = run.config.run.name is not None and "run.dir" not in keys and keys.get("run.resume", "auto") == "auto"
     where = [] if named else [f"run.dir={bare_or_quoted(near(run.dir.path))}"]
     if not named and (not begins_elsewhere(words) or checkpoint_names(run.dir.path / "checkpoints")):

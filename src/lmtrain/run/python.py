@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lmtrain.config import compose as rules
 from lmtrain.config import trust
 from lmtrain.config.batch import split_over
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import Command, Config
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.run_folder import finished
@@ -35,11 +35,8 @@ def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Con
     """Composes the config that the command line would make of the same overrides; raises UserError if one is wrong."""
     if isinstance(overrides, str) or not all(isinstance(word, str) for word in overrides):
         raise UserError(f'compose takes a list of overrides, ["model=gpt_nano", "data.path=a.txt"]: {overrides!r}')
-    ranks.note_typed(list(overrides))  # messages repeat these; a notebook's own command line differs
     made = rules.composition(list(overrides), config_dir)
-    config = rules.check(made.tree)
-    ranks.note_proposed(made.reasons)
-    return config
+    return rules.check(made.tree, Command(tuple(overrides), notes=tuple(made.reasons)))
 
 
 def build(config: Config) -> "PythonRun":

@@ -8,8 +8,7 @@ import os
 from lmtrain import errors
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import split_over
-from lmtrain.config.override_text import typed_keys
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import Command, Config
 from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import RankLayout
 from lmtrain.errors import UserError
@@ -80,7 +79,7 @@ def _as_rank(config: Config, layout: RankLayout) -> int:
         run_dir.continue_after_restart(config, RunDir(run_dir.locate(config)))
     world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
     opened = world.from_first(lambda: _open_for_all(config))
-    code = opened if isinstance(opened, int) else _train_as_told(*opened)
+    code = opened if isinstance(opened, int) else _train_as_told(*opened, config.command)
     dist.destroy_process_group()
     if code == errors.PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         return errors.FINISHED  # torchrun would restart the ranks, past the time limit; summary.json has the status
@@ -91,7 +90,7 @@ def place(config: Config, layout: RankLayout) -> None:
     """Sets trainer.devices and num_nodes to what was started; raises UserError if the config asks for others."""
     from lmtrain.distributed import devices
 
-    t, typed = config.trainer, typed_keys(ranks.typed())
+    t, typed = config.trainer, config.command.typed
     wanted = {"trainer.devices": (t.devices, layout.per_node), "trainer.num_nodes": (t.num_nodes, layout.nodes)}
     for key, (asked, there) in wanted.items():
         # One process is the default of num_nodes, and what the config.yaml of a run on one device says.
@@ -109,10 +108,10 @@ def _open_for_all(config: Config) -> tuple[str, RunDir] | int:
     return rules.dump(config), folder
 
 
-def _train_as_told(text: str, folder: RunDir) -> int:
+def _train_as_told(text: str, folder: RunDir, command: Command) -> int:
     """Trains in the folder that rank 0 has opened, which removes it again if it is new and no training began in it."""
     try:
-        return _session(rules.check(rules.undumped(text, "the config")), folder)
+        return _session(rules.check(rules.undumped(text, "the config"), command), folder)
     finally:
         if ranks.is_first():
             folder.discard_if_unused()

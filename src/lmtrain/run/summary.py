@@ -19,7 +19,6 @@ from lmtrain.callbacks.time_budget import SCORE, Forecast
 from lmtrain.checkpoints import retention, store
 from lmtrain.config import trust
 from lmtrain.config.effect import TRIAL
-from lmtrain.distributed.ranks import typed
 from lmtrain.errors import RunError, UserError
 from lmtrain.exports import model_card
 from lmtrain.files import read_jsonl
@@ -69,7 +68,7 @@ def write_summary(run: Run, status: str, started: float, error: BaseException | 
         "precision": run.config.trainer.precision,
         # 0 bytes without a GPU; then the peak resident memory of this process.
         "peak_memory_gib": round((torch.cuda.max_memory_allocated() or peak_resident_bytes()) / 2**30, 3),
-        "command": command("train", typed()),
+        "command": command("train", run.config.command.words),
         "host": socket.gethostname(),
         "git": git_state(),
         "versions": versions(),

@@ -15,12 +15,11 @@ from lmtrain import terminal
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.config.batch import nearest_divisor, step_sizes
 from lmtrain.config.options import LoadedModelConfig
-from lmtrain.config.override_text import typed_keys
 from lmtrain.config.proposers import LENGTHS, positions_of
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus
 from lmtrain.data.hub import optional_file
-from lmtrain.distributed import devices, ranks
+from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.terminal import counted
 
@@ -49,7 +48,7 @@ def settle(config: Config) -> None:
         return
     if config.data.rows == "text":
         raise UserError(f"budget.updates={asked} counts examples, and rows of text have none: set trainer.max_steps")
-    typed = typed_keys(ranks.typed_or_in_file())
+    typed = config.command.given
     config.budget.updates = None  # config.yaml holds what was chosen
     _fit_to_positions(config, typed)
     if "debug" in typed:

@@ -18,7 +18,7 @@ from lmtrain.callbacks.metrics import without_times
 from lmtrain.checkpoints import store
 from lmtrain.config import trust
 from lmtrain.config.schema import Config
-from lmtrain.distributed import devices, ranks
+from lmtrain.distributed import devices
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import read_jsonl
 from lmtrain.run_folder.folder import folder_beside_runs
@@ -31,7 +31,7 @@ _TIMEOUT_SECONDS = 1800
 def verify(config: Config) -> int:
     """Runs the check in a temporary folder; returns 0 if the resumed run equals the uninterrupted one, else 1."""
     left_out = ("run.", "trainer.max_steps", "trainer.max_epochs", "trainer.fast_dev_run", "logger=", "logger.")
-    overrides = [w for w in ranks.typed() if trust.of_typed([w]) or not w.lstrip("+").startswith(left_out)]
+    overrides = [w for w in config.command.words if trust.of_typed([w]) or not w.lstrip("+").startswith(left_out)]
     with folder_beside_runs(config, "verify") as folder:
         print(f"1/3  {STEPS} steps without interruption", flush=True)
         whole = folder / "whole"
