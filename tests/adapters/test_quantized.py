@@ -174,7 +174,7 @@ def test_weights_quantised_elsewhere_come_back(base: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["peft=qlora_8bit", "trainer.strategy=fsdp"], r"those of 4 bits.* Set peft=qlora, or trainer\.strategy=ddp"),
+        (["peft=qlora_8bit", "trainer.strategy=fsdp"], r"those of 4 bits.* Set trainer\.strategy=fsdp with peft=qlora"),
         (["peft=qlora", "trainer.strategy=fsdp_tp"], r"Set trainer\.strategy=fsdp, which shares a base of 4 bits"),
         (["peft=qlora", "trainer.strategy=deepspeed"], r"Set trainer\.strategy=fsdp, which shares a base of 4 bits"),
         (["peft=qlora_8bit", "trainer.strategy=deepspeed"], r"Set trainer\.strategy=fsdp with peft=qlora"),

@@ -97,8 +97,8 @@ NEIGHBOURS = {
     "data=shakespeare_char": "did you mean experiment=shakespeare_char?",
     "n_layer=3": "here it is model.num_hidden_layers",
     "out_dir=x": "here it is run.dir",
-    "--learning_rate=1e-3": "without dashes, optimizer.lr=",
-    "--batch-size": "without dashes, data.global_batch_size=",
+    "--learning_rate=1e-3": "without dashes: python -m lmtrain.train optimizer.lr=1e-3",
+    "--batch-size": "without dashes: python -m lmtrain.train data.global_batch_size=...",
 }
 
 
@@ -115,15 +115,12 @@ def test_the_words_used_here_exist() -> None:
     trees = [config.compose(argv) for argv in ([], ["logger=wandb"], ["model=pretrained"], *more)]
     for word in neighbours.NEIGHBOURS.values():
         key, equals, option = word.split(" ")[0].partition("=")
-        if equals and "." not in key:
+        if equals and "." not in key and option != "*":
             assert (REPO / "conf" / key / f"{option}.yaml").is_file(), word
             continue
         assert any(OmegaConf.select(tree, key, default=neighbours) is not neighbours for tree in trees), word
     for option in neighbours.OPTIONS.values():
-        words = option.partition(" (")[0].split()  # without the reason
-        tree = config.compose([word for word in words if "=" in word])
-        keys = [word for word in words if "=" not in word]
-        assert all(OmegaConf.select(tree, key, default=neighbours) is not neighbours for key in keys), option
+        config.compose(option.partition(" (")[0].split())  # without the reason
 
 
 WRONG_VALUES = {

@@ -15,7 +15,11 @@ def test_the_table_names_keys_and_classes_that_exist() -> None:
     classes = {cls.__name__ for _, cls in OBJECTIVES.values()} | {cls.__name__ for cls in (*OWN, *SCHEDULES.values())}
     for group in checks._CLASHES:
         assert group["not"]
-        for settings in (group["with"], *(clash["when"] for clash in group["not"])):
+        whens = [clash["when"] for clash in group["not"]]
+        for settings in (
+            group["with"],
+            *(one for when in whens for one in (when if isinstance(when, list) else [when])),
+        ):
             for key, wanted in settings.items():
                 values = wanted["except"] if isinstance(wanted, dict) else wanted
                 names = values if isinstance(values, list) else [values]
@@ -25,7 +29,8 @@ def test_the_table_names_keys_and_classes_that_exist() -> None:
 def losses_of(with_class: str, key: str, value: object) -> list[str]:
     """Returns the losses that the table names beside a value of another setting."""
     groups = [group for group in checks._CLASHES if group["with"] == {"objective": with_class}]
-    (found,) = [c["when"]["objective.loss"] for g in groups for c in g["not"] if c["when"].get(key) == value]
+    whens = [clash["when"] for group in groups for clash in group["not"] if isinstance(clash["when"], dict)]
+    (found,) = [when["objective.loss"] for when in whens if when.get(key) == value]
     return sorted(found["except"] if isinstance(found, dict) else found)
 
 

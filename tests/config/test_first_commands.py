@@ -232,8 +232,7 @@ ANSWERED: dict[str, tuple[str, ...]] = {
     "train axolotl.yml": ("model=HuggingFaceTB/SmolLM2-135M", "data.seq_len=2048", "trainer.max_epochs=3",
                           "data.micro_batch_size=2", "optimizer.lr=0.0002", "peft.r=16", "data.val_fraction=0.05"),
     "train llama_factory.yaml": ("model=Qwen/Qwen3-0.6B", "objective", "peft", "data.chat_template",
-                                 "data.seq_len=2048", "data.num_samples=1000", "trainer.precision=bf16-mixed",
-                                 "LLaMA-Factory"),
+                                 "data.seq_len=2048", "data.num_samples=1000", "trainer.precision=bf16-mixed"),
     "train --config sft.yaml": ("model=Qwen/Qwen3-0.6B", "data.name=trl-lib/Capybara", "trainer.max_epochs=1"),
     # words that are none of these
     "my_book.txt": ("lmtrain train my_book.txt",),
@@ -270,8 +269,8 @@ ANSWERED: dict[str, tuple[str, ...]] = {
     "pipeline": ("pipeline=laptop",),
     # values and spaces
     "train --device=cpu --compile=False --batch_size=12": (
-        "python -m lmtrain.train trainer.accelerator=cpu data.global_batch_size=12 data.micro_batch_size=12;",
-        "--compile=False is trainer.compile, to be left as it is"),
+        "python -m lmtrain.train trainer.accelerator=cpu trainer.compile=False data.global_batch_size=12 "
+        "data.micro_batch_size=12",),
     "train trainer.max_steps = 10": ("python -m lmtrain.train trainer.max_steps=10",),
     "train trainer.max_steps =10 seed=1": ("python -m lmtrain.train trainer.max_steps=10 seed=1",),
     "train trainer.max_steps= 10": ("python -m lmtrain.train trainer.max_steps=10",),

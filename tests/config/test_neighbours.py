@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from inprocess import message, run
 from lmtrain.config import compose as config
 from lmtrain.config import explain
-from lmtrain.config.aliases import NEIGHBOURS, absent, used_here, with_value
+from lmtrain.config.aliases import NEIGHBOURS, absent, used_here
 from lmtrain.config.defaults import conf_dir, options_of
+from lmtrain.config.keys import flat
 from lmtrain.config.overrides import leaves
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
@@ -44,13 +45,11 @@ hydra.run.dir -> run.dir
 task_name -> run.name
 run_name -> run.name
 name -> run.name
-wandb -> logger.wandb
 wandb.name -> logger.wandb.name
 wandb.project -> logger.wandb.project
 batch_size -> data.global_batch_size
 data.batch_size -> data.global_batch_size
 per_device_train_batch_size -> data.micro_batch_size
-micro_batch_size -> data.micro_batch_size
 global_batch_size -> data.global_batch_size
 gradient_accumulation_steps -> data.global_batch_size
 trainer.accumulate_grad_batches -> data.global_batch_size
@@ -77,12 +76,11 @@ devices -> trainer.devices
 strategy -> trainer.strategy
 precision -> trainer.precision
 dtype -> trainer.precision
-bf16 -> trainer.precision
-fp16 -> trainer.precision
+bf16 -> trainer.precision=bf16-mixed
+fp16 -> trainer.precision=16-mixed
 compile -> trainer.compile
 gradient_checkpointing -> trainer.activation_checkpointing
 save_total_limit -> checkpoint.keep_last
-callbacks.model_checkpoint -> checkpoint
 n_layer -> model.num_hidden_layers
 model.n_layer -> model.num_hidden_layers
 n_head -> model.num_attention_heads
@@ -90,102 +88,74 @@ model.n_head -> model.num_attention_heads
 n_embd -> model.hidden_size
 model.n_embd -> model.hidden_size
 dropout -> model.dropout
-model_name_or_path -> model.name_or_path
-base_model -> model.name_or_path
+model_name_or_path -> model
+base_model -> model
 text_column -> data.text_column
+micro_batch_size -> data.micro_batch_size
 # Lightning's Trainer, its ModelCheckpoint and EarlyStopping
-max_time -> run.time_limit
-fast_dev_run -> debug=fast
-default_root_dir -> run.root
-enable_progress_bar -> callbacks.progress.style
-enable_checkpointing -> trainer.save_every_n_steps
+fast_dev_run -> trainer.fast_dev_run
 gradient_clip_val -> trainer.gradient_clip_val
 log_every_n_steps -> trainer.log_every_n_steps
 val_check_interval -> trainer.val_check_interval
 check_val_every_n_epoch -> trainer.val_check_interval
 limit_val_batches -> trainer.limit_val_batches
-limit_test_batches -> trainer.limit_val_batches
-limit_train_batches -> trainer.max_steps
 overfit_batches -> trainer.overfit_batches
 accelerator -> trainer.accelerator
 num_nodes -> trainer.num_nodes
 gpus -> trainer.devices
-num_sanity_val_steps -> trainer.val_before_training
 save_dir -> run.root
 save_top_k -> checkpoint.keep_best
-save_last -> checkpoint.keep_last
 every_n_train_steps -> trainer.save_every_n_steps
-monitor -> checkpoint.monitor
 patience -> callbacks.early_stopping.patience
-stopping_threshold -> callbacks.early_stopping.stop_at
 num_workers -> data.num_workers
 # transformers: TrainingArguments and its example scripts
-per_gpu_train_batch_size -> data.micro_batch_size
 per_device_eval_batch_size -> data.micro_batch_size
 train_batch_size -> data.global_batch_size
-eval_batch_size -> data.micro_batch_size
 eval_strategy -> trainer.val_check_interval
 evaluation_strategy -> trainer.val_check_interval
-eval_on_start -> trainer.val_before_training
+eval_on_start -> trainer.val_before_training=true
 save_strategy -> trainer.save_every_n_steps
 logging_dir -> run.root
-logging_strategy -> trainer.log_every_n_steps
 report_to -> logger
-project -> logger.wandb.project
-optim_args -> optimizer
-lr_scheduler_kwargs -> schedule
 adam_beta1 -> optimizer.betas
 adam_beta2 -> optimizer.betas
 adam_epsilon -> optimizer.eps
-label_smoothing_factor -> objective.label_smoothing
 label_smoothing -> objective.label_smoothing
 neftune_noise_alpha -> objective.neftune_alpha
 torch_compile -> trainer.compile
 metric_for_best_model -> checkpoint.monitor
 greater_is_better -> checkpoint.mode
-early_stopping_patience -> callbacks.early_stopping.patience
-early_stopping_threshold -> callbacks.early_stopping.threshold
-disable_tqdm -> callbacks.progress.style
 dataloader_num_workers -> data.num_workers
 preprocessing_num_workers -> data.num_proc
 dataset_num_proc -> data.num_proc
-use_cpu -> trainer.accelerator
-no_cuda -> trainer.accelerator
-data_seed -> seed
-fsdp -> trainer.strategy
+use_cpu -> trainer.accelerator=cpu
+no_cuda -> trainer.accelerator=cpu
+fsdp -> trainer=fsdp
 fsdp_config -> trainer.fsdp
-deepspeed -> trainer.deepspeed.config
+deepspeed -> trainer=deepspeed
 tokenizer_name -> tokenizer.name_or_path
 tokenizer_name_or_path -> tokenizer.name_or_path
 trust_remote_code -> model.trust_remote_code
-model_revision -> model.revision
 attn_implementation -> model.attention
 torch_dtype -> trainer.precision
 train_file -> data.path
 validation_file -> data.val_path
-validation_split_percentage -> data.val_fraction
 max_train_samples -> data.num_samples
 streaming -> data.streaming
 push_to_hub -> export.push_to
 hub_model_id -> export.push_to
-group_by_length -> data.packing
 model_max_length -> data.seq_len
 # TRL: SFTConfig, DPOConfig, ModelConfig; peft
 loss_type -> objective.loss
 beta -> objective.beta
-rpo_alpha -> objective.sft_weight
-simpo_gamma -> objective.gamma
 precompute_ref_log_probs -> objective.reference
 reference_free -> objective.reference
 ref_model -> objective.reference
 max_prompt_length -> data.max_prompt_length
 max_completion_length -> objective.max_new_tokens
 num_generations -> objective.group_size
-num_return_sequences -> objective.group_size
-rollout_n -> objective.group_size
 epsilon -> objective.clip_low
 cliprange -> objective.clip_low
-clip_ratio -> objective.clip_low
 epsilon_high -> objective.clip_high
 kl_coef -> objective.kl_coef
 init_kl_coef -> objective.kl_coef
@@ -194,15 +164,11 @@ importance_sampling_level -> objective.loss
 steps_per_generation -> objective.updates_per_rollout
 generation_batch_size -> objective.rollout_batch_size
 mask_truncated_completions -> objective.mask_cut_off
-vllm_importance_sampling_cap -> objective.importance_cap
 reward_funcs -> reward
-reward_weights -> reward.parts
 use_vllm -> objective.engine
-log_completions -> objective.keep_rollouts
 truncation_mode -> data.on_too_long
-packing -> data.packing
-packing_strategy -> data.packing
-padding_free -> data.packing
+packing -> data.packing=best_fit_decreasing
+padding_free -> data.packing=best_fit_decreasing
 assistant_only_loss -> data.train_on
 completion_only_loss -> data.train_on
 dataset_text_field -> data.text_column
@@ -214,10 +180,8 @@ lora_target_modules -> peft.target_modules
 lora_modules_to_save -> peft.modules_to_save
 lora_r -> peft.r
 lora_rank -> peft.r
-rank -> peft.r
 lora_alpha -> peft.alpha
 lora_dropout -> peft.dropout
-lora_bias -> peft.bias
 memory_lr -> optimizer.groups
 lora_lr -> optimizer.groups
 base_model_lr -> optimizer.groups
@@ -226,31 +190,20 @@ use_dora -> peft.use_dora
 load_in_4bit -> peft=qlora
 load_in_8bit -> peft=qlora_8bit
 bnb_4bit_quant_type -> peft.quantization
-use_bnb_nested_quant -> peft.double_quant
 dataset_train_split -> data.train_split
 dataset_split -> data.train_split
 split -> data.train_split
-data.split -> data.train_split
 dataset_test_split -> data.val_split
 # nanoGPT and configs of models
 n_layers -> model.num_hidden_layers
 num_layers -> model.num_hidden_layers
-depth -> model.num_hidden_layers
+depth -> model.depth
 n_heads -> model.num_attention_heads
 num_heads -> model.num_attention_heads
-n_kv_head -> model.num_key_value_heads
 d_model -> model.hidden_size
 dim -> model.hidden_size
-embed_dim -> model.hidden_size
-n_positions -> model.max_position_embeddings
-n_ctx -> model.max_position_embeddings
-vocab_size -> model.vocab_size
 eval_iters -> trainer.limit_val_batches
-eval_only -> trainer.max_steps
-always_save_checkpoint -> trainer.save_every_n_steps
 log_interval -> trainer.log_every_n_steps
-lr_decay_iters -> trainer.max_steps
-decay_lr -> schedule
 beta1 -> optimizer.betas
 beta2 -> optimizer.betas
 betas -> optimizer.betas
@@ -259,47 +212,26 @@ device -> trainer.accelerator
 wandb_log -> logger=wandb
 wandb_project -> logger.wandb.project
 wandb_run_name -> logger.wandb.name
-wandb_entity -> logger.wandb.entity
 start -> generate.prompt
 prompt -> generate.prompt
-num_samples -> generate.num_samples
-max_new_tokens -> generate.max_new_tokens
 temperature -> generate.temperature
-top_k -> generate.top_k
 # litgpt
-tokenizer_dir -> tokenizer.name_or_path
 model_name -> model
-initial_checkpoint_dir -> model.name_or_path
-train.max_tokens -> budget.tokens
-max_tokens -> budget.tokens
 train.epochs -> trainer.max_epochs
-train.lr_warmup_steps -> schedule.warmup_steps
-lr_warmup_steps -> schedule.warmup_steps
-lr_warmup_fraction -> schedule.warmup_ratio
 train.max_norm -> trainer.gradient_clip_val
 max_norm -> trainer.gradient_clip_val
-train.save_interval -> trainer.save_every_n_steps
-save_interval -> trainer.save_every_n_steps
-eval.interval -> trainer.val_check_interval
 eval.max_iters -> trainer.limit_val_batches
-eval.initial_validation -> trainer.val_before_training
-logger_name -> logger
 data_dir -> data.path
 data_path -> data.path
 mask_prompt -> data.train_on
-quantize -> peft.quantization
 min_lr_ratio -> schedule.min_lr_ratio
 num_cycles -> schedule.num_cycles
 # axolotl
-base_model_config -> model.name_or_path
 datasets -> data.mixture
 dataset_prepared_path -> data.cache_dir
 cache_dir -> data.cache_dir
 val_set_size -> data.val_fraction
-validation_split -> data.val_fraction
-test_size -> data.val_fraction
-sample_packing -> data.packing
-pad_to_sequence_len -> data.packing
+sample_packing -> data.packing=best_fit_decreasing
 train_on_inputs -> data.train_on
 chat_template -> data.chat_template
 special_tokens -> tokenizer.add_tokens
@@ -308,18 +240,10 @@ adapter -> peft
 lora_model_dir -> peft.adapter
 lora_target_linear -> peft.target_modules
 flash_attention -> model.attention
-sdp_attention -> model.attention
-xformers_attention -> model.attention
-eval_sample_packing -> data.packing
-auto_resume_from_checkpoints -> run.resume
 cosine_min_lr_ratio -> schedule.min_lr_ratio
-loss_watchdog_threshold -> trainer.spike_factor
 tensor_parallel_size -> trainer.fsdp.tensor_parallel_size
 rl -> objective
 dpo_beta -> objective.beta
-rl_beta -> objective.beta
-merge_lora -> export.merge
-offload_params -> trainer.fsdp.cpu_offload
 activation_checkpointing -> trainer.activation_checkpointing
 # LLaMA-Factory
 stage -> objective
@@ -335,32 +259,30 @@ pref_beta -> objective.beta
 pref_loss -> objective.loss
 adapter_name_or_path -> peft.adapter
 quantization_bit -> peft=qlora
-neat_packing -> data.packing
+neat_packing -> data.packing=best_fit_decreasing
 flash_attn -> model.attention
-pure_bf16 -> trainer.precision
 fp8 -> trainer.precision
-disable_gradient_checkpointing -> trainer.activation_checkpointing
-use_muon -> optimizer
-pissa_init -> peft.init_weights
 # accelerate, DeepSpeed and scripts of one's own
 mixed_precision -> trainer.precision
-use_amp -> trainer.precision
-save_precision -> export.dtype
+use_amp -> trainer.precision=bf16-mixed
 num_gpus -> trainer.devices
-world_size -> trainer.devices
-use_deepspeed -> trainer.strategy=deepspeed
 use_wandb -> logger=wandb
-text_field -> data.text_column
-eval_file -> data.val_path
-pack_sequences -> data.packing
-d_ff -> model.intermediate_size
-activation -> model.hidden_act
-attention_dropout -> model.dropout
 # the lightning-hydra template
 hparams_search -> sweep=optuna
 optimized_metric -> checkpoint.monitor
 log_dir -> run.root
 tags -> logger.wandb.tags
+limit_train_batches -> trainer.max_steps
+limit_test_batches -> trainer.limit_val_batches
+num_sanity_val_steps -> trainer.val_before_training=true
+trainer.callbacks -> callbacks.extra
+min_epochs -> callbacks.early_stopping.patience
+min_steps -> callbacks.early_stopping.patience
+enable_progress_bar -> callbacks.progress.style
+enable_checkpointing -> checkpoint.keep_last
+max_time -> run.time_limit
+default_root_dir -> run.root
+trainer.logger -> logger
 """
 PAIRS = [tuple(line.split(" -> ")) for line in WORDS.splitlines() if " -> " in line]
 
@@ -368,7 +290,7 @@ PAIRS = [tuple(line.split(" -> ")) for line in WORDS.splitlines() if " -> " in l
 @pytest.fixture(scope="module")
 def valid() -> list[str]:
     """Returns the keys of a plain run, which are those `compose` knows when it refuses a key."""
-    return list(explain.flatten(config.compose([])))  # type: ignore[arg-type]
+    return [name for name, _ in flat(OmegaConf.to_container(config.compose([]))) if name]
 
 
 def test_each_word_gets_the_key_that_is_meant(valid: list[str]) -> None:
@@ -382,15 +304,14 @@ def test_there_are_enough_words_and_none_is_untested() -> None:
     assert dict(PAIRS).keys() >= NEIGHBOURS.keys()  # the others are last parts of lmtrain's own keys
 
 
-VALUES = [3, 512, 0, -1, 0.5, 2.5, True, False, None, "3", "0.5", "val", "text", "no", "bf16", "fp32", "resume", "x/y"]
 GROUPS = {folder.name for folder in conf_dir().iterdir() if folder.is_dir()}
 
 
 def is_accepted(word: str) -> bool:
-    """Returns whether the schema takes the value of an answer such as peft.r=8 or peft=lora."""
+    """Returns whether the schema takes the value of an answer such as trainer.compile=true or peft=lora."""
     key, _, text = word.partition("=")
     if key in GROUPS:
-        return text in options_of(key, [conf_dir()]) or (key == "model" and bool(text))
+        return text in options_of(key, [conf_dir()])
     found = next(k for k in all_keys() if k.name == key)
     one = OmegaConf.structured(dataclasses.make_dataclass("One", [("value", found.type)]))
     OmegaConf.merge(one, {"value": (value := leaves([word])[key])})
@@ -400,30 +321,26 @@ def is_accepted(word: str) -> bool:
 
 
 def test_every_answer_names_a_key_and_a_value_that_it_takes() -> None:
-    known = {k.name for k in all_keys()} | {k.name.rpartition(".")[0] for k in all_keys()} | GROUPS | {"debug"}
+    known = {k.name for k in all_keys()} | {k.name.rpartition(".")[0] for k in all_keys()} | GROUPS
     for name, here in NEIGHBOURS.items():
-        key, with_ = here.partition(" ")[0].partition("=")[0], re.search(r"\(with ([\w./]+=[\w/]+)", here)
+        key, with_ = re.split("[ =]", here)[0], re.search(r"\(with ([\w./]+=[\w/]+)", here)
         if key not in known:  # one of a class of its own
             own, last = (conf_dir() / key.partition(".")[0]).glob("*.yaml"), key.rpartition(".")[2]
             assert any(re.search(rf"^ *{last}:", file.read_text(), re.MULTILINE) for file in own), name
         assert with_ is None or is_accepted(with_[1]), here
-        for value in VALUES:
-            said = with_value(name, here, value)
-            word = re.sub(r" \(.*", "", said)
-            assert "=" not in word or all(map(is_accepted, word.split())), f"{name}={value} is answered with {said}"
+        assert all(is_accepted(word) for word in here.partition(" (")[0].split() if "=" in word and "*" not in word), (
+            here
+        )
 
 
 @pytest.mark.parametrize(
     ("typed", "answer"),
-    [("max_prompt_length=512", "data.max_prompt_length=512"), ("validation_split=val", "data.val_split=val"),
-     ("validation_split=0.1", "data.val_fraction=0.1"), ("dataset_split=train", "data.train_split=train"),
-     ("split=train", "data.train_split=train"), ("overfit_batches=3", "trainer.overfit_batches=3"),
-     ("init_from=resume", "run.resume=auto"), ("init_from=gpt2", "model=openai-community/gpt2"),
+    [("max_prompt_length=512", "data.max_prompt_length=512"), ("dataset_split=train", "data.train_split=train"),
+     ("overfit_batches=3", "trainer.overfit_batches=3"), ("lora_target_modules=[q_proj,v_proj]",
+      "peft.target_modules=[q_proj, v_proj] (with peft=lora)"), ("learning_rate=1e-3", "optimizer.lr=0.001"),
      ("use_lora=true", "peft=lora"), ("use_lora=false", "peft, to be left as it is"),
-     ("save_precision=fp32", "export.dtype=float32"), ("mixed_precision=bf16", "trainer.precision=bf16-mixed"),
      ("use_amp=true", "trainer.precision=bf16-mixed"), ("num_gpus=2", "trainer.devices=2"),
-     ("validation_split_percentage=5", "data.val_fraction (a share: 0.05 for 5)"),
-     ("max_steps=-1", "trainer.max_steps=null"), ("max_grad_norm=0", "trainer.gradient_clip_val=null")],
+     ("batch_size=12", "data.global_batch_size=12 data.micro_batch_size=12")],
 )  # fmt: skip
 def test_values_that_mean_the_same_under_another_name(typed: str, answer: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"; here it is {answer}")):
@@ -431,8 +348,6 @@ def test_values_that_mean_the_same_under_another_name(typed: str, answer: str) -
 
 
 def test_what_belongs_elsewhere_is_not_guessed() -> None:
-    with pytest.raises(UserError, match=r"no key 'checkpoint_dir': checkpoints are in the run's folder"):
-        config.compose(["checkpoint_dir=x"])
     for word in ("use_loras", "dataset_splits_test", "training_mode"):
         with pytest.raises(UserError) as refusal:
             config.compose([f"{word}=x"])
@@ -463,16 +378,16 @@ def test_the_arguments_of_transformers_that_people_set_are_answered(valid: list[
 
     names = {f.name for f in dataclasses.fields(TrainingArguments)} - set(valid)
     answered = {name for name in names if used_here(name, valid) or absent(name)}
-    assert len(answered) >= 60
+    assert len(answered) >= 50
 
 
 TYPED = {  # on the command line
     "data.block_size=128": "here it is data.seq_len",
-    "trainer.max_time=1": "here it is run.time_limit",
+    "trainer.max_time=1": "here it is run.time_limit (HH:MM:SS",
     "lora_r=8": "here it is peft.r=8 (with peft=lora)",
     "--report_to=wandb": "logger=wandb",
-    "--fast-dev-run": "debug=fast",
-    "--lora_r=8": "peft.r=8 (with peft=lora)",
+    "--fast-dev-run": "trainer.fast_dev_run",
+    "--lora_r=8": "peft=lora peft.r=8",
     "model=GPT_small": "did you mean model=gpt_small?",
     "model=GPT2": "did you mean model=gpt_small?",
     "trainer.limit_val_batches=0.5": "it counts micro-batches",
@@ -486,15 +401,6 @@ def test_words_and_values_as_they_are_typed(typed: str) -> None:
     ended = run("train", typed)
     assert ended.code == 2
     assert TYPED[typed] in message(ended.err)
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("data.blok_size", "data.seq_len"), ("blck_size", "data.seq_len"), ("trainer.max_iter", "trainer.max_steps"),
-     ("lora_aplha", "peft.alpha"), ("data.text_colum", "data.text_column"), ("model.dropot", "model.dropout")],
-)  # fmt: skip
-def test_a_misspelt_word_gets_the_key_that_is_meant(typed: str, meant: str, valid: list[str]) -> None:
-    assert meant in explain.unknown_key(typed, valid)
 
 
 def test_yes_and_no_are_booleans() -> None:

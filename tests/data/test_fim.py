@@ -170,7 +170,7 @@ WRONG = {
         "data.fim.rate=0.5: the tokenizer has no <|fim_prefix|> <|fim_suffix|> <|fim_middle|>: add with "
         "'tokenizer.add_tokens=[<|fim_prefix|>,<|fim_suffix|>,<|fim_middle|>]'",
     "data.fim.rate=1.5": "data.fim.rate=1.5: a share from 0 to 1 is needed",
-    "data.fim.rate=0.5 data.packing=off": "data.seq_len tokens. Set data.packing=null or data.fim.rate=0",
+    "data.fim.rate=0.5 data.packing=off": "data.seq_len tokens. Leave one of the two out",
     "data.fim.rate=1 data.curriculum={by: length, start_length: 8, steps: 4}":
         "data.curriculum.by=length does not go with data.fim.rate",
 }  # fmt: skip

@@ -184,7 +184,7 @@ WRONG = {
     "data.curriculum={by: length, start_length: 8, end_length: 16, steps: 4}":
         "data.curriculum.end_length=16: rows grow up to data.seq_len=32",
     "data.curriculum={by: length, start_length: 8, steps: 4} data.packing=off":
-        "Set data.packing=null",
+        "data.packing=off does not go with data.curriculum.by=length",
     "data.batch_warmup.start_size=4 data.batch_warmup.steps=4":
         "data.batch_warmup.start_size=4 has to be smaller than data.global_batch_size=6 and to divide it: set "
         "data.batch_warmup.start_size=3",

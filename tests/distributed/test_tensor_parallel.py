@@ -135,7 +135,7 @@ def test_families_give_the_logits_and_gradients_of_the_whole_model(tmp_path: Pat
     [
         (["trainer.devices=1"], "set trainer.devices=2"),
         (["trainer.devices=3"], "set trainer.fsdp.tensor_parallel_size=3 or trainer.strategy=fsdp"),
-        (["trainer.fsdp.tensor_parallel_size=1"], "2 or more, or trainer.strategy=fsdp"),
+        (["trainer.fsdp.tensor_parallel_size=1"], "at least 2 is needed"),
         (["trainer.fsdp.tensor_parallel_size=4", "trainer.devices=4"], "does not divide model.num_attention_heads=2"),
         (["trainer.devices=4", "data.global_batch_size=6", "data.micro_batch_size=2"], "2 group(s) of 2 devices"),
         (["model=moe_small"], "experts are not split"),

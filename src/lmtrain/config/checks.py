@@ -48,10 +48,13 @@ def check_clashes(c: Config) -> None:
     for group in _CLASHES:
         has = _found(c, group["with"])
         for clash in group["not"] if has else ():
-            found = _found(c, clash["when"])
+            when = clash["when"] if isinstance(clash["when"], list) else [clash["when"]]
+            found = next(filter(None, (_found(c, settings) for settings in when)), None)
             if found:
-                why, instead = ({**group, **clash}[name] for name in ("because", "set"))
-                raise UserError(f"{' with '.join(found)} does not go with {' and '.join(has)}: {why}. Set {instead}")
+                said = {**group, **clash}
+                instead = f"Set {said['set']}" if "set" in said else "Leave one of the two out"
+                why = f"{' with '.join(found)} does not go with {' and '.join(has)}: {said['because']}"
+                raise UserError(f"{why}. {instead}")
 
 
 def _found(c: Config, settings: dict[str, Any]) -> list[str]:

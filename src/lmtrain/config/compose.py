@@ -86,7 +86,7 @@ def composition(
     used = facts.used()
     composed = judged(used)
     _check_model_name(facts.typed, composed, used, hydra)
-    _refuse_removals(composed, used, hydra)
+    _refuse_removals(composed, used)
     _leave_to_replaced(composed, facts.typed)
     for key in set(sections.GONE) & facts.typed.keys():
         if "_target_" not in composed[key.partition(".")[0]]:
@@ -166,17 +166,11 @@ def _with_models_named(typed: Sequence[str], folders: list[Path]) -> list[str]:
     return [*(p.override for p in named), *(w.text for w in words if not named or w.key != "model")]
 
 
-def _refuse_removals(composed: DictConfig, words: Sequence[Word], hydra: _Hydra) -> None:
+def _refuse_removals(composed: DictConfig, words: Sequence[Word]) -> None:
     """Raises UserError for ~key of a key that every config has; arguments of a user's own class can be left out."""
     for word in (word for word in words if word.override.is_delete()):
-        if "_target_" in (composed.get(word.key.partition(".")[0]) or ()):
-            continue
-
-        def comment_of(name: str) -> str:
-            files = hydra.files([word for word in words if not word.override.is_delete()])
-            return next((found.comment for found in reversed(origins(name, files, []))), "")
-
-        explain.refuse_removal(word.key, sections.all_keys(), comment_of)
+        if "_target_" not in (composed.get(word.key.partition(".")[0]) or ()):
+            explain.refuse_removal(word.key, sections.all_keys())
 
 
 def _check_model_name(typed: Mapping[str, Any], composed: DictConfig, words: Sequence[Word], hydra: _Hydra) -> None:

@@ -13,21 +13,21 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.config import aliases
-from lmtrain.config.aliases import HYDRA_FLAGS, LIGHTNING, NEIGHBOURS, OPTIONS, absent, misspelt, used_here, with_value
+from lmtrain.config.aliases import (
+    HYDRA_FLAGS,
+    LEFT,
+    NEIGHBOURS,
+    OPTIONS,
+    absent,
+    answer,
+    used_here,
+)
 from lmtrain.config.defaults import PARTS, conf_dir, options_of
-from lmtrain.config.keys import Key
+from lmtrain.config.keys import Key, flat
 from lmtrain.config.overrides import Word, parse
 from lmtrain.config.proposers import READ_AS, RECORDS, suffix_of
 from lmtrain.config.safe_yaml import check_search_path
 from lmtrain.errors import UserError
-
-
-def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[str]:
-    """Yields all dotted keys of a nested mapping, including inner nodes."""
-    for key, value in tree.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
 
 
 def unknown_key(key: str, valid: Iterable[str], value: Any = None) -> str:
@@ -37,20 +37,13 @@ def unknown_key(key: str, valid: Iterable[str], value: Any = None) -> str:
         value: the value it was set to, which is repeated in the suggestion if it means the same there.
     """
     valid = list(valid)
-    argument = key.removeprefix("trainer.")
-    if argument != key and argument in LIGHTNING:  # an argument of Lightning's Trainer
-        return f"there is no key {key!r}; here it is {LIGHTNING[argument]} (docs/lightning.md)"
     here, why = used_here(key, valid), absent(key)
     if why is not None:
         return f"there is no key {key!r}: {why}"
-    if here is not None and here.partition(" ")[0] == key:
+    if here is not None and re.split("[ =]", here)[0] == key:
         return f"{key} has no meaning with the {key.partition('.')[0]} chosen here (--cfg prints the keys that have)"
     if here is not None:
-        set_ = here if value is None else with_value(key, here, value)
-        return f"there is no key {key!r}; here it is {set_}"
-    word = misspelt(key, valid)
-    if word is not None:
-        return f"there is no key {key!r}; if {word} was meant: here it is {NEIGHBOURS[word]}"
+        return f"there is no key {key!r}; here it is {answer(here, value)}"
     if key.startswith(OPEN):
         return f"there is no key {key!r} yet: write +{key}=... to add it"
     candidates = _nearest(key, valid)
@@ -90,7 +83,7 @@ def other_variant(key: str, folders: Iterable[Path]) -> str | None:
     options = []
     for file in sorted(f for d in folders for f in (d / group).glob("*.yaml") if f.stem not in PARTS):
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if isinstance(tree, Mapping) and own in flatten(tree):
+        if own in dict(flat(tree)):
             options.append(f"{group}={file.stem}")
     if not options:
         return None
@@ -127,7 +120,7 @@ def missing_config(error: MissingConfigException, folders: list[Path], words: Se
 
 
 def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str:
-    """Returns the message for settings typed as flags (--lr 1e-4); for several, with the equivalent command.
+    """Returns the message for settings typed as flags (--lr 1e-4), with the equivalent command.
 
     Args:
         unknown: the arguments that lmtrain doesn't know, as typed.
@@ -137,59 +130,37 @@ def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str
     hydras = next((f"{flag} is not an option: {HYDRA_FLAGS[flag]}" for flag in flags if flag in HYDRA_FLAGS), None)
     if hydras is not None:
         return hydras
-    settings, left_out = list[str](), list[str]()
+    settings = list[str]()
+    left_out = list[str]()
     for word, after in itertools.pairwise([*argv, "-"]):
         flag, equals, value = word.partition("=")
-        if flag not in flags:
+        key = flag.lstrip("-").replace("-", "_")
+        if flag not in flags or not key:
             continue
         given = value if equals else None if after.startswith("-") or "=" in after else after
-        key = flag.lstrip("-").replace("-", "_")
-        if absent(key) is not None:
-            left_out.append(f"{flag} is not an option: {absent(key)}")
-        elif key:
-            setting = _setting(key, given)
-            (left_out if _AS_IT_IS in setting else settings).append(setting)
-    if not settings and left_out:
-        return left_out[0]
-    if len(settings) > 1:
-        why = "".join(f"; {line}" for line in left_out)
-        return (
-            f"{', '.join(flags)} are not options: settings are written without dashes, key=value: "
-            f"python -m lmtrain.{verb} {_as_command(settings)}{why}"
-        )
-    example = settings[0] if settings else "trainer.max_steps=100"
-    wrong = flags[0] if flags else unknown[0]
-    return f"{wrong} is not an option: settings are written without dashes, {example} (--help lists all)"
-
-
-_AS_IT_IS = ", to be left as it is"
-
-
-def _as_command(settings: Sequence[str]) -> str:
-    """Joins settings into the arguments of a command, preceded by the options that some of them need."""
-    bare = [re.sub(r" \(.*\)", "", setting) for setting in settings]
+        setting = absent(key) or _setting(key, given)
+        (left_out if absent(key) or LEFT in setting else settings).append(setting)
+    bare = [re.sub(r" \(.*\)", "", setting) for setting in settings] or ["trainer.max_steps=100"]
     needed = [match[1] for setting in settings if (match := re.search(r"\(with ([\w/]+=\w+)", setting))]
-    return " ".join(dict.fromkeys([*needed, *bare]))
+    command = " ".join(dict.fromkeys([*needed, *bare]))
+    said = "; ".join([f"python -m lmtrain.{verb} {command}", *left_out])
+    return f"{', '.join(flags or unknown)}: settings are written without dashes: {said}"
 
 
 def _setting(key: str, value: str | None) -> str:
     """Returns key=value for a flag of another program, or key=... if the value doesn't mean the same in lmtrain."""
-    here = used_here(key, ()) or key
-    found = with_value(key, here, value)
-    if found.endswith(_AS_IT_IS):
-        return f"--{key}={value} is {found}"
-    name, _, rest = found.partition(" ")
-    if "=" in name:
-        return found
-    known = here == key and "." in key and value is not None  # Lightning's command line: --trainer.max_steps 5
-    return f"{name}={value if known else '...'} {rest}".strip()
+    # Lightning's command line has our keys: --trainer.max_steps 5.
+    here = used_here(key, ()) or (f"{key}=*" if "." in key else key)
+    found = answer(here, "..." if value is None else value)
+    name, space, rest = found.partition(" ")
+    return found if "=" in name or LEFT in found else f"{name}=...{space}{rest}"
 
 
 def check_words(words: Sequence[Word], for_sweep: bool) -> None:
     """Raises UserError for hydra.* and sweep.* in a single run, which would silently ignore them; or see below."""
     for key, is_search in ((word.key, word.key == "hydra.searchpath") for word in words):
         if not for_sweep and not is_search and (key.startswith(("hydra.", "hydra/", "sweep.")) or key == "sweep"):
-            here = f"; here it is {NEIGHBOURS[key]}" if key in NEIGHBOURS else " (a sweep, -m, reads it)"
+            here = f"; here it is {answer(NEIGHBOURS[key])}" if key in NEIGHBOURS else " (a sweep, -m, reads it)"
             raise UserError(f"{key} has no effect on a single run{here}")
     for word in words:
         if word.key == "hydra.searchpath":
@@ -209,18 +180,13 @@ def _check_suffix(typed: Mapping[str, Any]) -> None:
         raise UserError(f"data={option} data.path={path}: the file's name says {kind}; write {instead}")
 
 
-def refuse_removal(key: str, kept: Iterable[Key], comment_of: Callable[[str], str]) -> None:
-    """Raises UserError for ~key if it is one of the keys `kept`, or a section of them: its default would come back.
-
-    Args:
-        comment_of: returns the comment that conf/ has on a key, or ''.
-    """
+def refuse_removal(key: str, kept: Iterable[Key]) -> None:
+    """Raises UserError for ~key if it is one of the keys `kept`, or a section of them: its default would come back."""
     inside = next((k for k in kept if k.name == key or k.name.startswith(f"{key}.")), None)
     if inside is None:
         return
-    name, about = inside.name, comment_of(inside.name)
-    value = "null" if name == key and ("None" in str(inside.type) or inside.type is Any) else "..."
-    raise UserError(f"~{key}: it can't be left out: set {name}={value}{f' ({about})' if about else ''}")
+    value = "null" if inside.name == key and ("None" in str(inside.type) or inside.type is Any) else "..."
+    raise UserError(f"~{key}: it can't be left out: set {inside.name}={value}")
 
 
 # Groups whose options set single keys, and so add up; those of all others are alternatives.
@@ -293,7 +259,7 @@ def refused(
             continue
         if OmegaConf.select(base, f"{key.split('.')[0]}.name", default=None) == "custom":
             return f"there is no key {key!r} yet: write +{key}=... to add it"
-        valid = flatten(OmegaConf.to_container(base, resolve=False))  # type: ignore[arg-type]
+        valid = [name for name, _ in flat(OmegaConf.to_container(base, resolve=False)) if name]
         return other_variant(key, folders) or unknown_key(key, [*valid, *sorted(groups)], word.value)
     return said
 

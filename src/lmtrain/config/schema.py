@@ -155,6 +155,9 @@ _DEEPSPEED = ReadWhere(lambda c: c.trainer.strategy == "deepspeed", "set trainer
 _FSDP = ReadWhere(lambda c: c.trainer.strategy in ("fsdp", "fsdp_tp"), "set trainer.strategy=fsdp")
 _FSDP_ONLY = ReadWhere(lambda c: c.trainer.strategy == "fsdp", "set trainer.strategy=fsdp")
 _FSDP_TP = ReadWhere(lambda c: c.trainer.strategy == "fsdp_tp", "set trainer.strategy=fsdp_tp")
+_WITH_SAMPLES = ReadWhere(
+    lambda c: c.callbacks.samples.every_n_validations > 0, "set callbacks.samples.every_n_validations=1 or more"
+)
 _FP8 = ReadWhere(lambda c: c.trainer.precision == FP8, "set trainer.precision=fp8 too")
 _SPIKES = ReadWhere(lambda c: c.trainer.spike_factor is not None, "set trainer.spike_factor=2.0 too")
 
@@ -166,7 +169,7 @@ class FsdpConfig:
     copy_per_node: Annotated[bool, MACHINE]
     reduce_each_micro_batch: Annotated[bool, MACHINE]
     sharded_checkpoint: Annotated[bool | None, MACHINE]
-    tensor_parallel_size: Annotated[int, MACHINE, _FSDP_TP]
+    tensor_parallel_size: Annotated[int, MACHINE, at_least(2), _FSDP_TP]
     sequence_parallel: Annotated[bool, MACHINE, _FSDP_TP]
     context_parallel_size: Annotated[int, MACHINE, at_least(1), _FSDP_ONLY]
 
@@ -248,7 +251,7 @@ class SamplesConfig:
     reading: Annotated[str | None, SHOWN, choice("python")]
     rows: Annotated[int, SHOWN, not_negative]  # validation rows with generated answers shown beside their references
     # Metrics of those answers: bleu, rouge, exact_match, or {_target_: ...}
-    metrics: Annotated[list[Any], SHOWN, METRICS]
+    metrics: Annotated[list[Any], SHOWN, METRICS, _WITH_SAMPLES]
 
 
 @dataclass(kw_only=True)

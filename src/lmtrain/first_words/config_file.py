@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.config import safe_yaml
-from lmtrain.config.aliases import SECTIONS, absent, used_here, with_value
+from lmtrain.config.aliases import SECTIONS, absent, answer, used_here
 from lmtrain.config.override_text import leaves_of, quoted, written
 from lmtrain.config.sections import all_keys
 from lmtrain.errors import UserError
@@ -95,23 +95,6 @@ def _text(value: Any, where: str) -> str:
     return f"'{value}'" if single else quoted(value)
 
 
-# Keys that only configs of one other program have. The first one that fits names it.
-_PROGRAMS = {
-    "axolotl": {"base_model", "base_model_config", "micro_batch_size", "sequence_len"},
-    "LLaMA-Factory": {"finetuning_type", "cutoff_len", "stage", "template"},
-    "litgpt": {"checkpoint_dir", "initial_checkpoint_dir"},
-    "nanoGPT or litgpt": {"out_dir", "init_from"},
-    "TRL": {"dataset_name", "reward_funcs", "num_generations"},
-    "transformers": {"model_name_or_path"},
-}
-
-
-def program_of(keys: Any) -> str | None:
-    """Returns the program whose config has these keys, or None."""
-    names = keys.keys() if isinstance(keys, dict) else set()
-    return next((program for program, its in _PROGRAMS.items() if names & its), None)
-
-
 def _refuse_foreign(keys: Mapping[Any, Any], known: Collection[str], groups: Collection[str], path: Path) -> None:
     """Raises UserError with what each key of another program is here, if there are any.
 
@@ -124,17 +107,16 @@ def _refuse_foreign(keys: Mapping[Any, Any], known: Collection[str], groups: Col
     width = max(map(len, told))
     lines = "\n".join(f"  {key:<{width}}  {answer}" for key, answer in told.items())
     raise UserError(
-        f"{path} has keys of {program_of(keys) or 'another program'}, whose configs are not translated: defaults that "
-        f"they don't name, formats of rows and prompts, and what a batch counts are others here. Its keys, one by one:"
-        f"\n\n{lines}\n\nBegin with a recipe (experiment=..., which --help lists) and set what differs; --cfg shows "
-        f"the result, and lmtrain.inspect the prompts"
+        f"{path} has keys of another program, whose configs are not translated: defaults that they don't name, formats "
+        f"of rows and prompts, and what a batch counts are others here. Its keys, one by one:\n\n{lines}\n\nBegin "
+        f"with a recipe (experiment=..., which --help lists) and set what differs; --cfg shows the result, and "
+        f"lmtrain.inspect the prompts"
     )
 
 
 def _answer(key: str, value: Any, known: Collection[str], groups: Collection[str]) -> str:
     here = key if key in groups else used_here(key, known)
-    translated = None if here is None else with_value(key, here, value)
-    return absent(key) or translated or "nothing here has that name"
+    return absent(key) or (here and answer(here, value)) or "nothing here has that name"
 
 
 def _entries(keys: Mapping[Any, Any], known: Collection[str], groups: Collection[str]) -> Iterator[tuple[str, Any]]:

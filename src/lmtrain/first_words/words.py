@@ -5,14 +5,13 @@ other word raises a UserError with the command that was probably meant. Imports 
 """
 
 import itertools
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmtrain.config import safe_yaml
-from lmtrain.config.aliases import used_here
+from lmtrain.config.aliases import answer, used_here
 from lmtrain.config.config_files import folders_of
 from lmtrain.config.defaults import options_of
 from lmtrain.config.override_text import as_typed, shell_word, typed_keys
@@ -86,7 +85,7 @@ def read(verb: str, words: Sequence[str], config_dir: str | None = None, config_
         read.typed = [*typed, *_of_model(verb, bare, typed)]
         return read
     folders, _ = folders_of(config_dir, config_name)
-    configs = [path for path in (Path(w).expanduser() for w in bare) if path.is_file() and _is_config(path)]
+    configs = [path for path in (Path(w).expanduser() for w in bare) if path.is_file() and path.suffix in CONFIGS]
     data = [w for w in bare if Path(w).expanduser() not in configs[:1]]
     for word in data:
         if not _is_data(word):
@@ -121,16 +120,6 @@ def _refuse_spaces(verb: str, words: Sequence[str]) -> None:
         if word.startswith("=") or after.startswith("=") or (word.endswith("=") and is_bare(after)):
             joined = re.sub(r" ?= ?", "=", " ".join(words))
             raise UserError(f"no space stands beside the = of a setting: python -m lmtrain.{verb} {joined}")
-
-
-def _is_config(path: Path) -> bool:
-    """Returns whether a file has keys of a config: a yaml, or a small JSON file with keys of another program."""
-    if path.suffix in CONFIGS or path.suffix != ".json" or path.stat().st_size > 1 << 20:
-        return path.suffix in CONFIGS
-    try:
-        return config_file.program_of(json.loads(path.read_bytes())) is not None
-    except ValueError:
-        return False
 
 
 def _is_data(word: str) -> bool:
@@ -265,10 +254,7 @@ def _a_model(command: str, word: str, path: Path) -> str:
 def _as_key(word: str, bare: list[str]) -> str | None:
     """Returns key=value for a key of lmtrain or another project that was typed without =, or None."""
     names = {key.name for key in all_keys()}
-    here = word if word in names else used_here(word, names)
+    here = f"{word}=*" if word in names else used_here(word, names)
     if here is None:
         return None
-    at = bare.index(word) + 1
-    value = bare[at] if at < len(bare) else "..."
-    name, _, rest = here.partition(" ")
-    return f"{name}={value} {rest}".strip() if "=" not in name else here
+    return answer(here, next(iter(bare[bare.index(word) + 1 :]), "..."))
