@@ -155,14 +155,13 @@ def test_one_section_as_hydra_shows_it(
         (["paths.log_dir=x"], "here it is run.root=x"),
         (["paths.data_dir=x"], "here it is data.path=x"),
         (["tags=[a]"], "here it is logger.wandb.tags (with logger=wandb)"),
-        (["extras.print_config=False"], "config.yaml"),
+        (["extras.print_config=False"], "leave it out"),
         (["trainer=mps"], "did you mean trainer=cpu (losses are summed in fp64"),
         (["trainer=ddp_sim"], "did you mean trainer=ddp trainer.accelerator=cpu trainer.devices=2?"),
         (["debug=limit"], "did you mean debug=fast?"),
         (["callbacks=model_checkpoint"], "did you mean callbacks=default?"),
         (["--config-path", "conf"], "--config-dir"),
         (["hydra.verbose=true"], "a sweep, -m, reads it"),
-        (["-sc", "install=bash"], "has no completion of its own"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
@@ -252,20 +251,19 @@ def test_alternatives_do_not_add_up(words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("removed", "typed", "meaning"),
+    ("removed", "typed"),
     [
-        ("trainer.gradient_clip_val", "trainer.gradient_clip_val=null", "null: no clipping"),
-        ("trainer.save_every_n_steps", "trainer.save_every_n_steps=null", "null: only the latter two"),
-        ("callbacks.samples", "callbacks.samples.every_n_validations=...", "0: never"),
-        ("callbacks.ema", "callbacks.ema.enabled=...", "keep an exponential moving average"),
-        ("seed", "seed=...", "seed of all random numbers"),
+        ("trainer.gradient_clip_val", "trainer.gradient_clip_val=null"),
+        ("trainer.save_every_n_steps", "trainer.save_every_n_steps=null"),
+        ("callbacks.samples", "callbacks.samples.every_n_validations=..."),
+        ("callbacks.ema", "callbacks.ema.enabled=..."),
+        ("seed", "seed=..."),
     ],
 )
-def test_a_key_that_would_come_back_is_not_removed(removed: str, typed: str, meaning: str) -> None:
+def test_a_key_that_would_come_back_is_not_removed(removed: str, typed: str) -> None:
     with pytest.raises(UserError) as refused:
         compose([f"~{removed}"])
-    assert f"set {typed} (" in str(refused.value)
-    assert meaning in str(refused.value)
+    assert str(refused.value).endswith(f"it can't be left out: set {typed}")
 
 
 def test_every_removal_is_a_removal_or_refused() -> None:

@@ -19,7 +19,8 @@ def _by_name(table: str) -> dict[str, str]:
 
 
 NEIGHBOURS, OPTIONS, WITHOUT, HYDRA_FLAGS, VERBS = map(_by_name, ("keys", "options", "without", "hydra_flags", "verbs"))
-WANTED, SHARES, DEEPSPEED = (_TABLES[name] for name in ("wanted", "shares", "deepspeed"))
+DEEPSPEED = _by_name("deepspeed")
+WANTED, SHARES = _TABLES["wanted"], _TABLES["shares"]
 SECTIONS, _AMBIGUOUS = (tuple(_TABLES[name]) for name in ("sections", "ambiguous"))
 
 

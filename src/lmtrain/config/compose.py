@@ -17,13 +17,14 @@ from lmtrain import secrets
 from lmtrain.config import environment, explain, interpolations, proposers, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values
+from lmtrain.config.command import Command
 from lmtrain.config.config_files import ConfigFile, composed_files, folders_of, hydra_over, origins
 from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.keys import at, flat
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from lmtrain.config.overrides import Word, parse, parse_all
 from lmtrain.config.proposers import Proposal, WordFacts
-from lmtrain.config.schema import Command, Config
+from lmtrain.config.schema import Config
 from lmtrain.errors import UserError, naming
 
 
@@ -88,9 +89,6 @@ def composition(
     _check_model_name(facts.typed, composed, used, hydra)
     _refuse_removals(composed, used)
     _leave_to_replaced(composed, facts.typed)
-    for key in set(sections.GONE) & facts.typed.keys():
-        if "_target_" not in composed[key.partition(".")[0]]:
-            raise UserError(explain.unknown_key(key, ()))
     _complete_own_optimizer(composed)
     for proposal in proposers.row_length(facts.typed, composed, is_named="model" in facts.replaced()):
         word = parse(proposal.override)

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
+from lmtrain.config.command import Command
 from lmtrain.config.constraints import *  # the vocabulary of declarations
 from lmtrain.config.free_sections import LOGGERS, METRICS, MODEL_FIELDS, REWARDS
-from lmtrain.config.override_text import typed_keys
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 
 FP8 = "fp8"
@@ -155,9 +155,7 @@ _DEEPSPEED = ReadWhere(lambda c: c.trainer.strategy == "deepspeed", "set trainer
 _FSDP = ReadWhere(lambda c: c.trainer.strategy in ("fsdp", "fsdp_tp"), "set trainer.strategy=fsdp")
 _FSDP_ONLY = ReadWhere(lambda c: c.trainer.strategy == "fsdp", "set trainer.strategy=fsdp")
 _FSDP_TP = ReadWhere(lambda c: c.trainer.strategy == "fsdp_tp", "set trainer.strategy=fsdp_tp")
-_WITH_SAMPLES = ReadWhere(
-    lambda c: c.callbacks.samples.every_n_validations > 0, "set callbacks.samples.every_n_validations=1 or more"
-)
+_SAMPLED = ReadWhere(lambda c: c.callbacks.samples.every_n_validations, "set callbacks.samples.every_n_validations=1")
 _FP8 = ReadWhere(lambda c: c.trainer.precision == FP8, "set trainer.precision=fp8 too")
 _SPIKES = ReadWhere(lambda c: c.trainer.spike_factor is not None, "set trainer.spike_factor=2.0 too")
 
@@ -251,7 +249,7 @@ class SamplesConfig:
     reading: Annotated[str | None, SHOWN, choice("python")]
     rows: Annotated[int, SHOWN, not_negative]  # validation rows with generated answers shown beside their references
     # Metrics of those answers: bleu, rouge, exact_match, or {_target_: ...}
-    metrics: Annotated[list[Any], SHOWN, METRICS, _WITH_SAMPLES]
+    metrics: Annotated[list[Any], SHOWN, METRICS, _SAMPLED]
 
 
 @dataclass(kw_only=True)
@@ -410,28 +408,9 @@ class SweepConfig:
     seed: Annotated[int | None, SHOWN] = None
 
 
-@dataclass(frozen=True)
-class Command:
-    """What a config was composed from."""
-
-    words: tuple[str, ...] = ()  # the command line as typed, or the overrides given in Python
-    of_file: tuple[str, ...] = ()  # the overrides of the yaml file that it names
-    notes: tuple[str, ...] = ()  # what lmtrain has added, and why, for the plan
-
-    @property
-    def typed(self) -> dict[str, str]:
-        """The typed keys with their values as text."""
-        return typed_keys(self.words)
-
-    @property
-    def given(self) -> dict[str, str]:
-        """The keys that are typed or in the yaml file."""
-        return typed_keys([*self.of_file, *self.words])
-
-
 @dataclass(kw_only=True)
 class Config:
-    # Set per config, by compose.check: values read from the environment (environment.Reading), and its command.
+    # Set per config by compose.check; `kept` are values read from the environment (environment.Reading).
     kept: ClassVar[Mapping[str, Any]] = {}
     command: ClassVar[Command] = Command()
 
@@ -470,6 +449,3 @@ class Config:
         entries = self.callbacks.samples.metrics
         named = [e.partition(":")[0] if isinstance(e, str) else e["_target_"].rpartition(".")[2] for e in entries]
         return list(dict.fromkeys([*named, *self.objective.headline]))
-
-
-Objective, Schedule = ObjectiveConfig, ScheduleConfig  # earlier names, kept for users' subclasses

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmtrain.config import safe_yaml
 from lmtrain.config.aliases import answer, used_here
 from lmtrain.config.config_files import folders_of
 from lmtrain.config.defaults import options_of
@@ -26,7 +25,7 @@ from lmtrain.secrets import shown
 OF_MODELS = ("chat", "evaluate", "generate", "export")  # their first word is a run, a folder or a hub name
 _SECOND = {"generate": "generate.prompt", "chat": "chat.against"}  # the key that their second word sets
 CONFIGS = (".yaml", ".yml")
-SHORT_NAMES: dict[str, str] = safe_yaml.table(__file__, "hub_names.yaml")
+_GPT2 = re.compile(r"gpt2(-medium|-large|-xl)?")  # models of the hub that are named without their owner
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _KEY = re.compile(r"[~+]*[\w./@-]+", re.ASCII)  # the part of an override before the =
 _GROUPS = ("experiment", "model", "objective", "data", "peft", "optimizer", "tokenizer", "schedule", "debug", "sweep")
@@ -181,8 +180,8 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
         raise UserError(f"there is no folder {word}; the run is {named}: {command} {quote(str(named))}{after}")
     if is_of_hub:
         return word
-    if word in SHORT_NAMES and verb != "export":
-        raise UserError(f"there is no folder {word}; the model of the hub is {command} {SHORT_NAMES[word]}{after}")
+    if _GPT2.fullmatch(word) and verb != "export":
+        raise UserError(f"there is no folder {word}; the model of the hub is {command} openai-community/{word}{after}")
     if " " in word:
         raise UserError(which_model(verb, word))
     near, hint = nearest(path), "python -m lmtrain.runs lists the runs there are"
@@ -210,8 +209,8 @@ def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path], typ
     command, path = f"python -m lmtrain.{verb}", Path(word).expanduser()
     if path.is_dir():
         return _a_model(command, word, path)
-    if word in SHORT_NAMES:
-        return f"{word!r} is a model: {command} model={SHORT_NAMES[word]} data.path=YOUR_TEXT"
+    if _GPT2.fullmatch(word):
+        return f"{word!r} is a model: {command} model=openai-community/{word} data.path=YOUR_TEXT"
     options = [f"{group}={word}" for group in _GROUPS if word in options_of(group, folders)]
     if options:
         return f"{word!r} is an option: {' or '.join(f'{command} {option}' for option in options)}"

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from lmtrain.config import compose as rules
 from lmtrain.config import trust
 from lmtrain.config.batch import split_over
-from lmtrain.config.schema import Command, Config
+from lmtrain.config.command import Command
+from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.run_folder import finished

@@ -8,7 +8,8 @@ import os
 from lmtrain import errors
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import split_over
-from lmtrain.config.schema import Command, Config
+from lmtrain.config.command import Command
+from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import RankLayout
 from lmtrain.errors import UserError
