@@ -410,8 +410,7 @@ class SweepConfig:
 
 @dataclass(kw_only=True)
 class Config:
-    # Set per config by compose.check; `kept` are values read from the environment (environment.Reading).
-    kept: ClassVar[Mapping[str, Any]] = {}
+    kept: ClassVar[Mapping[str, Any]] = {}  # set per config by compose.check: values read from the environment
     command: ClassVar[Command] = Command()
 
     run_dir: Annotated[str | None, SHOWN, SOURCE, ReadBy(("export", "generate", "inspect"))]
