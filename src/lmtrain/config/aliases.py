@@ -18,8 +18,7 @@ def _by_name(table: str) -> dict[str, str]:
     return {name: here for here, names in _TABLES[table].items() for name in names}
 
 
-NEIGHBOURS, OPTIONS, WITHOUT, HYDRA_FLAGS, VERBS = map(_by_name, ("keys", "options", "without", "hydra_flags", "verbs"))
-DEEPSPEED = _by_name("deepspeed")
+NEIGHBOURS, OPTIONS, WITHOUT, VERBS, DEEPSPEED = map(_by_name, ("keys", "options", "without", "verbs", "deepspeed"))
 WANTED, SHARES = _TABLES["wanted"], _TABLES["shares"]
 SECTIONS, _AMBIGUOUS = (tuple(_TABLES[name]) for name in ("sections", "ambiguous"))
 

@@ -14,7 +14,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.config import aliases
 from lmtrain.config.aliases import (
-    HYDRA_FLAGS,
     LEFT,
     NEIGHBOURS,
     OPTIONS,
@@ -127,9 +126,6 @@ def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str
         argv: all arguments, since the value of an unknown flag may follow it.
     """
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    hydras = next((f"{flag} is not an option: {HYDRA_FLAGS[flag]}" for flag in flags if flag in HYDRA_FLAGS), None)
-    if hydras is not None:
-        return hydras
     settings = list[str]()
     left_out = list[str]()
     for word, after in itertools.pairwise([*argv, "-"]):
@@ -139,12 +135,16 @@ def unknown_flags(unknown: Sequence[str], argv: Sequence[str], verb: str) -> str
             continue
         given = value if equals else None if after.startswith("-") or "=" in after else after
         setting = absent(key) or _setting(key, given)
-        (left_out if absent(key) or LEFT in setting else settings).append(setting)
+        if absent(key) or LEFT in setting:
+            left_out.append(f"{flag}: {setting}")
+        else:
+            settings.append(setting)
+    if left_out and not settings:
+        return "; ".join(left_out)
     bare = [re.sub(r" \(.*\)", "", setting) for setting in settings] or ["trainer.max_steps=100"]
     needed = [match[1] for setting in settings if (match := re.search(r"\(with ([\w/]+=\w+)", setting))]
-    command = " ".join(dict.fromkeys([*needed, *bare]))
-    said = "; ".join([f"python -m lmtrain.{verb} {command}", *left_out])
-    return f"{', '.join(flags or unknown)}: settings are written without dashes: {said}"
+    command = f"python -m lmtrain.{verb} {' '.join(dict.fromkeys([*needed, *bare]))}"
+    return "; ".join([f"{', '.join(flags or unknown)}: settings are written without dashes: {command}", *left_out])
 
 
 def _setting(key: str, value: str | None) -> str:
