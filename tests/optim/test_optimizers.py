@@ -531,7 +531,10 @@ def test_values_out_of_range_are_explained(name: str, wrong: str) -> None:
         ("optimizer.betas=[0.9,1.5]", r"optimizer\.betas=\[0\.9, 1\.5\]: two numbers"),
         ("optimizer.fused=false", r"no key 'optimizer\.fused': AdamW is always torch's fused kernel.*leave it out"),
         ("+optimizer.fused=false", r"no key 'optimizer\.fused': AdamW is always torch's fused kernel.*leave it out"),
-        ("+optimizer.momentum=0.9", r"optimizer\.momentum has no meaning with optimizer=adamw; it .* optimizer=muon"),
+        (
+            "+optimizer.momentum=0.9",
+            r"optimizer\.momentum has no meaning with the optimizer chosen here; it .* optimizer=muon",
+        ),
     ],
 )
 def test_wrong_values_in_a_config_are_explained(override: str, message: str) -> None:

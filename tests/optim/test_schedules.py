@@ -207,10 +207,13 @@ def test_schedules_that_do_not_depend_on_the_length(name: str) -> None:
         ("schedule=range_test schedule.min_lr_ratio=0.0", "schedule.min_lr_ratio=0.0"),
         ("schedule=range_test schedule.warmup_steps=3", "has no warmup"),
         ("schedule.name=wsd", r"needs schedule\.decay_ratio: choose schedule=wsd"),
-        ("schedule.name=constant", r"schedule\.min_lr_ratio has no meaning with schedule=constant; it belongs to"),
+        (
+            "schedule.name=constant",
+            r"schedule\.min_lr_ratio has no meaning with the schedule chosen here; it belongs to",
+        ),
         (
             "+schedule.power=2",
-            r"power has no meaning with schedule=cosine; it belongs to schedule=polynomial",
+            r"power has no meaning with the schedule chosen here; it belongs to schedule=polynomial",
         ),
     ],
 )

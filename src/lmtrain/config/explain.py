@@ -286,7 +286,7 @@ def wrong_type(error: OmegaConfBaseException, tree: Any, valid: Iterable[str]) -
     """Returns the message for a value that the schema rejects; `valid` are all keys."""
     key, message = str(getattr(error, "full_key", None) or ""), str(error).strip().split("\n")[0]
     if "not in '" in message:
-        return unknown_key(key, valid)
+        return other_variant(key, [conf_dir()]) or unknown_key(key, valid)
     if "missing mandatory" in message.lower():
         return f"{key} has no value: set {key}=..."
     if "'None' for field" in message:

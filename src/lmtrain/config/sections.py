@@ -177,18 +177,12 @@ def _named(group: str, section: Tree, own: dict[str, type[T]]) -> type[T]:
     """Returns the dataclass for the section's `name`.
 
     Raises:
-        UserError: the name is unknown, or only `name` was changed, so that keys of another option are present or keys
-            of this one are missing.
+        UserError: the name is unknown, or only `name` was changed, so that keys of this option are missing.
     """
     name = str(section.get("name"))
     if name not in own:
         choice(*own, "custom")(f"{group}.name", name)
         raise UserError(f"{group}._target_ has no value: choose {group}=custom")
-    takes = {options: {f.name for f in dataclasses.fields(options)} for options in own.values()}  # type: ignore[arg-type]
-    for key in map(str, section):
-        having = [f"{group}={other}" for other, options in own.items() if key in takes[options]]
-        if having and key not in takes[own[name]]:
-            raise UserError(f"{group}.{key} has no meaning with {group}={name}; it belongs to {', '.join(having)}")
     for field in dataclasses.fields(own[name]):  # type: ignore[arg-type]
         if field.default is dataclasses.MISSING and field.name not in section:
             key = f"{group}.{field.name}"
