@@ -533,7 +533,7 @@ def test_values_out_of_range_are_explained(name: str, wrong: str) -> None:
         ("+optimizer.fused=false", r"no key 'optimizer\.fused': AdamW is always torch's fused kernel.*leave it out"),
         (
             "+optimizer.momentum=0.9",
-            r"optimizer\.momentum has no meaning with the optimizer chosen here; it .* optimizer=muon",
+            r"optimizer\.momentum has no meaning with the optimizer .* optimizer=muon",
         ),
     ],
 )

@@ -209,7 +209,7 @@ def test_schedules_that_do_not_depend_on_the_length(name: str) -> None:
         ("schedule.name=wsd", r"needs schedule\.decay_ratio: choose schedule=wsd"),
         (
             "schedule.name=constant",
-            r"schedule\.min_lr_ratio has no meaning with the schedule chosen here; it belongs to",
+            r"schedule\.min_lr_ratio has no meaning with the schedule chosen here",
         ),
         (
             "+schedule.power=2",

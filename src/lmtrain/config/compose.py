@@ -89,6 +89,9 @@ def composition(
     _check_model_name(facts.typed, composed, used, hydra)
     _refuse_removals(composed, used)
     _leave_to_replaced(composed, facts.typed)
+    for key in set(sections.GONE) & facts.typed.keys():
+        if "_target_" not in composed[key.partition(".")[0]]:
+            raise UserError(explain.unknown_key(key, ()))
     _complete_own_optimizer(composed)
     for proposal in proposers.row_length(facts.typed, composed, is_named="model" in facts.replaced()):
         word = parse(proposal.override)
