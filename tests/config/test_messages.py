@@ -18,7 +18,7 @@ SAID = {
     "logger=wandb|logger.wandb.mode=offlin": "did you mean offline?",
     "callbacks.extra={_target_: lightning.pytorch.callbacks.Timer}": "a list is needed, callbacks.extra=[{_target_: ",
     "optimizer=adamw|optimizer.betas=[0.9,1.5]": "optimizer.betas=[0.9, 1.5]: two numbers are needed, from 0 up to",
-    "model.name=gpt2": "set model=pretrained model.name_or_path=gpt2; from scratch choose one of model=",
+    "model.name=gpt2": "the hub are model=pretrained model.name_or_path=gpt2",
     "model=llama_nano|model.name=llama_small": "the model stays llama_nano. Choose model=llama_small",
     "~peft=lora": "peft=none turns it off",
     "~model": "the group model can't be left out; options: ",

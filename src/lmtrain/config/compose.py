@@ -185,13 +185,9 @@ def _check_model_name(typed: Mapping[str, Any], composed: DictConfig, words: Seq
     usual = places[-1].text if places else None
     if name == usual:
         return
-    known = options_of("model", hydra.folders)
-    found = f"model.name={name} changes only what is shown: the model stays {usual}"
-    if name in known:
-        raise UserError(f"{found}. Choose model={name}")
-    instead = f"set model=pretrained model.name_or_path={name}"
-    scratch = ", ".join(option for option in known if option != "pretrained")
-    raise UserError(f"{found}: {instead}; from scratch choose one of model={scratch}")
+    is_option = name in options_of("model", hydra.folders)
+    instead = f"Choose model={name}" if is_option else explain.unknown_option("model", name, hydra.folders)
+    raise UserError(f"model.name={name} changes only what is shown: the model stays {usual}. {instead}")
 
 
 def _leave_to_replaced(composed: DictConfig, typed: Mapping[str, Any]) -> None:

@@ -258,9 +258,9 @@ def _weights_of(name: str) -> str:
             return str(export)
     if (path / "export" / "adapter_config.json").is_file():
         raise UserError(
-            f"model={name}: the run exported an adapter. To start from the whole model, merge it first: python -m "
-            f"lmtrain.export {shell_word('run_dir', name)} export.merge=true; to go on training the adapter, name its "
-            f"base in model= and set peft=lora {shell_word('peft.adapter', str(path / 'export'))}"
+            f"model={name}: the run exported an adapter. Merge it first, python -m lmtrain.export "
+            f"{shell_word('run_dir', name)} export.merge=true, or train it further: its base as model=, and peft=lora "
+            f"{shell_word('peft.adapter', str(path / 'export'))}"
         )
     written = f"Of a run, python -m lmtrain.export {shell_word('run_dir', name)} writes it"
     raise UserError(f"model={name}: the folder holds no model (config.json). {written}")
