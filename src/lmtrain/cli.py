@@ -244,8 +244,7 @@ def _composed(verb: str, args: argparse.Namespace, read: "words.Read", argv: lis
     """
     from lmtrain.config import compose as config
     from lmtrain.config import effect, trust
-    from lmtrain.config.command import Command
-    from lmtrain.config.override_text import typed_keys
+    from lmtrain.config.override_text import Command, typed_keys
 
     def default(key: str) -> Any:
         """Returns the value that a key has if only the other overrides are given."""

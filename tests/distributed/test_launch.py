@@ -12,7 +12,7 @@ import pytest
 from lmtrain import errors
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config import compose
-from lmtrain.config.command import Command
+from lmtrain.config.override_text import Command
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError
 from lmtrain.files import read_jsonl

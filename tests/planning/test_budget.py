@@ -23,7 +23,7 @@ from lmtrain.callbacks.samples import Samples
 from lmtrain.callbacks.time_budget import TimeBudget
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import row_lengths, step_sizes
-from lmtrain.config.command import Command
+from lmtrain.config.override_text import Command
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import build_corpus
 from lmtrain.data.loaders import rows_of_step

@@ -9,8 +9,8 @@ import yaml
 
 from chats import write_chats
 from inprocess import run
-from lmtrain.config.command import Command
 from lmtrain.config.compose import check, compose
+from lmtrain.config.override_text import Command
 from lmtrain.run import updates
 from support import rows
 from tiny_pretrained import save_pretrained

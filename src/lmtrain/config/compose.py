@@ -17,11 +17,11 @@ from lmtrain import secrets
 from lmtrain.config import environment, explain, interpolations, proposers, safe_yaml, sections, trust
 from lmtrain.config.batch import batch_split
 from lmtrain.config.checks import check_pretrained_name, check_values
-from lmtrain.config.command import Command
 from lmtrain.config.config_files import ConfigFile, composed_files, folders_of, hydra_over, origins
 from lmtrain.config.defaults import conf_dir, options_of
 from lmtrain.config.keys import at, flat
 from lmtrain.config.options import MODELS, OBJECTIVES, OPTIMIZERS, SCHEDULES
+from lmtrain.config.override_text import Command
 from lmtrain.config.overrides import Word, parse, parse_all
 from lmtrain.config.proposers import Proposal, WordFacts
 from lmtrain.config.schema import Config

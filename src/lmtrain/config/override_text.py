@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lmtrain.config.interpolations import escaped
@@ -48,6 +49,25 @@ def typed_keys(overrides: Sequence[str]) -> dict[str, str]:
     """Maps the dotted key of each override to the text of its value as typed; deletions (~key) are left out."""
     pairs = (o.lstrip("+").partition("=") for o in overrides if not o.startswith("~"))
     return {key: value for key, _, value in pairs}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a config was composed from."""
+
+    words: tuple[str, ...] = ()  # the command line as typed, or the overrides given in Python
+    of_file: tuple[str, ...] = ()  # the overrides of the yaml file that it names
+    notes: tuple[str, ...] = ()  # what lmtrain has added, and why, for the plan
+
+    @property
+    def typed(self) -> dict[str, str]:
+        """The typed keys with their values as text."""
+        return typed_keys(self.words)
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The keys that are typed or in the yaml file."""
+        return typed_keys([*self.of_file, *self.words])
 
 
 def leaves_of(tree: Mapping[Any, Any], known: Container[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:

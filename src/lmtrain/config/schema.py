@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from lmtrain.config.command import Command
 from lmtrain.config.constraints import *  # the vocabulary of declarations
 from lmtrain.config.free_sections import LOGGERS, METRICS, MODEL_FIELDS, REWARDS
+from lmtrain.config.override_text import Command
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 
 FP8 = "fp8"

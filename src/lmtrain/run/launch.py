@@ -21,7 +21,7 @@ from typing import Any
 from lmtrain import errors
 from lmtrain.config import compose as rules
 from lmtrain.config import trust
-from lmtrain.config.command import Command
+from lmtrain.config.override_text import Command
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed import ranks, spinning

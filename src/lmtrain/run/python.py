@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lmtrain.config import compose as rules
 from lmtrain.config import trust
 from lmtrain.config.batch import split_over
-from lmtrain.config.command import Command
+from lmtrain.config.override_text import Command
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.errors import UserError

@@ -8,7 +8,7 @@ import os
 from lmtrain import errors
 from lmtrain.config import compose as rules
 from lmtrain.config.batch import split_over
-from lmtrain.config.command import Command
+from lmtrain.config.override_text import Command
 from lmtrain.config.schema import Config
 from lmtrain.distributed import ranks
 from lmtrain.distributed.ranks import RankLayout
