@@ -29,7 +29,8 @@ def check_exportable(model: PreTrainedModel) -> None:
     """Raises UserError unless the model's class is one of transformers' own, which the modeling file can import."""
     name = type(model).__name__.removeprefix("FSDP")
     if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model.config.model_type) != name:
-        raise UserError(f"a memory of {name}, no class of transformers, can't be exported: set export.enabled=false")
+        found = f"a memory of {name}, no class of transformers' own, can't be exported"
+        raise UserError(f"{found}: set export.enabled=false")
 
 
 def modeling_file(config: PreTrainedConfig) -> str:
