@@ -106,8 +106,8 @@ class Objective(pl.LightningModule):
         """
         if "model" not in arguments:
             found = f"{cls.__name__}.load_from_checkpoint: a checkpoint holds weights, not the objective"
-            made = "make it with lmtrain.build(lmtrain.compose([...])), and pass ckpt_path to trainer.fit or validate"
-            raise UserError(f"{found}: {made}")
+            made = "make it with run = lmtrain.build(lmtrain.compose([...]))"
+            raise UserError(f"{found}: {made}, and pass ckpt_path={str(checkpoint_path)!r} to trainer.fit or validate")
         return super().load_from_checkpoint(checkpoint_path, *args, **arguments)
 
     @classmethod
