@@ -138,7 +138,7 @@ def test_families_give_the_logits_and_gradients_of_the_whole_model(tmp_path: Pat
         (["trainer.fsdp.tensor_parallel_size=1"], "at least 2 is needed"),
         (["trainer.fsdp.tensor_parallel_size=4", "trainer.devices=4"], "does not divide model.num_attention_heads=2"),
         (["trainer.devices=4", "data.global_batch_size=6", "data.micro_batch_size=2"], "2 group(s) of 2 devices"),
-        (["model=moe_small"], "experts are not split"),
+        (["model=moe_small"], "experts and memories are not split"),
         ([*ADAPTED, "peft=lora", "peft.use_dora=true"], "peft.use_dora=true"),
         ([*ADAPTED, "peft=qlora"], "peft.quantization=nf4"),
         (["optimizer=adamw_8bit"], "Set optimizer=adamw"),
