@@ -129,7 +129,8 @@ def _check_matches(rule: _Rule, owners: dict[str, _Rule]) -> None:
         raise UserError(f"optimizer.groups: {{name: {rule.name}}}: {_NOTHING[rule.name]}; leave the entry out")
     names = list(owners)
     shown = names[:: max(1, len(names) // 6)][:6]
-    raise UserError(f"optimizer.groups: pattern {rule.pattern!r} matches no trained parameter, as {', '.join(shown)}")
+    found = f"optimizer.groups: pattern {rule.pattern!r} matches no trained parameter"
+    raise UserError(f"{found}, such as {', '.join(shown)}")
 
 
 def _algorithm(name: str, parameter: nn.Parameter, adamw_pattern: str | None) -> str:
