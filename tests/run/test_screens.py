@@ -16,6 +16,7 @@ from rich.console import Console
 from inprocess import run, train_tiny
 from lmtrain.callbacks.progress import PlainLines, RichBar, duration
 from lmtrain.config import compose
+from lmtrain.config.override_text import Command
 from lmtrain.run import next_commands
 from lmtrain.run.next_commands import longer
 from lmtrain.run.repository import git_state
@@ -207,22 +208,19 @@ def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: py
         (["run.name=a", "budget.minutes=5"], [], ["run.name=a", "budget.minutes=5"]),
     ],
 )
-def test_the_command_that_continues(
-    words: list[str], changes: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(next_commands, "typed", lambda: words)
+def test_the_command_that_continues(words: list[str], changes: list[str], wanted: list[str]) -> None:
     name = "a" if "run.name=a" in words else None
-    named = SimpleNamespace(run=SimpleNamespace(name=name))
+    named = SimpleNamespace(run=SimpleNamespace(name=name), command=Command(tuple(words)))
     made = SimpleNamespace(config=named, dir=SimpleNamespace(path=Path("out/1")))
     said = next_commands.continuing(made, *changes)  # type: ignore[arg-type]
     assert shlex.split(said) == ["python", "-m", "lmtrain.train", *wanted]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_a_command_with_control_characters_is_read_by_a_shell_as_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_with_control_characters_is_read_by_a_shell_as_it_is_shown() -> None:
     words = ["run.name=a", "data.path=\x1b[1m\x85it's\\ é\u202e日本", "data.val_path=\udcff\n\t"]
-    monkeypatch.setattr(next_commands, "typed", lambda: words)
-    made = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name="a")), dir=SimpleNamespace(path=Path("a")))
+    config = SimpleNamespace(run=SimpleNamespace(name="a"), command=Command(tuple(words)))
+    made = SimpleNamespace(config=config, dir=SimpleNamespace(path=Path("a")))
     shown = visible(next_commands.continuing(made))  # type: ignore[arg-type]
     read = subprocess.run(["bash", "-c", shown.replace("python", "printf '%s\\0'", 1)], capture_output=True, check=True)
     assert read.stdout.split(b"\0")[2:-1] == [os.fsencode(word) for word in words]
