@@ -33,9 +33,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     else:
         twin, peft = model.float(), adapter.peft
     twin.__dict__.pop(ATTRIBUTE, None)
-    plain = peft.merge_and_unload(adapter_names=[NAME])
-    plain._hf_peft_config_loaded = False
-    return plain
+    return peft.merge_and_unload(adapter_names=[NAME])
 
 
 def _dequantized_twin(model: PreTrainedModel) -> PreTrainedModel:
