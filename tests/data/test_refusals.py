@@ -178,6 +178,11 @@ def test_a_class_without_a_file_has_no_code(tmp_path: Path) -> None:
     assert choose._code_of(made_source.Rows, str(tmp_path / "cache")) != first
 
 
+def test_a_dataset_is_labelled_by_the_last_part_of_its_name() -> None:
+    for name in ("wikitext", "Salesforce/wikitext", "here/data/wikitext/"):
+        assert hub.named(given(name=name)) == (name, "wikitext")
+
+
 def test_features_in_lists_and_mappings_keep_their_files_undecoded() -> None:
     datasets = pytest.importorskip("datasets")
     found = hub._stored([{"a": datasets.Image(), "b": datasets.Value("string")}])

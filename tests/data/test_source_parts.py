@@ -105,6 +105,7 @@ def test_the_sign_of_a_table_is_the_one_that_gives_even_lines() -> None:
     assert _is_header(sentence, ["It is a nice day.,3\n", *below], ",", ["3"]), "one of the wanted columns"
     assert _is_header(["text", "label"], ["text,label\n", *below], ",", [])
     assert _is_header(sentence, ["It is a nice day.,3\n", "word,4\n"], ",", []), "those below are no sentences"
+    assert _is_header([sentence[0], "label"], [f"{sentence[0]},label\n", *below], ",", []), "beside a word"
 
 
 # Repeats
