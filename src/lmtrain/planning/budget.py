@@ -26,7 +26,7 @@ from lmtrain.config.keys import value_of
 from lmtrain.config.proposers import EPOCHS, LENGTHS
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus, fit_to_model
-from lmtrain.data.loaders import seen_rows
+from lmtrain.data.loaders import no_workers_left, seen_rows
 from lmtrain.data.val_sets import build_val_sets
 from lmtrain.distributed import compiler, devices, ranks
 from lmtrain.distributed import process_group as world
@@ -90,7 +90,7 @@ def settle(config: Config, began: float, again: Again) -> Config:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)
         return config
-    typed = config.command.given
+    typed = config.command.given  # from here on, what a file sets is as good as typed
     if config.run.cooldown_from is not None:
         found = f"budget.{chosen} counts from the first step, and run.cooldown_from={config.run.cooldown_from}"
         raise UserError(f"{found} continues another run to trainer.max_steps: set that instead of the budget")
@@ -321,7 +321,8 @@ def _alone(config: Config, corpus: Corpus) -> tuple[float, list[float]]:
         feed = build_feed(tried, RunDir(Path(folder)), corpus, StopRequest(), _MOST)
         trainer = build.build_trainer(tried, RunDir(Path(folder)), [ends, *([feed] if feed else [])], None, _MOST)
         building = time.time() - began
-        trainer.fit(objective, datamodule=datamodule)
+        with no_workers_left():
+            trainer.fit(objective, datamodule=datamodule)
         times = [row["time"] for row in read_jsonl(curve)]
         # A stream's first window is tokenized before the first step.
         return (building if feed is None else times[0] - began), times

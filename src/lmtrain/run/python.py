@@ -120,15 +120,18 @@ class PythonRun:
 
         Nothing is written to the run's folder.
         """
+        from lmtrain.data import loaders
+
         metrics = self._run.metrics
         before = metrics.last_val
-        self.trainer.validate(
-            self.objective,
-            datamodule=self.datamodule,
-            ckpt_path=self._session.checkpoint,
-            weights_only=True,
-            verbose=False,
-        )
+        with loaders.no_workers_left():
+            self.trainer.validate(
+                self.objective,
+                datamodule=self.datamodule,
+                ckpt_path=self._session.checkpoint,
+                weights_only=True,
+                verbose=False,
+            )
         metrics.records.forget_validation()
         found, metrics.last_val = metrics.last_val, before
         return {name: value for name, value in found.items() if name != "step"}
