@@ -99,7 +99,8 @@ def refuse_tied_lora(model: PreTrainedModel) -> None:
         found = "peft.target_modules: the input and output embeddings share one matrix, which LoRA would untie"
         raise UserError(f"{found}: leave them out, or train it in full with peft.modules_to_save=[embed_tokens]")
     if adapted[0] and any(getattr(head, "use_dora", {}).values()):
-        raise UserError("peft.use_dora=true on the output layer: train that in full with peft.modules_to_save")
+        found = "peft.use_dora=true on the output layer is not possible"
+        raise UserError(f"{found}: train that in full with peft.modules_to_save")
 
 
 def check_reads_back(peft: PeftModel) -> None:

@@ -132,7 +132,8 @@ def open_own(cfg: DataConfig) -> Any:
     if missing:
         kind = "text" if cfg.rows == "text" else "rows"
         found = f"data.source={cfg.source} is not a source of {kind}: it lacks {', '.join(missing)}"
-        raise UserError(f"{found} (see lmtrain.data.sources.choose.Source; what __init__ sets: in the class too)")
+        declared = "what __init__ sets has to be declared in the class body too, label: str"
+        raise UserError(f"{found} (see lmtrain.data.sources.choose.Source; {declared})")
     if "_target_" in options or "_args_" in options:
         raise UserError("data.source_options: _target_ and _args_ have no meaning here; data.source names the class")
     source = build_target({"_target_": cfg.source, **options}, "data.source", cls, opened)
