@@ -10,6 +10,7 @@ class Process:
     pid: int
     started: str  # in clock ticks since boot: distinguishes processes with a reused id
     parent: int
+    name: str
     command: str
 
     def alive(self) -> bool:
@@ -20,11 +21,12 @@ class Process:
 def read(pid: int) -> Process | None:
     """Returns the process, or None if it is gone, or has ended and has not been waited for."""
     try:
-        state, parent, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        named, _, rows = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        state, parent, *rest = rows.split()
         command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if state in "ZX" else Process(pid, rest[17], int(parent), command)
+    return None if state in "ZX" else Process(pid, rest[17], int(parent), named.partition("(")[2], command)
 
 
 def below(pid: int) -> list[Process]:
@@ -50,7 +52,10 @@ def started_by(parent: int, module: str) -> list[Process]:
 def ranks(parent: int) -> list[int]:
     """Returns the process ids of a launcher's ranks, rank 0 first."""
     found = started_by(parent, "lmtrain.run.launch")
-    return [p.pid for p in sorted(found, key=lambda p: int(_variable(p.pid, "RANK")))]
+    numbers = {int(_variable(p.pid, "RANK")): p.pid for p in found}
+    forked = [p for p in below(parent) if p.parent == parent and p.name.startswith("rank ")]  # by forked_ranks
+    numbers |= {int(p.name.removeprefix("rank ")): p.pid for p in forked}
+    return [pid for _, pid in sorted(numbers.items())]
 
 
 def _variable(pid: int, name: str) -> str:

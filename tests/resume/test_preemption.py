@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from runs import assert_equal_runs, command, environment, stable_rows, train, train_here
 
+import forked
 from lmtrain.checkpoints import store
 from lmtrain.files import read_jsonl
 from support import lingers
@@ -27,18 +28,11 @@ SIGNALS = [
 ]
 
 
-def start(corpus: Path, run_dir: Path, *extra: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(corpus, run_dir, *extra),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def start(corpus: Path, run_dir: Path, *extra: str) -> forked.Started:
+    return forked.Started(command(corpus, run_dir, *extra)[1:], environment())
 
 
-def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+def wait_for_step(process: forked.Started, run_dir: Path, step: int) -> None:
     while process.poll() is None:
         if any(row["step"] >= step for row in read_jsonl(run_dir / "metrics.jsonl")):
             return
@@ -118,14 +112,11 @@ def test_ctrl_c_is_answered_within_a_long_step(corpus: Path, tmp_path: Path) -> 
     run_dir, marker = tmp_path / "run", tmp_path / "in_the_step"
     busy = f"callbacks.extra=[{{_target_: slow.BusyInC, step: 7, marker: {marker}}}]"
     process = start(corpus, run_dir, *LONG, busy, "run.allow_target=[slow]")
-    assert process.stdout is not None
     while not marker.exists():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    for line in process.stdout:
-        if line.startswith("SIGINT: stopping after this step; press Ctrl-C again to stop at once"):
-            break
+    process.wait_for("\nSIGINT: stopping after this step; press Ctrl-C again to stop at once")
     assert process.poll() is None, "it is still in that step"
     time.sleep(0.7)
     process.send_signal(signal.SIGINT)

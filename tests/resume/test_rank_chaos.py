@@ -4,13 +4,13 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from runs import assert_equal_runs, command, environment, train
 
+import forked
 import processes
 from lmtrain.files import read_jsonl
 
@@ -46,8 +46,7 @@ def kill_once(draw: random.Random, words: list[str], run_dir: Path) -> None:
     begins, steps = draw.random() < 0.25, draw.randint(1, 150)
     before = last_step(run_dir)
     started = time.monotonic()
-    run = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                           start_new_session=True)  # fmt: skip
+    run = forked.Started(words[1:], environment())
     seconds = draw.uniform(1.0, 8.0)
     while run.poll() is None and (
         time.monotonic() - started < seconds if begins else last_step(run_dir) < before + steps
@@ -67,7 +66,7 @@ def last_step(run_dir: Path) -> int:
     return max((row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")), default=0)
 
 
-def send(run: subprocess.Popen[str], target: str, number: signal.Signals) -> None:
+def send(run: forked.Started, target: str, number: signal.Signals) -> None:
     """Sends the signal to the target, or to the parent if there are no ranks yet."""
     ranks = processes.ranks(run.pid) if target.startswith("rank") or target == "all" else []
     pids = [*ranks, run.pid] if target == "all" else (ranks[int(target[-1]) :][:1] if ranks else []) or [run.pid]

@@ -11,6 +11,7 @@ import pytest
 from runs import assert_equal_runs, command, environment, train_here
 from test_preemption import LONG, start, wait_for_step
 
+import forked
 from lmtrain.errors import RunError
 from lmtrain.run_folder import lock as run_lock
 from lmtrain.run_folder.folder import RunDir
@@ -26,9 +27,7 @@ def test_the_same_command_again_waits_and_goes_on(corpus: Path, tmp_path: Path) 
     wait_for_step(first, run_dir, 5)
     first.send_signal(signal.SIGSTOP)  # stands for a save that takes long
     second = start(corpus, run_dir, *LONG)
-    assert second.stdout is not None
-    while "another process is still training in" not in (line := second.stdout.readline()):
-        assert line, "it did not wait"
+    second.wait_for("another process is still training in")
     first.send_signal(signal.SIGCONT)
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=60)
@@ -39,13 +38,11 @@ def test_the_same_command_again_waits_and_goes_on(corpus: Path, tmp_path: Path) 
     assert_equal_runs(tmp_path / "whole", run_dir)
 
 
-def start_behind(folder: Path, corpus: Path) -> "subprocess.Popen[str]":
+def start_behind(folder: Path, corpus: Path) -> forked.Started:
     """Starts a run that waits for this process, which holds the folder's lock; it resumes nothing."""
     words = [word for word in command(corpus, folder, "data.micro_batch_size=6") if word != "run.resume=auto"]
-    late = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert late.stdout is not None
-    while "another process is still training in" not in (line := late.stdout.readline()):
-        assert line, "it did not wait"
+    late = forked.Started(words[1:], environment())
+    late.wait_for("another process is still training in")
     return late
 
 
