@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import composed_once
+import forked
 from lmtrain.distributed.ranks import TORCH
 from support import Run, environment_kept
 
@@ -121,5 +122,17 @@ def lmtrain(tmp_path: Path) -> Run:
             text=True,
             timeout=timeout,
         )
+
+    return run
+
+
+@pytest.fixture
+def forked_lmtrain(tmp_path: Path) -> Run:
+    """Does the same with forked processes, ranks included, which saves imports: for tests of several ranks' numbers."""
+
+    def run(
+        verb: str, *args: str, env: dict[str, str] | None = None, timeout: float = 600
+    ) -> subprocess.CompletedProcess[str]:
+        return forked.run(verb, *args, env={**os.environ, **(env or {})}, here=tmp_path, timeout=timeout)
 
     return run

@@ -55,17 +55,19 @@ def test_losses_of_a_step_do_not_depend_on_its_micro_batches(corpus: Path, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows_at_once", [4, 2])
-def test_losses_of_a_step_are_of_all_ranks(rows_at_once: int, corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
+def test_losses_of_a_step_are_of_all_ranks(
+    rows_at_once: int, corpus: Path, tmp_path: Path, forked_lmtrain: Run
+) -> None:
     given = [*LARGE, "router.scope=step"]
     expected = trained(corpus, tmp_path / "one", *given, "data.micro_batch_size=8")
-    done = run_ranks(lmtrain, corpus, tmp_path / "two", *given, f"data.micro_batch_size={rows_at_once}")
+    done = run_ranks(forked_lmtrain, corpus, tmp_path / "two", *given, f"data.micro_batch_size={rows_at_once}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert_equal(records(tmp_path / "two"), expected)
 
 
-def run_ranks(lmtrain: Run, corpus: Path, folder: Path, *extra: str) -> Any:
+def run_ranks(forked_lmtrain: Run, corpus: Path, folder: Path, *extra: str) -> Any:
     few = ["trainer.val_check_interval=1", "trainer.limit_val_batches=1", "data=text", "trainer.devices=2"]
-    return lmtrain("train", *TINY, *few, f"data.path={corpus}", *SHAPE, f"run.dir={folder}", *extra)
+    return forked_lmtrain("train", *TINY, *few, f"data.path={corpus}", *SHAPE, f"run.dir={folder}", *extra)
 
 
 def test_losses_of_a_step_want_one_reading_of_a_micro_batch() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from inprocess import run
-from ranks_again import run_ranks
+from ranks_again import TORCHRUN, run_ranks
 from support import EXPORT, SAMPLES, TINY, rows
 
 BATCH = ["data.global_batch_size=8", "data.micro_batch_size=2", "trainer.max_steps=20", "trainer.val_check_interval=10",
@@ -58,7 +57,7 @@ class Runs:
     def launch(self, ranks: int = 2) -> None:
         jobs = self.folder / "jobs.json"
         jobs.write_text(json.dumps([[*settings, f"trainer.devices={ranks}"] for settings in self.jobs.values()]))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [*TORCHRUN[:-1], f"--nproc-per-node={ranks}"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "LMTRAIN_DEEPSPEED_ON_CPU": "1", "DS_ACCELERATOR": "cpu",
                "PYTHONFAULTHANDLER": "1"}  # fmt: skip
         done = run_ranks([*command, str(Path(__file__).with_name("ranks.py")), str(jobs)], env, self._clear)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from chats import write_chats
 from inprocess import message, run
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.models.context import joined, parted
-from ranks_again import run_ranks
+from ranks_again import TORCHRUN, run_ranks
 from support import REPO, TINY, rows
 
 CP = ["trainer.strategy=fsdp", "trainer.fsdp.context_parallel_size=2"]
@@ -63,9 +62,8 @@ def test_two_groups_and_checkpoints_that_travel(runs: Runs) -> None:
 @pytest.mark.slow
 def test_families_give_the_loss_and_gradients_of_whole_rows(tmp_path: Path) -> None:
     script = [str(Path(__file__).with_name("context_families.py")), str(tmp_path)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script]
     folders = os.pathsep.join(str(REPO / name) for name in ("src", "tests/models", "tests/helpers"))
-    done = run_ranks(command, env={**os.environ, "PYTHONPATH": folders})
+    done = run_ranks([*TORCHRUN, *script], env={**os.environ, "PYTHONPATH": folders})
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())

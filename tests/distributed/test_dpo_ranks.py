@@ -18,7 +18,7 @@ SETTINGS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_numbers_do_not_depend_on_the_ranks(strategy: str, tmp_path: Path, lmtrain: Run) -> None:
+def test_numbers_do_not_depend_on_the_ranks(strategy: str, tmp_path: Path, forked_lmtrain: Run) -> None:
     pairs = write_rows(tmp_path / "pairs.jsonl", "preference_jsonl")
     for devices, how in ((1, "auto"), (2, strategy)):
         settings = [f"trainer.devices={devices}", f"trainer.strategy={how}", "objective.reference=precomputed"]
@@ -27,7 +27,7 @@ def test_numbers_do_not_depend_on_the_ranks(strategy: str, tmp_path: Path, lmtra
             f"run.dir={tmp_path / str(devices)}",
             f"data.cache_dir={tmp_path / f'cache_{devices}'}",
         ]
-        done = lmtrain("train", *SETTINGS, *settings, *fixed, "trainer.accelerator=cpu", timeout=600)
+        done = forked_lmtrain("train", *SETTINGS, *settings, *fixed, "trainer.accelerator=cpu", timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("reference log-probabilities on 2 ranks" in done.stdout) is (devices == 2)
     one, two = (rows(tmp_path / n / "metrics.jsonl") for n in ("1", "2"))
@@ -41,14 +41,14 @@ def test_numbers_do_not_depend_on_the_ranks(strategy: str, tmp_path: Path, lmtra
 
 
 @pytest.mark.slow
-def test_unpaired_answers_do_not_depend_on_the_ranks(tmp_path: Path, lmtrain: Run) -> None:
+def test_unpaired_answers_do_not_depend_on_the_ranks(tmp_path: Path, forked_lmtrain: Run) -> None:
     """The KL reference point and the means over each kind of answer are computed over all ranks."""
     answers = write_rows(tmp_path / "answers.jsonl", "unpaired_jsonl")
     changed = ["objective=kto", "data=unpaired_jsonl", "data.global_batch_size=6", "trainer.max_steps=4"]
     for devices, how, micro in ((1, "auto", 6), (2, "ddp", 1)):
         settings = [f"trainer.devices={devices}", f"trainer.strategy={how}", f"data.micro_batch_size={micro}"]
         fixed = [f"data.path={answers}", f"run.dir={tmp_path / str(devices)}", "trainer.limit_val_batches=null"]
-        done = lmtrain("train", *SETTINGS, *changed, *settings, *fixed, "trainer.accelerator=cpu", timeout=600)
+        done = forked_lmtrain("train", *SETTINGS, *changed, *settings, *fixed, "trainer.accelerator=cpu", timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
     one, two = (rows(tmp_path / n / "metrics.jsonl") for n in ("1", "2"))
     assert one[-1]["val/kl"] > 0

@@ -1,13 +1,12 @@
 """A copy of the model per node, sharded over the node's ranks: two "nodes" of two gloo ranks against one process."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from strategy_runs import CAUSAL, Runs
 
+import forked
 from lmtrain.checkpoints import store
 from ports import free_port
 
@@ -16,14 +15,13 @@ NODES, PER_NODE = 2, 2
 
 def on_nodes(settings: list[str]) -> None:
     """Runs training with the settings on all nodes and asserts that each of them succeeds."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}",
+    command = ["-m", "torch.distributed.run", f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}",
                "--master-addr=127.0.0.1", f"--master-port={free_port()}"]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
-        subprocess.Popen([*command, f"--node-rank={node}", "-m", "lmtrain.train", *settings],
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+        forked.Started([*command, f"--node-rank={node}", "-m", "lmtrain.train", *settings], env)
         for node in range(NODES)
-    ]  # fmt: skip
+    ]
     for node in started:
         output, _ = node.communicate(timeout=600)
         assert node.returncode == 0, output

@@ -1,7 +1,6 @@
 """Layers split over a group of ranks: numbers and exports equal one process's, and checkpoints are portable."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from lmtrain.callbacks.metrics import without_times
 from lmtrain.checkpoints import store
 from lmtrain.errors import UserError
 from lmtrain.models.split import check
-from ranks_again import run_ranks
+from ranks_again import TORCHRUN, run_ranks
 from resume.runs import assert_equal
 from support import TINY, rows
 from tiny_pretrained import save_pretrained
@@ -120,8 +119,7 @@ def test_exports_are_equal(runs: Runs, task: str) -> None:
 @pytest.mark.slow
 def test_families_give_the_logits_and_gradients_of_the_whole_model(tmp_path: Path) -> None:
     script = [str(Path(__file__).with_name("families.py")), str(tmp_path), ",".join(FAMILIES)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script]
-    done = run_ranks(command)
+    done = run_ranks([*TORCHRUN, *script])
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())

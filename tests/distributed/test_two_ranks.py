@@ -30,9 +30,9 @@ def settings(corpus: Path, run_dir: Path, devices: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_numbers_do_not_depend_on_the_number_of_ranks(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
+def test_numbers_do_not_depend_on_the_number_of_ranks(corpus: Path, tmp_path: Path, forked_lmtrain: Run) -> None:
     for devices in (1, 2):
-        done = lmtrain("train", *settings(corpus, tmp_path / str(devices), devices))
+        done = forked_lmtrain("train", *settings(corpus, tmp_path / str(devices), devices))
         assert done.returncode == 0, done.stdout + done.stderr
     one, two = (rows(tmp_path / n / "metrics.jsonl") for n in ("1", "2"))
     assert len(one) == len(two) == 22

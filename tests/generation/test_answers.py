@@ -282,12 +282,12 @@ def test_preferences_have_answers_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_score_as_one(chats: Path, tmp_path: Path, lmtrain: Run) -> None:
+def test_two_ranks_score_as_one(chats: Path, tmp_path: Path, forked_lmtrain: Run) -> None:
     """Each rank generates a part of the answers and rank 0 scores all; a metric that synchronized ranks would hang."""
     for devices in (1, 2):
         settings = ["data.global_batch_size=8", "model.dropout=0", f"trainer.devices={devices}"]
         scores = ["callbacks.samples.metrics=[bleu,rouge]", f"run.dir={tmp_path}/{devices}", f"data.path={chats}"]
-        done = lmtrain("train", *SFT, *settings, *scores)
+        done = forked_lmtrain("train", *SFT, *settings, *scores)
         assert done.returncode == 0, done.stdout + done.stderr
     one, two = ((tmp_path / n / "samples.jsonl").read_text() for n in ("1", "2"))
     assert one == two

@@ -134,13 +134,13 @@ def test_predictions_are_of_the_data() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_does(folder: Path, tmp_path: Path, lmtrain: Run) -> None:
+def test_two_ranks_learn_what_one_does(folder: Path, tmp_path: Path, forked_lmtrain: Run) -> None:
     """Loss and gradients equal those of one rank, in steps on the data and on the student's own answers."""
     given = [*DISTILL, f"data.path={folder / 'chats.jsonl'}", f"model.name_or_path={folder / 'student'}",
              f"objective.teacher={folder / 'teacher'}", "objective.on_policy=0.5", "objective.beta=0.5", SHORT,
              "trainer.max_steps=4", "trainer.accelerator=cpu", "data.micro_batch_size=2"]  # fmt: skip
     for devices in (1, 2):
-        done = lmtrain("train", *given, f"trainer.devices={devices}", f"run.dir={tmp_path / str(devices)}",
+        done = forked_lmtrain("train", *given, f"trainer.devices={devices}", f"run.dir={tmp_path / str(devices)}",
                        env={"PYTHONPATH": str(REPO / "src")})  # fmt: skip
         assert done.returncode == 0, done.stderr
     one, two = losses(tmp_path / "1"), losses(tmp_path / "2")

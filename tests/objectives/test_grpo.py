@@ -155,10 +155,10 @@ def test_the_second_update_of_a_rollout_is_weighed_by_what_changed(prompts: Path
 
 
 @pytest.mark.slow
-def test_two_ranks_sample_what_one_does(prompts: Path, llama: Path, tmp_path: Path, lmtrain: Run) -> None:
+def test_two_ranks_sample_what_one_does(prompts: Path, llama: Path, tmp_path: Path, forked_lmtrain: Run) -> None:
     for name, argv in {"one": [], "ddp": ["trainer.devices=2"],
                        "fsdp": ["trainer.devices=2", "trainer.strategy=fsdp"]}.items():  # fmt: skip
-        done = lmtrain("train", *GRPO, *LETTERS, f"data.path={prompts}", f"model.name_or_path={llama}",
+        done = forked_lmtrain("train", *GRPO, *LETTERS, f"data.path={prompts}", f"model.name_or_path={llama}",
                        f"run.dir={tmp_path / name}", "trainer.accelerator=cpu", "objective.updates_per_rollout=2",
                        "objective.kl_coef=0.1", *argv, env={"PYTHONPATH": str(REPO / "src")})  # fmt: skip
         assert done.returncode == 0, done.stderr

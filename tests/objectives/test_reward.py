@@ -327,10 +327,10 @@ def test_a_reward_model_with_a_million_layers_is_refused(llama: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_does(pairs: Path, llama: Path, tmp_path: Path, lmtrain: Run) -> None:
+def test_two_ranks_learn_what_one_does(pairs: Path, llama: Path, tmp_path: Path, forked_lmtrain: Run) -> None:
     for name, argv in {"one": [], "ddp": ["trainer.devices=2"],
                        "fsdp": ["trainer.devices=2", "trainer.strategy=fsdp"]}.items():  # fmt: skip
-        done = lmtrain("train", *REWARD_RUN, f"data.path={pairs}", f"model.name_or_path={llama}",
+        done = forked_lmtrain("train", *REWARD_RUN, f"data.path={pairs}", f"model.name_or_path={llama}",
                        f"run.dir={tmp_path / name}", "trainer.accelerator=cpu", "data.micro_batch_size=1",
                        "trainer.max_steps=3", *argv, env={"PYTHONPATH": str(REPO / "src")})  # fmt: skip
         assert done.returncode == 0, done.stderr

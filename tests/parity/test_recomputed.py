@@ -415,8 +415,8 @@ def test_names_of_other_runs(corpus: Path, folder: Path, tmp_path: Path) -> None
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RECOMPUTED)
-def test_two_ranks(kind: str, folder: Path, tmp_path: Path, lmtrain: Run) -> None:
+def test_two_ranks(kind: str, folder: Path, tmp_path: Path, forked_lmtrain: Run) -> None:
     """In the last step one rank has three rows and the other two, as in validation."""
-    done = lmtrain("train", *argv(kind, folder, tmp_path / "run", "trainer.devices=2"))
+    done = forked_lmtrain("train", *argv(kind, folder, tmp_path / "run", "trainer.devices=2"))
     assert done.returncode == 0, done.stderr
     compare(tmp_path / "run", folder, kind)

@@ -3,12 +3,13 @@
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from runs import assert_equal_runs, command, environment, train, train_here
+
+import forked
 
 KILLS = 6
 LONG = ["data.micro_batch_size=3", "trainer.max_steps=800", "trainer.val_check_interval=100", "checkpoint.keep_last=3"]
@@ -26,16 +27,10 @@ def test_chaos(corpus: Path, tmp_path: Path) -> None:
     assert train_here(corpus, whole, *settings).code == 0
 
     for kill in range(KILLS):
-        process = subprocess.Popen(
-            command(corpus, run_dir, *settings),
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        process = forked.Started(command(corpus, run_dir, *settings)[1:], environment())
         number = draw.choice([signal.SIGKILL, signal.SIGTERM])
         # Some moments are during start-up, most during training.
-        deadline = time.monotonic() + draw.uniform(2.0, 8.0)
+        deadline = time.monotonic() + draw.uniform(0.5, 4.0)
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         if process.poll() is None:

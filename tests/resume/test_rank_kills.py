@@ -79,7 +79,7 @@ def test_a_killed_rank_ends_the_run(whole: Path, strategy: str, corpus: Path, tm
     assert_equal_runs(whole, run_dir)
 
 
-LONG = [*RANKS, "trainer.max_steps=300", "trainer.val_check_interval=50", "trainer.save_every_n_steps=40"]
+LONG = [*RANKS, "trainer.max_steps=120", "trainer.val_check_interval=50", "trainer.save_every_n_steps=40"]
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_a_signal_to_any_process_stops_all_at_one_step(strategy: str, corpus: Pa
         assert summary["step"] == last_logged == store.step_of(store.scan(run_dir / "checkpoints")[-1])
         assert f"stopped by {'a signal to another rank' if target == 'rank 1' else 'SIGTERM'}" in output
         reached = summary["step"]
-    assert reached < 300, "the last signal came when nothing was left to interrupt"
+    assert reached < 120, "the last signal came when nothing was left to interrupt"
     assert train(corpus, run_dir, *settings).returncode == 0
     assert_equal_runs(tmp_path / "whole", run_dir)
 

@@ -3,7 +3,6 @@
 import gzip
 import random
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,7 +165,7 @@ def test_killed_again_and_again(corpus: Path, tmp_path: Path, watched: list[int]
 @pytest.mark.slow
 def test_two_ranks_read_what_one_reads(text: Path, whole: Path, tmp_path: Path) -> None:
     settings = command(text, tmp_path / "run", "trainer.devices=2")
-    line = [sys.executable, "-m", "lmtrain.train", *settings]
+    line = ["-m", "lmtrain.train", *settings]
     done = run_ranks(line, environment(), lambda: shutil.rmtree(tmp_path / "run", ignore_errors=True))
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = (list(read_jsonl(folder / "metrics.jsonl")) for folder in (whole, tmp_path / "run"))
@@ -185,7 +184,7 @@ def test_two_ranks_say_once_what_keeps_the_first_rows_from_them(text: Path, tmp_
     broken = sorted(folder.iterdir())[1]  # after the head, in the first window
     content = broken.read_bytes()
     broken.write_bytes(content[:30] + b"\xff" * 50 + content[80:])
-    line = [sys.executable, "-m", "lmtrain.train", *command(folder, tmp_path / "run", "trainer.devices=2")]
+    line = ["-m", "lmtrain.train", *command(folder, tmp_path / "run", "trainer.devices=2")]
     done = run_ranks(line, environment(), lambda: shutil.rmtree(tmp_path / "run", ignore_errors=True))
     assert done.returncode == 2, done.stderr
     assert broken.name in message(done.stderr)

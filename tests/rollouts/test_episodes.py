@@ -166,10 +166,10 @@ def test_an_interrupted_run_continues_exactly(prompts: Path, llama: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_two_ranks_play_what_one_does(prompts: Path, llama: Path, tmp_path: Path, lmtrain: Run) -> None:
+def test_two_ranks_play_what_one_does(prompts: Path, llama: Path, tmp_path: Path, forked_lmtrain: Run) -> None:
     env = {"PYTHONPATH": f"{REPO / 'src'}:{REPO / 'tests' / 'helpers'}"}
     for name, argv in {"one": [], "ddp": ["trainer.devices=2"]}.items():
-        done = lmtrain("train", *PLAYS, ECHO, f"data.path={prompts}", f"model.name_or_path={llama}",
+        done = forked_lmtrain("train", *PLAYS, ECHO, f"data.path={prompts}", f"model.name_or_path={llama}",
                        f"run.dir={tmp_path / name}", "trainer.accelerator=cpu", *argv, env=env)  # fmt: skip
         assert done.returncode == 0, done.stderr
     compare_runs(tmp_path / "one", tmp_path / "ddp")

@@ -137,10 +137,10 @@ def test_a_monitor_that_is_never_logged_is_an_error(
 
 
 @pytest.mark.slow
-def test_two_ranks_log_their_mean(corpus: Path, tmp_path: Path, lmtrain: Run) -> None:
+def test_two_ranks_log_their_mean(corpus: Path, tmp_path: Path, forked_lmtrain: Run) -> None:
     from support import TINY
 
-    done = lmtrain("train", *TINY, *SIX, *USER, "data=text", f"data.path={corpus}", "data.global_batch_size=8",
+    done = forked_lmtrain("train", *TINY, *SIX, *USER, "data=text", f"data.path={corpus}", "data.global_batch_size=8",
                    "trainer.devices=2", f"callbacks.extra=[{LOGS},{RATE},{STATS}]", timeout=600,
                    env={"PYTHONPATH": str(Path(__file__).parent)})  # fmt: skip
     assert done.returncode == 0, done.stderr
