@@ -111,7 +111,7 @@ def remove_leftovers(folder: Path, names: str = "*") -> None:
     """Removes temporary files for `names` (a glob pattern) left by processes on this machine that have ended."""
     for leftover in folder.glob(f"{names}{_mark()}*"):
         number = leftover.name.rpartition("-")[2]
-        if number.isdecimal() and not _is_running(int(number)):
+        if number.isdecimal() and not is_running(int(number)):
             _remove(leftover)
 
 
@@ -126,7 +126,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _is_running(process: int) -> bool:
+def is_running(process: int) -> bool:
+    """Returns whether there is a process of that number."""
     try:
         os.kill(process, 0)
     except OSError as error:  # also for a process of another user

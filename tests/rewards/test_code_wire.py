@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 
 from code_wire import served
+from lmtrain.files import is_running
 from lmtrain.rewards import code, code_process
 from lmtrain.rewards.code_names import TestNames as Names
 from lmtrain.rewards.code_names import imports_of
@@ -304,7 +305,7 @@ def test_folders_are_measured_removed_and_swept(tmp_path: Path, monkeypatch: pyt
     if gone == 0:
         os._exit(0)
     os.waitpid(gone, 0)
-    assert (code._lives(os.getpid()), code._lives(1), code._lives(gone)) == (True, True, False)
+    assert (is_running(os.getpid()), is_running(1), is_running(gone)) == (True, True, False)
     kept = [tmp_path / f"lmtrain-code-{name}" for name in (f"{os.getpid()}-a", "x-a")]
     left = tmp_path / f"lmtrain-code-{gone}-a"
     for one in (*kept, left):

@@ -135,11 +135,6 @@ def _inner(name: str, config: LoraConfig, model: nn.Module) -> dict[str, str] | 
     return names
 
 
-def gives_rewards(folder: Path) -> bool:
-    """Returns whether the adapter in a folder belongs to a model with a scalar head."""
-    return StoredConfig.from_pretrained(str(folder)).task_type == SCALAR
-
-
 def load_adapter(folder: Path, *, whole: bool = False, **options: Any) -> PreTrainedModel:
     """Loads an exported adapter onto its base model, of a wrapper onto its language model.
 
@@ -153,7 +148,7 @@ def load_adapter(folder: Path, *, whole: bool = False, **options: Any) -> PreTra
     stored = StoredConfig.from_pretrained(str(folder))
     check_shards(str(stored.base_model_name_or_path), revision=stored.revision)
     cls: Any = auto.AutoPeftModel if stored.auto_mapping else auto.AutoPeftModelForCausalLM
-    if gives_rewards(folder):
+    if stored.task_type == SCALAR:
         cls, options = auto.AutoPeftModelForSequenceClassification, options | {"num_labels": 1}
     model = cls.from_pretrained(folder, **options).get_base_model()
     return model if whole else text_of(model)

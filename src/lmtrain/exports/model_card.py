@@ -17,7 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 from lmtrain.config import safe_yaml
 from lmtrain.config.override_text import leaves_of
 from lmtrain.files import read_jsonl, read_regular
-from lmtrain.run_folder.exported import brings_code, gives_rewards, loading_class, predicts_masked_tokens
+from lmtrain.models.exported import brings_code, gives_rewards, loading_class, predicts_masked_tokens
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import visible
 

@@ -17,11 +17,11 @@ from lmtrain.config.override_text import leaves_of, typed_keys
 from lmtrain.errors import UserError
 from lmtrain.exports.model_card import loading_code
 from lmtrain.files import absolute, read_jsonl, read_regular, write_atomic
+from lmtrain.models.exported import gives_rewards, predicts_masked_tokens
 from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import FIRST, charts, heat_maps
 from lmtrain.reports.report_page import ReportedRun, ShownSample
 from lmtrain.run_folder.cut_back import last_rows
-from lmtrain.run_folder.exported import gives_rewards, predicts_masked_tokens
 from lmtrain.run_folder.folder import RunDir, checkpoint_names
 from lmtrain.secrets import shown_in
 

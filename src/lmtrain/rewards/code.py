@@ -27,6 +27,7 @@ from typing import Any
 
 from lmtrain import terminal
 from lmtrain.errors import UserError
+from lmtrain.files import is_running
 from lmtrain.rewards.base import Reward, needed
 from lmtrain.rewards.code_process import MEGABYTES
 
@@ -89,17 +90,14 @@ class CodeTests(Reward):
         """
         held = isolation(network)
         if held is None and not network:
-            raise UserError(
-                "reward=code: this system allows no namespaces, so code in answers could use the network: run in a "
-                "container without network and set reward.network=true"
-            )
+            found = "reward=code: this system allows no namespaces, so code in answers could use the network"
+            raise UserError(f"{found}: run in a container without one, and set reward.network=true")
         self.column, self.seconds, self.memory, self.network = column, seconds, memory_mb * 2**20, network
         self.isolated, self.jobs = held is not None, jobs or os.cpu_count() or 1
         missing = [name for name in ("files", "processes") if not (held or {}).get(name)]
         if missing and os.environ.get("RANK", "0") == "0":
-            terminal.note(
-                f"reward=code: this system doesn't let it limit {' and '.join(missing)}: docs/rewards.md says what"
-            )
+            held_back = f"this system doesn't let it limit {' and '.join(missing)}"
+            terminal.note(f"reward=code: {held_back}: docs/rewards.md says what")
         if not self.isolated:
             _sweep()
 
@@ -189,18 +187,8 @@ def _sweep() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         number = folder.name.removeprefix(_FOLDER).partition("-")[0]
         with contextlib.suppress(OSError):
-            if number.isdigit() and folder.lstat().st_uid == os.getuid() and not _lives(int(number)):
+            if number.isdigit() and folder.lstat().st_uid == os.getuid() and not is_running(int(number)):
                 _remove(folder)
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _bytes_in(folder: Path) -> int:

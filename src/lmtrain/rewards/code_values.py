@@ -52,23 +52,9 @@ _FUNCTIONS = {
     "__exit__": lambda one, *error: type(one).__exit__(one, *error),
 }  # fmt: skip
 _COMPARISONS = ["__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"]
-_BINARY = [
-    "add",
-    "sub",
-    "mul",
-    "matmul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "divmod",
-    "pow",
-    "lshift",
-    "rshift",
-    "and",
-    "or",
-    "xor",
-]
-_ARITHMETIC = [f"__{side}{name}__" for name in _BINARY for side in ("", "r")] + ["__neg__", "__pos__", "__invert__"]
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
+_ARITHMETIC = [f"__{side}{name}__" for name in _BINARY.split() for side in ("", "r")]
+_ARITHMETIC += ["__neg__", "__pos__", "__invert__"]
 _NUMBERS = ["__abs__", "__round__", "__int__", "__float__", "__complex__", "__index__", "__bool__"]
 _ALL = dict.fromkeys([*_FUNCTIONS, *_COMPARISONS, *_ARITHMETIC])
 

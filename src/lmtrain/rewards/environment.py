@@ -19,7 +19,8 @@ from lmtrain.data.chat.time_limits import TookTooLong
 from lmtrain.data.chat.tool_calls import CallReader
 from lmtrain.errors import UserError
 from lmtrain.rewards.base import Reward
-from lmtrain.rewards.user_code import Escaped, described, run_user_code
+from lmtrain.rewards.own_process import described
+from lmtrain.rewards.user_code import Escaped, run_user_code
 
 LONGEST = 4000  # characters of a tool's result that the model is given
 
@@ -167,10 +168,9 @@ def schemas(environment: Environment) -> list[dict[str, Any]]:
         try:
             found.append(get_json_schema(tool))
         except (DocstringParsingException, TypeHintParsingException) as error:
-            raise UserError(
-                f"objective.environment: the tool {_name(tool)} can't be described to the model: "
-                f"{' '.join(str(error).split())}: give each argument a type hint and a line under Args:"
-            ) from None
+            why = f"the tool {_name(tool)} can't be described to the model ({' '.join(str(error).split())})"
+            advice = "give each argument a type hint and a line under Args:"
+            raise UserError(f"objective.environment: {why}: {advice}") from None
     return found
 
 

@@ -12,6 +12,7 @@ from lmtrain.data import framing, hub, tokenizers
 from lmtrain.data.chat.pairs import bare_turns
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, first_line
+from lmtrain.models.exported import gives_rewards
 from lmtrain.models.folder import export_of, from_pretrained
 from lmtrain.models.scalar_head import says_scalar_head, scores_of, set_padding
 from lmtrain.rewards.base import Reward
@@ -89,9 +90,7 @@ def load(name: str, key: str) -> tuple[PreTrainedModel, Any]:
             raise UserError(f"{key} brings its own code, which a reward model may not run: choose another") from error
         raise UserError(f"{key} can't be loaded ({type(error).__name__}: {first_line(error)})") from error
     if model is None:
-        raise UserError(
-            f"{key} has no scalar head (num_labels=1), so it gives no reward: train one with objective=reward"
-        )
+        raise UserError(f"{key} has no scalar head (num_labels=1), so it gives no reward: see objective=reward")
     set_padding(model, tokenizer)
     return model.eval().requires_grad_(False), tokenizer
 
@@ -99,7 +98,7 @@ def load(name: str, key: str) -> tuple[PreTrainedModel, Any]:
 def _load(name: str, options: dict[str, Any]) -> PreTrainedModel | None:
     """Loads the model, or returns None if it has another head."""
     if (Path(name) / "adapter_config.json").exists():
-        from lmtrain.adapters.lora_files import gives_rewards, load_adapter
+        from lmtrain.adapters.lora_files import load_adapter
 
         return load_adapter(Path(name), weights_only=True) if gives_rewards(Path(name)) else None
     config = AutoConfig.from_pretrained(name, **options)

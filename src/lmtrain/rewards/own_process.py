@@ -24,7 +24,7 @@ _serving = False  # whether this process is one of a tool
 
 
 class ToolFailed(Exception):
-    """Raised for an exception in the tool's process; its text is class and text of that exception."""
+    """Raised in the place of an exception of the tool's process; its text is class and text of that exception."""
 
 
 def own_process(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,18 +130,21 @@ def serve(wire: int) -> None:
 def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
     try:
         value = function(**arguments)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
         if isinstance(value, bytes | bytearray):
             value = bytes(value).decode("utf-8", "replace")
         return json.dumps([value, False], default=str).encode()
     except BaseException as error:  # also SystemExit, which is the tool's
-        try:
-            words = " ".join(str(error).split())
-        except BaseException:
-            words = "its text can't be read"
-        return json.dumps([f"{type(error).__name__}: {words}", True]).encode()
+        return json.dumps([described(error), True]).encode()
 
 
-async def _awaited(value: Any) -> Any:
-    return await value
+def described(error: BaseException) -> str:
+    """Returns class and text of an exception of the user's code in one line."""
+    if isinstance(error, ToolFailed):
+        return str(error)
+    try:
+        words = " ".join(str(error).split())
+    except BaseException:  # its __str__ is the user's code, too
+        words = "its text can't be read, as its __str__ raises"
+    return f"{type(error).__name__}: {words}"

@@ -11,7 +11,8 @@ from lmtrain.data.chat.time_limits import TookTooLong
 from lmtrain.errors import RunError, UserError
 from lmtrain.rewards.base import FunctionReward, Reward, label
 from lmtrain.rewards.environment import EnvironmentReward
-from lmtrain.rewards.user_code import described, run_user_code
+from lmtrain.rewards.own_process import described
+from lmtrain.rewards.user_code import run_user_code
 
 SOLE = "reward"  # the name of a reward that is the only one
 ENVIRONMENT = "environment"  # the name of what an environment returns beside other rewards
@@ -54,10 +55,8 @@ def build_rewards(config: Mapping[str, Any], allow_target: Sequence[str], with_e
         entries = {str(config["_target_"]).rpartition(".")[2].lower(): dict(config)}
     found = [Part(ENVIRONMENT if entries else SOLE, 1.0, EnvironmentReward())] if with_environment else []
     if not entries and not found:
-        raise UserError(
-            "objective=grpo learns from rewards, and there is none: choose one with reward=exact_number, regex, "
-            "format, length, math_verify, code or model, or a class or function with reward=custom reward._target_="
-        )
+        named = "reward=exact_number, regex, format, length, math_verify, code, model or custom (reward._target_=)"
+        raise UserError(f"objective=grpo learns from rewards, and there is none: choose one with {named}")
     for name, entry in entries.items():
         key = f"reward.parts.{name}" if name in parts else "reward"
         if not isinstance(entry, dict):
@@ -142,7 +141,7 @@ class Scorer:
         values = run_user_code(lambda: part.reward(prompts=prompts, completions=completions, **columns), self.timeout)
         who = f"the reward {part.name} ({label(part.reward)})"
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
-            raise UserError(f"{who} returned {_shown(values)}: a list with a number for each completion is needed")
+            raise UserError(f"{who} returned {values!r:.60}: a list with a number for each completion is needed")
         if len(values) != len(completions):
             raise UserError(f"{who} returned {len(values)} values for {len(completions)} completions, not one each")
         return [_number(value, part.name, who) for value in values]
@@ -156,10 +155,5 @@ def _number(value: Any, name: str, who: str) -> float | str:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise UserError(f"{who} returned {_shown(value)} for a completion: a number is needed, or None") from None
+        raise UserError(f"{who} returned {value!r:.60} for a completion: a number is needed, or None") from None
     return number if math.isfinite(number) else f"{name} returned {number}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -11,11 +11,11 @@ from functools import cache
 from typing import Any
 
 from lmtrain.data.chat.time_limits import TookTooLong, time_limit
-from lmtrain.rewards.own_process import ToolFailed
+from lmtrain.rewards.own_process import ToolFailed, described
 
 
-class Escaped(Exception):
-    """Raised in the place of what is no Exception and would end the run, as SystemExit does."""
+class Escaped(ToolFailed):
+    """Raised, with the text of a ToolFailed, for what is no Exception and would end the run, as SystemExit does."""
 
 
 def run_user_code(function: Callable[[], Any], seconds: float | None) -> Any:
@@ -39,17 +39,6 @@ def run_user_code(function: Callable[[], Any], seconds: float | None) -> Any:
             if pressed:
                 raise
             raise Escaped(described(error)) from None
-
-
-def described(error: BaseException) -> str:
-    """Returns class and text of an exception of the user's code in one line."""
-    if isinstance(error, Escaped | ToolFailed):
-        return str(error)
-    try:
-        words = " ".join(str(error).split())
-    except BaseException:  # its __str__ is the user's code, too
-        words = "its text can't be read, as its __str__ raises"
-    return f"{type(error).__name__}: {words}"
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ from lmtrain.data.examples.prompt_rows import PromptRow, conversation_of
 from lmtrain.data.order import mix64
 from lmtrain.errors import UserError
 from lmtrain.rewards.environment import Adapted, Call, Environment, execute, schemas
-from lmtrain.rewards.user_code import described, run_user_code
+from lmtrain.rewards.own_process import described
+from lmtrain.rewards.user_code import run_user_code
 from lmtrain.rollouts.engine import Engine, PrefixCache, Request, SampledText, Sampling
 
 PLAYED = ("turns", "tool_calls", "failed_tool_calls")  # what is recorded of an episode

@@ -23,6 +23,7 @@ from lmtrain.data.chat.find_template import find_template, with_options
 from lmtrain.errors import RunError, UserError, first_line, nearest
 from lmtrain.files import absolute
 from lmtrain.models import folder
+from lmtrain.models.exported import brings_code
 from lmtrain.models.folder import is_exported
 from lmtrain.models.scalar_head import has_scalar_head, padding_of, refuse_scalar_head, set_padding
 from lmtrain.objectives.base import Objective
@@ -95,7 +96,7 @@ def _trains_all(config: Config) -> bool:
 def _is_whole(export: Path) -> bool:
     """Returns whether an export is a model of transformers' own classes with its weights."""
     try:
-        return "auto_map" not in folder.read_config(export) and any(export.glob("*.safetensors"))
+        return not brings_code(export) and any(export.glob("*.safetensors"))
     except (OSError, ValueError, TypeError):
         return False
 
