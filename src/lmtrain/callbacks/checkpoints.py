@@ -52,10 +52,8 @@ class Checkpoints(DependsOnLength, Checkpoint):
         """Returns the monitored value of this step's validation, or None if the step was not validated."""
         found = self._metrics_of(step)
         if found and self.cfg.monitor not in found:
-            raise RunError(
-                f"checkpoint.monitor={self.cfg.monitor} was not logged in the validation after step {step}, which has "
-                f"{', '.join(found)}"
-            )
+            absent = f"checkpoint.monitor={self.cfg.monitor} was not logged in the validation after step {step}"
+            raise RunError(f"{absent}, which has {', '.join(found)}: set one of these")
         return found.get(self.cfg.monitor)
 
     def _best_so_far(self, step: int, io: FolderCheckpointIO) -> bool:

@@ -53,14 +53,8 @@ class ThroughputMonitor(theirs.ThroughputMonitor):
             super().on_validation_end(trainer, *_)
 
 
-_THROUGHPUT = f"{__name__}.ThroughputMonitor"
-_STOPPING = f"{EarlyStopping.__module__}.{EarlyStopping.__name__}"
-INSTEAD = {  # adapted to lmtrain's batches, and to validations before the first step
-    "lightning.pytorch.callbacks.ThroughputMonitor": _THROUGHPUT,
-    "lightning.pytorch.callbacks.throughput_monitor.ThroughputMonitor": _THROUGHPUT,
-    "lightning.pytorch.callbacks.EarlyStopping": _STOPPING,
-    "lightning.pytorch.callbacks.early_stopping.EarlyStopping": _STOPPING,
-}
+# Callbacks of Lightning's that are adapted to lmtrain's batches, and to validations before the first step.
+ADAPTED = {cls.__name__: f"{cls.__module__}.{cls.__name__}" for cls in (ThroughputMonitor, EarlyStopping)}
 
 
 # Arguments with which a callback of Lightning's acts at epochs, and what acts at steps or validations.
@@ -84,13 +78,13 @@ def fitted(entry: dict[str, Any]) -> dict[str, Any]:
     found = {argument: value} if argument in entry and entry[argument] == value else {}
     if name == "ModelCheckpoint" and (entry.get("every_n_epochs") or 0) > 1:
         found = {"every_n_epochs": entry["every_n_epochs"]}
-    if package.startswith("lightning.") and found:
+    if not package.startswith("lightning."):
+        return entry
+    if found:
         typed = ", ".join(f"{key}={str(each).lower()}" for key, each in found.items())
-        raise UserError(
-            f"callbacks.extra: {name} with {typed} acts at the ends of epochs, and a run is a single epoch of "
-            f"Lightning's: set {instead} instead"
-        )
-    return {**entry, "_target_": INSTEAD.get(entry["_target_"], entry["_target_"])}
+        acts = f"callbacks.extra: {name} with {typed} acts at the ends of epochs"
+        raise UserError(f"{acts}, and a run is a single epoch of Lightning's: set {instead} instead")
+    return {**entry, "_target_": ADAPTED.get(name, entry["_target_"])}
 
 
 def epoch_notes(callbacks: list[Callback]) -> list[str]:
@@ -107,9 +101,8 @@ def epoch_notes(callbacks: list[Callback]) -> list[str]:
 
 def build_extra(config: Config) -> list[pl.Callback]:
     """Builds the callbacks of callbacks.extra; raises UserError for one that can't work here."""
-    entries = map(fitted, config.callbacks.extra)
-    allowed, refused = config.run.allow_target, REFUSED
-    return [build_target(e, "callbacks.extra", pl.Callback, allowed, refused=refused) for e in entries]
+    allowed, entries = config.run.allow_target, map(fitted, config.callbacks.extra)
+    return [build_target(e, "callbacks.extra", pl.Callback, allowed, refused=REFUSED) for e in entries]
 
 
 _NAMES_A_PLACE = re.compile(r"(dir|path|root|folder)s?$")  # argument names: dirpath, save_dir, ...

@@ -99,10 +99,8 @@ class Metrics(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not isinstance(pl_module, Objective):
-            raise UserError(
-                f"the Trainer of a run trains objectives, and {type(pl_module).__name__} is none: train it with a "
-                f"lightning.Trainer(...) of your own, or derive it from lmtrain.objectives.base.Objective"
-            )
+            found = f"the Trainer of a run trains objectives, and {type(pl_module).__name__} is none"
+            raise UserError(f"{found}: derive it from lmtrain.objectives.base.Objective, or use a Trainer of your own")
         pl_module.logs_itself = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -151,10 +149,8 @@ class Metrics(pl.Callback):
         row: Row = {"step": result.step, "tokens_seen": int(tokens_seen), **self.numbers(result.step)}
         row |= {"rows": result.rows, "bad_steps": module.guard.counts()[0], **trained}
         row |= {"lr": result.lr, "grad_norm": grad_norm, "tokens_per_s": round(tokens / seconds, 1)}
-        row |= {
-            "step_ms": round(1000 * seconds / self.clock.steps, 3),
-            "data_wait_ms": round(1000 * self.clock.data_wait / self.clock.steps, 3),
-        }
+        row["step_ms"] = round(1000 * seconds / self.clock.steps, 3)
+        row["data_wait_ms"] = round(1000 * self.clock.data_wait / self.clock.steps, 3)
         if self.peak_flops:
             needed = self.flops_per_token[self.numbers.row_length(result.step)] * tokens / seconds
             row["mfu"] = round(needed / (self.peak_flops * trainer.world_size), 4)
@@ -227,11 +223,8 @@ class WriteRecords(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         if trainer.accumulate_grad_batches != 1:  # Lightning's step count would be wrong
-            raise RunError(
-                f"a callback has set trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: a batch is a "
-                f"whole optimizer step here. data.global_batch_size says how many rows it has, data.micro_batch_size "
-                f"how many are computed at once"
-            )
+            found = f"a callback has set trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}"
+            raise RunError(f"{found}: a batch is a whole step, and data.global_batch_size says how many rows it has")
         if self.records.holds_step():  # Lightning itself passes them on after the checkpoint
             self.records.log_metrics(lightning_private.logged_at_step(trainer))
         assert isinstance(pl_module, Objective)

@@ -139,10 +139,8 @@ class Records(Logger):
             own, logged = self._own.pop(validation, {}), self._logged[validation]
             self._logged[validation] = {}
             row = {"step": self.step} | own | {k: v for k, v in logged.items() if k not in own}
-            self._tell(
-                [k for k in logged if k in own],
-                "is a name that lmtrain uses for its own value, which is kept: log yours under another name",
-            )
+            ours = [name for name in logged if name in own]
+            self._tell(ours, "is lmtrain's own name, whose value is kept: log yours under another name")
             if len(row) > 1 and rank_zero:
                 self._append(row, validation)
 
@@ -179,14 +177,12 @@ class Records(Logger):
         if self._file is None or _is_at(self._file, self.path):
             return
         now, folder = _place_of(self._file), self.path.parent
-        if folder.is_dir() and (now is None or (folder / CONFIG).exists()):
+        if folder.is_dir() and (now is None or (folder / "config.yaml").exists()):
             terminal.note(f"{self.path} was removed: its records are lost, those after step {self.step} begin it anew")
             self.close()
             return
-        there = "removed"
-        if now is not None:
-            how = f"{shell_word('run.dir', str(now.parent))} run.resume=auto"
-            there = f"moved to {now.parent}: continue it there, {how}"
+        how = "" if now is None else f"{shell_word('run.dir', str(now.parent))} run.resume=auto"
+        there = "removed" if now is None else f"moved to {now.parent}: continue it there, {how}"
         raise RunError(f"{folder}, the run's folder, was {there} (training ended after step {self.step})")
 
     def _append(self, row: Row, validation: bool) -> None:
@@ -211,11 +207,8 @@ class Records(Logger):
             yield
         except Exception as error:  # trackers' errors share no base class
             self.joined.remove(logger)
-            name = type(logger).__name__.lower()
-            terminal.note(
-                f"logger.{name} failed ({first_line(error)}): the run continues without this logger; {self.path} has "
-                f"every record"
-            )
+            failed = f"logger.{type(logger).__name__.lower()} failed ({first_line(error)})"
+            terminal.note(f"{failed}: the run continues without this logger; {self.path} has every record")
 
     def _tell(self, names: list[str], what: str) -> None:
         new = [name for name in names if name not in self._told]
@@ -241,9 +234,6 @@ class Records(Logger):
     @property
     def save_dir(self) -> str:
         return str(self.path.parent)
-
-
-CONFIG = "config.yaml"
 
 
 def _is_at(file: TextIO, path: Path) -> bool:

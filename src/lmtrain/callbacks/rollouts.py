@@ -93,38 +93,34 @@ class Rollouts(pl.Callback):
         spread = math.sqrt(max(0.0, squares / count - mean**2))
         self.validated.append(Validated(trainer.global_step, held_out, mean, spread))
         words = overfits(self.validated, int(pl_module.val_sums[0]["n_tokens"]) * trainer.world_size)
-        if words is not None and "held_out" not in self.reported:
-            self.reported.append("held_out")
-            terminal.note(f"step {trainer.global_step:,}: {words}")
+        if words is not None:
+            self._say_once("held_out", trainer.global_step, words)
+
+    def _say_once(self, kind: str, step: int, words: str) -> None:
+        if kind not in self.reported:
+            self.reported.append(kind)
+            terminal.note(f"step {step:,}: {words}")
 
     def _warn(self, module: GRPO, step: int) -> None:
         for reason, count in module.failures.items():
-            kind = reason.split(":")[0]
-            if kind not in self.reported:
-                self.reported.append(kind)
-                terminal.note(
-                    f"step {step:,}: the reward {reason} ({count} completions). They are left out of their groups and "
-                    f"counted in train/reward_failures"
-                )
+            out = "They are left out of their groups and counted in train/reward_failures"
+            self._say_once(reason.split(":")[0], step, f"the reward {reason} ({count} completions). {out}")
         if self.warn_after_steps is None or self.idle_steps < self.warn_after_steps or self.warned:
             return
         self.warned = True
         rewards = sorted({float(r) for group in module.rollout for r in group.rewards})
         same = f"all rewards are {rewards[0]:g}" if len(rewards) == 1 else "within each group all rewards are equal"
         terminal.note(
-            f"step {step:,}: {same} for {self.idle_steps:,} steps, so nothing is learned. Where they are "
-            "low the task is too hard: fine-tune on some answers first (objective=sft), start with easier "
-            "prompts, add a reward that is easier to earn (reward=sum, for example for the right format), or "
-            "raise objective.group_size or objective.temperature. Where they are high the task is learned: use "
-            "harder prompts"
+            f"step {step:,}: {same} for {self.idle_steps:,} steps, so nothing is learned. Where they are low the task "
+            "is too hard: fine-tune on some answers first (objective=sft), start with easier prompts, add a reward for "
+            "the right format (reward=sum), or raise objective.group_size or objective.temperature. Where they are "
+            "high the task is learned: use harder prompts"
         )
 
     def _warn_of_collapse(self, groups: list[Group], step: int) -> None:
         first = {name: sum(one[name] for one in self.first) / len(self.first) for name in self.first[0]}
         for kind, words in collapses(first, signs(groups)).items() if groups else ():
-            if kind not in self.reported:
-                self.reported.append(kind)
-                terminal.note(f"step {step:,}: {words}")
+            self._say_once(kind, step, words)
 
     def _show(self, found: list[tuple[str, Group, int]], step: int) -> None:
         with self.samples.open("a", encoding="utf-8") as file:
@@ -138,9 +134,8 @@ class Rollouts(pl.Callback):
             return
         for which, group, i in found:
             given, text = on_a_line(shown_prompt(group, self.data), 40), on_a_line(shown(group, i), 90)
-            words = Text.assemble(
-                (f"{which:<7}", "bold"), f"{float(group.rewards[i]):<7.3g}", (given, "dim"), " ", text
-            )
+            score = f"{float(group.rewards[i]):<7.3g}"
+            words = Text.assemble((f"{which:<7}", "bold"), score, (given, "dim"), " ", text)
             self.console.print(words, soft_wrap=True)
 
 
@@ -169,16 +164,15 @@ def collapses(first: dict[str, float], now: dict[str, float]) -> dict[str, str]:
     found = {}
     if now["entropy"] < first["entropy"] / 10:
         found["entropy"] = (
-            f"the entropy of a token has fallen from {first['entropy']:.2g} to {now['entropy']:.2g} nats, so the "
-            "completions of a group hardly differ any more. If rewards should still rise, go back to an earlier "
-            "checkpoint and lower optimizer.lr, or raise objective.temperature or objective.clip_high (0.28)"
+            f"the entropy of a token has fallen from {first['entropy']:.2g} to {now['entropy']:.2g} nats, so "
+            "completions of a group hardly differ. If rewards should still rise, go back to an earlier checkpoint and "
+            "lower optimizer.lr, or raise objective.temperature or objective.clip_high (0.28)"
         )
     if now["length"] > 2 * first["length"] and now["cut_off"] > 0.5:
         found["length"] = (
-            f"completions have grown from {first['length']:,.0f} to {now['length']:,.0f} tokens, and most of them are "
-            "cut off. If they should be that long, raise objective.max_new_tokens; if not, set "
-            "objective.overlong_buffer, a penalty for length, or objective.loss=dr_grpo, in which long wrong answers "
-            "cost as much as short ones"
+            f"completions have grown from {first['length']:,.0f} to {now['length']:,.0f} tokens, and most are cut off. "
+            "If they should be that long, raise objective.max_new_tokens; if not, set objective.overlong_buffer, a "
+            "penalty, or objective.loss=dr_grpo, in which long wrong answers cost as much as short ones"
         )
     return found
 
@@ -194,12 +188,10 @@ def overfits(validated: list[Validated], prompts: int) -> str | None:
     margin = 2 * last.spread * math.sqrt(2 / prompts)
     if max(one.held_out for one in validated[-2:]) >= best.held_out - margin or last.trained <= best.trained:
         return None
-    return (
-        f"val/reward has fallen from {best.held_out:.3g} (step {best.step:,}) to {last.held_out:.3g}, while "
-        f"train/reward rose from {best.trained:.3g} to {last.trained:.3g}: the model learns the training prompts by "
-        "heart. Use the checkpoint of the best validation, as lmtrain.export does, or train again with more prompts or "
-        "with objective.kl_coef=0.05"
-    )
+    fell = f"val/reward has fallen from {best.held_out:.3g} (step {best.step:,}) to {last.held_out:.3g}"
+    rose = f"train/reward rose from {best.trained:.3g} to {last.trained:.3g}"
+    instead = "Use the best checkpoint, as lmtrain.export does, more prompts, or objective.kl_coef=0.05"
+    return f"{fell}, while {rose}: the model learns the training prompts by heart. {instead}"
 
 
 def chosen(groups: list[Group], step: int) -> list[tuple[str, Group, int]]:

@@ -115,11 +115,10 @@ class BadSteps(pl.Callback):
             saved = self._save(trainer, module, start)
         except RunError as error:  # the rows of a stream may be gone
             saved = f"The micro-batches of that step can't be saved: {error}."
-        raise RunError(
-            f"{in_a_row} updates in a row were skipped (loss or gradient not finite, or a loss spike), {total} in "
-            f"all, from step {start} on. {saved} What helps most often: a lower optimizer.lr, a longer "
-            "schedule.warmup_steps, trainer.precision=32-true, objective.z_loss=1e-4"
-        )
+        skipped = f"{in_a_row} updates in a row were skipped, {total} in all, from step {start} on"
+        often = "a lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true, objective.z_loss=1e-4"
+        why = "loss or gradient not finite, or a loss spike"
+        raise RunError(f"{skipped} ({why}). {saved} What helps most often: {often}")
 
     def _save(self, trainer: pl.Trainer, module: Objective, start: int) -> str:
         """Saves the worst micro-batch of a step; returns where it is."""

@@ -67,16 +67,14 @@ class FeedStream(DependsOnLength, pl.Callback):
         if self.place is None and window == 0:
             return 0, self.head.begin
         if self.place is None:
-            raise UserError(
-                f"the checkpoint of step {self.step} is of a run without a stream, so it has no position in the "
-                "stream to continue from: set data.ring_bytes=null as in that run, or another run.name"
-            )
+            found = f"the checkpoint of step {self.step} is of a run without a stream, and has no position in one"
+            raise UserError(f"{found}: set data.ring_bytes=null as in that run, or another run.name")
         if self.place["window"] != window:
-            raise UserError(
-                f"the checkpoint stores the start of window {self.place['window']} of the stream, but with the "
-                f"current ring and batch sizes step {self.step} is in window {window}: set data.ring_window, "
-                "data.ring_shard_tokens, data.seq_len and data.global_batch_size back to their earlier values"
+            found = (
+                f"the checkpoint's window of the stream is {self.place['window']}, that of step {self.step} {window}"
             )
+            sizes = "data.ring_window, data.ring_shard_tokens, data.seq_len and data.global_batch_size"
+            raise UserError(f"{found}: set {sizes} back to their earlier values")
         return window, Place(**self.place["place"])
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
@@ -144,11 +142,9 @@ def check_patience(config: Config) -> None:
     patience = config.data.ring_patience or 0.0
     longest = config.trainer.rank_timeout - _PAUSES
     if world.size() > 1 and patience > longest:
-        raise UserError(
-            f"data.ring_patience={patience:g}: the ranks wait for the one that reads, and give up after trainer."
-            f"rank_timeout={config.trainer.rank_timeout} seconds: set data.ring_patience={max(0, longest)} or less, or "
-            f"trainer.rank_timeout={math.ceil(patience) + _PAUSES}"
-        )
+        waits = f"data.ring_patience={patience:g}, for which other ranks wait, and trainer.rank_timeout is shorter"
+        fits = f"data.ring_patience={max(0, longest)} or less, or trainer.rank_timeout={math.ceil(patience) + _PAUSES}"
+        raise UserError(f"{waits}: set {fits}")
 
 
 def _make_empty(folder: Path) -> None:

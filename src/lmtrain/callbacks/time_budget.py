@@ -127,9 +127,7 @@ class TimeBudget(pl.Callback):
         steps = min(max(step + 1, self.sizes.step_of(rows + max(0, int(more)))), self.at_most)
         self._begin_window(step)
         if abs(steps / self._said - 1) > _WORTH_SAYING:
-            said = (
-                f"a step takes {took:.2f} s, so the run will have {steps:,} steps, not {self._said:,}, to end in time"
-            )
+            said = f"a step takes {took:.2f} s: to end in time, the run has {steps:,} steps, not {self._said:,}"
             self.console.print(said, highlight=False)
             self._said = steps
         return steps
@@ -181,19 +179,15 @@ class Forecast(pl.Callback):
         fell, (least, most) = dial.fall(self.scores, steps), dial.FALLS
         if not least <= fell <= most:
             self.made = {}
-            said = (
-                f"no forecast: in a fifth of the steps {SCORE} fell by {fell:.1%}; in the runs that forecasts were "
-                f"fitted to by {least:.0%} to {most:.0%}"
-            )
-            self.console.print(said, highlight=False)
+            found = f"in a fifth of the steps {SCORE} fell by {fell:.1%}"
+            usual = f"in the runs that forecasts were fitted to by {least:.0%} to {most:.0%}"
+            self.console.print(f"no forecast: {found}; {usual}", highlight=False)
             return
         bits = dial.forecast(self.scores, steps, decayed=self.decayed)
         low, high = bits * (1 - dial.SPREAD), bits * (1 + dial.SPREAD)
         self.made = {SCORE: bits, "low": low, "high": high, "step": step}
-        said = (
-            f"forecast from validations so far: {SCORE} will be about {bits:.3f} at the end ({low:.2f} to {high:.2f})"
-        )
-        self.console.print(said, highlight=False)
+        expected = f"{SCORE} will be about {bits:.3f} at the end ({low:.2f} to {high:.2f})"
+        self.console.print(f"forecast from validations so far: {expected}", highlight=False)
 
 
 def build_forecast(config: Config, metrics: Metrics, length: Length, console: Console) -> Forecast | None:
@@ -217,22 +211,17 @@ def build_forecast(config: Config, metrics: Metrics, length: Length, console: Co
 
 def for_budget(c: Config, steps: int, ended_by: str | None) -> list[str]:
     """Returns notes on the number of steps that a budget chose, and on epochs that end the run before its minutes."""
-    if c.budget.chosen is None:
-        return []
-    budget = f"budget.{c.budget.chosen}={getattr(c.budget, c.budget.chosen):g}"
+    chosen = str(c.budget.chosen)
+    budget = f"budget.{chosen}={getattr(c.budget, chosen):g}"
+    chose = f"{budget} chose {counted(steps, 'step')}"
     if c.budget.minutes is None:
-        return [f"{budget} chose {counted(steps, 'step')}"]
-    notes = [
-        f"{budget} chose {counted(steps, 'step')} from the measured time of a few steps on this machine; during "
-        f"training the number is adjusted to the time that is left"
-    ]
+        return [chose]
+    notes = [f"{chose} by the measured time of a few; during training the number follows the time that is left"]
     if ended_by == "data.mixture":
         notes.append("the run ends before that, where every source of data.mixture was seen its max_epochs times")
     elif ended_by is not None:
-        notes.append(
-            f"the data is small for {budget}: the run ends after {c.trainer.max_epochs} passes over it, because "
-            f"further passes rarely help (trainer.max_epochs=40, for example, decides the length instead of the budget)"
-        )
+        ends = f"the run ends after {c.trainer.max_epochs} passes over it, as further ones rarely help"
+        notes.append(f"the data is small for {budget}: {ends} (trainer.max_epochs sets another number)")
     return notes
 
 
