@@ -65,10 +65,8 @@ def resolve_auto(config: Config) -> None:
     if t.activation_checkpointing == "auto":
         t.activation_checkpointing = False
     if t.activation_checkpointing == "offload" and t.accelerator != "cuda":
-        raise UserError(
-            "trainer.activation_checkpointing=offload moves activations from a GPU to the host: on a CPU set "
-            "trainer.activation_checkpointing=true"
-        )
+        found = "trainer.activation_checkpointing=offload moves activations from a GPU to the host"
+        raise UserError(f"{found}: on a CPU set trainer.activation_checkpointing=true")
 
 
 def why_not_used() -> str | None:
@@ -79,10 +77,8 @@ def why_not_used() -> str | None:
         torch.cuda.init()
     except RuntimeError as error:
         if "driver" in str(error) and "too old" in str(error):
-            return (
-                f"the NVIDIA driver is too old for this torch, which is built with CUDA {torch.version.cuda}: "
-                "update the driver, or install a torch of an older CUDA (nvidia-smi shows the newest that fits)"
-            )
+            found = f"the NVIDIA driver is too old for this torch, which is built with CUDA {torch.version.cuda}"
+            return f"{found}: update it, or install a torch of an older CUDA (nvidia-smi shows the newest that fits)"
     return None
 
 

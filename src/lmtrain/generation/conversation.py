@@ -85,7 +85,10 @@ class Talk:
     @property
     def messages(self) -> list[dict[str, str]]:
         """All turns so far, preceded by the system turn if there is one."""
-        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+        return [*self._system_turn(), *self.turns]
+
+    def _system_turn(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self.system}] if self.system else []
 
     def reset(self) -> None:
         self.turns, self.left_out = [], 0
@@ -135,9 +138,8 @@ class Talk:
     def _ids(self, left_out: int) -> list[int]:
         """Returns the ids of the conversation without its first turns, as the template writes it."""
         assert self.template is not None
-        system = self.messages[: len(self.messages) - len(self.turns)]
         try:
-            rendered = self.template.prompt([*system, *self.turns[left_out:]], None, "chat")
+            rendered = self.template.prompt([*self._system_turn(), *self.turns[left_out:]], None, "chat")
         except BadRow as bad:
             raise UserError(f"the chat template refuses this: {bad.reason}") from None
         ids: list[int] = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]

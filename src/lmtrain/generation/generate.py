@@ -25,12 +25,9 @@ def generate(config: Config) -> int:
     terminal.quiet_libraries()
     g, (model, tokenizer) = config.generate, trained.load_asked(config)
     if g.max_new_tokens >= positions(model) and "generate.max_new_tokens" in config.command.typed:
-        print(
-            f"generate.max_new_tokens={g.max_new_tokens}: the model has {positions(model)} positions for the "
-            "prompt and its continuation together, so only the last token of the prompt is read and "
-            f"{positions(model) - 1} tokens are generated",
-            file=sys.stderr,
-        )
+        most = f"the model has {positions(model)} positions for the prompt and its continuation together"
+        read = f"only the prompt's last token is read, and {positions(model) - 1} tokens are generated"
+        print(f"generate.max_new_tokens={g.max_new_tokens}: {most}, so {read}", file=sys.stderr)
     if g.prompts_file is not None:
         return many(model, tokenizer, config)
     prompt, ends = as_conversation(tokenizer, config, g.prompt)
@@ -134,10 +131,8 @@ class AnswersFile:
         for number, line in enumerate(lines):
             begins = _line(*asked[number], "").removesuffix('"}\n').encode() if number < len(asked) else b"\n"
             if not line.startswith(begins) and not begins.startswith(line):
-                raise UserError(
-                    f"generate.out={self.name}: line {number + 1} is not the answer that this command writes there: "
-                    "name another file"
-                )
+                found = f"line {number + 1} is not the answer that this command writes there"
+                raise UserError(f"generate.out={self.name}: {found}: name another file")
 
     def _open(self, path: Path) -> BinaryIO:
         with writing(f"generate.out={self.name}"):

@@ -42,10 +42,8 @@ def prompts_of(settings: SamplesConfig, corpus: Corpus, system_prompt: str | Non
         if settings.metrics and corpus.val is not None and not settings.prompts:
             return continuations(corpus.val, corpus.tokenizer, settings.rows, settings.max_new_tokens)
         if settings.metrics and settings.prompts:
-            raise UserError(
-                "callbacks.samples.metrics compares with text of the data, and your own callbacks.samples.prompts "
-                "have none: leave one of the two out"
-            )
+            why = "callbacks.samples.metrics compares with text of the data, and callbacks.samples.prompts have none"
+            raise UserError(f"{why}: leave one of the two out")
         asked = settings.prompts or [a_prompt(corpus.val or corpus.train, corpus.tokenizer)]
         return [Prompt(text, text) for text in asked]
     if settings.rows > MAX_QUESTIONS:

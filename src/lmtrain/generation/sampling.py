@@ -101,12 +101,9 @@ def continued(
     # Padded on the left, so that all rows go on at the same place.
     longest = max(map(len, rows))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    input_ids = torch.tensor(
-        [[pad] * (longest - len(row)) + row for row in rows], dtype=torch.int64, device=model.device
-    )
-    mask = torch.tensor(
-        [[0] * (longest - len(row)) + [1] * len(row) for row in rows], dtype=torch.int64, device=model.device
-    )
+    left = [(longest - len(row), row) for row in rows]
+    input_ids = torch.tensor([[pad] * n + row for n, row in left], dtype=torch.int64, device=model.device)
+    mask = torch.tensor([[0] * n + [1] * len(row) for n, row in left], dtype=torch.int64, device=model.device)
     # Drawn from the seed; the random state outside stays as it is.
     devices = [model.device] if model.device.type == "cuda" else []
     most = max(1, min(max_new_tokens, positions(model) - longest))
@@ -148,10 +145,8 @@ def _check_ids(model: Any, rows: list[list[int]]) -> None:
     """Raises UserError if the model has no embedding for an id, which means that the tokenizer is another model's."""
     highest, known = max(max(row) for row in rows), getattr(model.config, "vocab_size", None)
     if known is not None and highest >= known:
-        raise UserError(
-            f"the tokenizer gives the id {highest}, and the model has {known:,} embeddings: take the one it was "
-            "trained with"
-        )
+        found = f"the tokenizer gives the id {highest}, and the model has {known:,} embeddings"
+        raise UserError(f"{found}: take the one it was trained with")
 
 
 def prompt_tokens(tokenizer: Any, prompt: str | list[int]) -> list[int]:

@@ -19,9 +19,8 @@ class ExactMatch(MeanMetric):
     """The share of answers that equal their reference, ignoring leading and trailing white space."""
 
     def update(self, preds: list[str], target: list[str]) -> None:  # type: ignore[override]
-        super().update(
-            torch.tensor([float(is_exact(p, t)) for p, t in zip(preds, target, strict=True)], dtype=torch.float32)
-        )
+        same = [float(is_exact(p, t)) for p, t in zip(preds, target, strict=True)]
+        super().update(torch.tensor(same, dtype=torch.float32))
 
 
 def reading(text: str) -> str:
@@ -68,9 +67,8 @@ class BertScore(MeanMetric):
     def _states(self, text: str) -> torch.Tensor:
         """Returns normalized hidden states of the text's tokens [T, H], without the special tokens of the tokenizer."""
         longest = min(512, self.tokenizer.model_max_length)
-        found = self.tokenizer(
-            text, return_tensors="pt", truncation=True, max_length=longest, return_special_tokens_mask=True
-        )
+        cut = {"truncation": True, "max_length": longest}
+        found = self.tokenizer(text, return_tensors="pt", return_special_tokens_mask=True, **cut)
         own = found.pop("special_tokens_mask")[0] == 0
         return torch.nn.functional.normalize(self.encoder(**found).last_hidden_state[0, own], dim=-1)
 
@@ -123,10 +121,8 @@ class TextMetrics:
                 said = " ".join(str(error).split())
                 raise UserError(f"{key}: {entry}: the encoder can't be loaded ({said}): a folder or hub name") from None
             except (ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
-                raise UserError(
-                    f"{key}: {name} is not a metric of answers and references, two lists of texts "
-                    f"({type(error).__name__}: {error})"
-                ) from error
+                why = f"{name} is not a metric of answers and references, two lists of texts"
+                raise UserError(f"{key}: {why} ({type(error).__name__}: {error})") from error
 
     def names(self) -> list[str]:
         """Returns the names of the values that `score` reports."""

@@ -125,9 +125,8 @@ class Batch:
                 [(there or some)[i][side][:, : max(len(p) - new, 0)] for p, there in zip(prompts, earlier, strict=True)]
                 for side in (0, 1)
             ]
-            layer.update(
-                *(torch.stack([F.pad(x, (0, 0, longest - new - x.shape[1], 0)) for x in one]) for one in sides)
-            )
+            padded = [[F.pad(x, (0, 0, longest - new - x.shape[1], 0)) for x in side] for side in sides]
+            layer.update(*map(torch.stack, padded))
         out = self.model(input_ids=ids[:, -new:], attention_mask=mask, position_ids=positions[:, -new:],
                          past_key_values=cache, use_cache=True, **self.last_only)  # fmt: skip
         return out.past_key_values, out.logits[:, -1].contiguous(), mask
@@ -181,9 +180,8 @@ class Batch:
         assert self.kept is not None
         start = int(self.mask[row].argmax())
         which = slice(start, start + len(tokens) - 1)
-        self.kept[tokens] = [
-            (x.keys[row, :, which].clone(), x.values[row, :, which].clone()) for x in self.cache.layers
-        ]
+        layers = self.cache.layers
+        self.kept[tokens] = [(x.keys[row, :, which].clone(), x.values[row, :, which].clone()) for x in layers]
 
     def _use(self, columns: int) -> None:
         self.columns = columns

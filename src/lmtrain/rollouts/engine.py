@@ -28,9 +28,8 @@ class Sampling(NamedTuple):
     vocabulary: int | None = None  # ids from here on belong to no token and are never drawn: rows that pad embeddings
 
 
-PrefixCache = dict[
-    tuple[int, ...], Any
-]  # by the tokens of a prompt with its completion; what it is is up to the engine
+# By the tokens of a prompt with its completion; what it is is up to the engine.
+PrefixCache = dict[tuple[int, ...], Any]
 
 
 class SampledText(NamedTuple):

@@ -61,12 +61,11 @@ class InProcess(Engine):
         """Returns whether the model reads and returns transformers' cache, whose rows can be padded and joined."""
         if self.shares_its_cache is None:
             accepts = "past_key_values" in inspect.signature(self.model.forward).parameters
-            if accepts and self.model._supports_default_dynamic_cache():
+            self.shares_its_cache = accepts and self.model._supports_default_dynamic_cache()
+            if self.shares_its_cache:
                 cache = DynamicCache(config=self.model.config.get_text_config())
                 token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
                 self.shares_its_cache = "past_key_values" in self.model(token, past_key_values=cache, use_cache=True)
-            else:
-                self.shares_its_cache = False
         return self.shares_its_cache
 
     def _by_length(self, requests: Sequence[Request], sampling: Sampling) -> list[SampledText]:
@@ -74,12 +73,11 @@ class InProcess(Engine):
         places: dict[int, list[int]] = {}
         for place, request in enumerate(requests):
             places.setdefault(len(request.prompt), []).append(place)
-        batches = [
-            some[i : i + self.batch_size] for some in places.values() for i in range(0, len(some), self.batch_size)
-        ]
         found: dict[int, SampledText] = {}
-        for batch in batches:
-            found |= dict(zip(batch, self._completed([requests[i] for i in batch], sampling), strict=True))
+        for some in places.values():
+            for start in range(0, len(some), self.batch_size):
+                batch = some[start : start + self.batch_size]
+                found |= dict(zip(batch, self._completed([requests[i] for i in batch], sampling), strict=True))
         return [found[place] for place in range(len(requests))]
 
     def _completed(self, requests: Sequence[Request], sampling: Sampling) -> list[SampledText]:

@@ -110,8 +110,8 @@ class Maker:
             own = slice(i * size, (i + 1) * size)
             parts = {name: values[own] for name, values in scores.parts.items()}
             reports = [report_of_episode(e) for e in played[i]] if played else None
-            found.append(Group(prompt, completions[own], texts[own], parts, totals[i], penalties[own].tolist(),
-                               compared[i], attempt, played=reports))  # fmt: skip
+            rewards = totals[i], penalties[own].tolist(), compared[i]
+            found.append(Group(prompt, completions[own], texts[own], parts, *rewards, attempt, played=reports))
         return found, scores.reasons
 
 
@@ -131,9 +131,8 @@ def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> 
         int64 []: A, or 0 if there are none and a dummy of two tokens is in their place.
     """
     each = [(group, i) for group in groups for i in range(len(group.completions))]
-    answers = [
-        after_prompt(group.prompt.ids, group.completions[i].ids, group.completions[i].sampled) for group, i in each
-    ]
+    texts = [group.completions[i] for group, i in each]
+    answers = [after_prompt(group.prompt.ids, t.ids, t.sampled) for (group, _), t in zip(each, texts, strict=True)]
     shared = [len(group.prompt.ids) if i else 0 for group, i in each]
     batch = lay_answers(answers or [after_prompt([0], [0])], None if padded else shared or [0])
     if padded:
@@ -142,13 +141,11 @@ def tensors_of(groups: Sequence[Group], *, padded: bool, mask_cut_off: bool) -> 
         batch["old"] = _bits([p for group, i in each for p in group.old[i]])  # type: ignore[index]
     return {
         **batch,
-        "sampler": _bits([p for group, i in each for p in group.completions[i].log_probs]),
+        "sampler": _bits([p for text in texts for p in text.log_probs]),
         "advantages": _bits([float(group.advantages[i]) for group, i in each]),
-        "entropy": _bits([group.completions[i].entropy for group, i in each]),
+        "entropy": _bits([text.entropy for text in texts]),
         "rewards": _bits([float(group.rewards[i]) for group, i in each]),
-        "weight": torch.tensor(
-            [int(group.completions[i].ended or not mask_cut_off) for group, i in each] or [0], dtype=torch.int64
-        ),
+        "weight": torch.tensor([int(t.ended or not mask_cut_off) for t in texts] or [0], dtype=torch.int64),
         "sampled": torch.tensor(len(each), dtype=torch.int64),
     }
 
@@ -223,9 +220,8 @@ def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
 
 def unpack_groups(packed: Mapping[str, Any]) -> list[Group]:
     """Restores the groups that `pack_groups` was given."""
+    columns = [packed[name] for name in ("prompts", "completions", *_PLAIN)]
     return [
         Group(PromptRow(*prompt), [SampledText(*c) for c in completions], *rest)
-        for prompt, completions, *rest in zip(
-            packed["prompts"], packed["completions"], *(packed[name] for name in _PLAIN), strict=True
-        )
+        for prompt, completions, *rest in zip(*columns, strict=True)
     ]

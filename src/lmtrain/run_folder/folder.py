@@ -90,9 +90,8 @@ class RunDir:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"{self.summary} can't be read: {error}. Move it away to continue the run from its newest checkpoint"
-            ) from None
+            advice = "Move it away to continue the run from its newest checkpoint"
+            raise UserError(f"{self.summary} can't be read: {error}. {advice}") from None
         return summary
 
     def write_summary(self, summary: dict[str, Any]) -> None:

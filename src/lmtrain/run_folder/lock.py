@@ -66,9 +66,8 @@ def _wait(lock: FileLock, folder: Path, patience: float) -> None:
                 folder.rmdir()
             raise _removed(folder)
     except Timeout:
-        raise RunError(
-            f"another process has been training in {folder} for {patience:.0f} s: end it, or choose another run.name"
-        ) from None
+        found = f"another process has been training in {folder} for {patience:.0f} s"
+        raise RunError(f"{found}: end it, or choose another run.name") from None
     except FileNotFoundError:
         raise _removed(folder) from None
     finally:
