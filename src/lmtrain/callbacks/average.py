@@ -86,11 +86,8 @@ class Averaging(Feature):
         ema = config.callbacks.ema
         since = f" from step {ema.update_starting_at_step:,} on" if ema.update_starting_at_step else ""
         steps = "every step" if ema.update_every_n_steps == 1 else f"every {ema.update_every_n_steps:,} steps"
-        text = (
-            f"of the weights, decay {ema.decay:g}, {steps}{since}: validated and exported; training itself "
-            "continues from the plain weights"
-        )
-        return [("average", text)]
+        kept = f"of the weights, decay {ema.decay:g}, {steps}{since}"
+        return [("average", f"{kept}: validated and exported; training continues from the plain weights")]
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:

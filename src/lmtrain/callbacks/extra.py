@@ -90,9 +90,9 @@ def fitted(entry: dict[str, Any]) -> dict[str, Any]:
 def epoch_notes(callbacks: list[Callback]) -> list[str]:
     """Returns a note on each callback of the user's own that has a hook for epochs, which runs only once."""
     own = [c for c in callbacks if type(c).__module__.split(".")[0] not in ("lmtrain", "lightning")]
+    once = "runs once, as a run is a single epoch of Lightning's; on_train_batch_end runs at each step"
     return [
-        f"callbacks.extra, {type(c).__name__}: {hook} runs once, as a run is a single epoch of Lightning's; "
-        f"on_train_batch_end runs at each step"
+        f"callbacks.extra, {type(c).__name__}: {hook} {once}"
         for c in own
         for hook in EPOCH_HOOKS
         if getattr(type(c), hook) is not getattr(Callback, hook)
@@ -113,13 +113,10 @@ def outside(config: Config, run_dir: RunDir, callbacks: list[pl.Callback]) -> li
     """Returns a note on each path outside the run's folder and the cache that the user's loggers and callbacks name."""
     roots = [run_dir.path, Path(config.data.cache_dir).expanduser()]
     named = [(f"logger.{name}", options) for name, options in config.logger.items()]
-    named += [
-        (f"callbacks.extra, {type(c).__name__}", vars(c)) for c in callbacks
-        if not type(c).__module__.startswith("lmtrain.")
-    ]  # fmt: skip
+    theirs = [c for c in callbacks if not type(c).__module__.startswith("lmtrain.")]
+    named += [(f"callbacks.extra, {type(c).__name__}", vars(c)) for c in theirs]
     return [
-        f"{who}: {argument} is {place}, outside the run's folder: what is written there is not part of the run, and "
-        f"nothing in it is removed with it"
+        f"{who}: {argument} is {place}, outside the run's folder: what is written there is no part of the run"
         for who, arguments in named
         for argument, place in _outside(arguments, roots)
     ]

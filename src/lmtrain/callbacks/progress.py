@@ -43,10 +43,9 @@ def parts(row: Row, headline: Sequence[str]) -> list[str]:
     shown = [(f"train/{name}", _LABELS.get(name, name), "{:.4f}") for name in headline]
     shown += [(f"val/{name}", f"val {_LABELS.get(name, name)}", "{:.4f}") for name in headline]
     shown = [(key, _LABELS.get(key, label), form) for key, label, form in (*shown, *_SHOWN)]
-    first = {
-        key: f"{label} {form.format(row[key])}" for key, label, form in reversed(shown) if row.get(key) is not None
-    }
-    return [first[key] for key in dict.fromkeys(key for key, _, _ in shown) if key in first]
+    known = {key: (label, form) for key, label, form in reversed(shown) if row.get(key) is not None}
+    keys = dict.fromkeys(key for key, _, _ in shown if key in known)
+    return [f"{known[key][0]} {known[key][1].format(row[key])}" for key in keys]
 
 
 def joined(latest: Row, row: Row) -> Row:

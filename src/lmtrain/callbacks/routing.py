@@ -55,11 +55,9 @@ class Routing(pl.Callback):
                 self.reported.add((kind, number))
                 top_k, choices = losses.kinds[kind].top_k, losses.chosen[kind].shape[1]
                 noise = f", memory.router_noise ({self.memory_noise:g})" if kind == "memory" else ""
-                terminal.note(
-                    f"step {step:,}: router {number + 1} of {len(steps)} has sent all tokens to the same {top_k} "
-                    f"of {choices} {CHOICES[kind]} for {count:,} steps, so the others are not trained: raise "
-                    f"router.load_balance ({losses.kinds[kind].load_balance:g}){noise} or lower optimizer.lr"
-                )
+                same = f"has sent all tokens to the same {top_k} of {choices} {CHOICES[kind]} for {count:,} steps"
+                change = f"raise router.load_balance ({losses.kinds[kind].load_balance:g}){noise} or lower optimizer.lr"
+                terminal.note(f"step {step:,}: router {number + 1} of {len(steps)} {same}: {change}")
 
 
 def use(chosen: Tensor) -> list[int]:

@@ -72,11 +72,8 @@ class Samples(pl.Callback):
                 self.written = [self._continue(module, i, True) for i in places]
         else:
             self.written = world.shared_out(places, lambda i: self._continue(module, i, False))
-        pairs = [
-            (made.text, p.reference, p.shown)
-            for made, p in zip(self.written, self.prompts, strict=True)
-            if p.reference is not None
-        ]
+        both = zip(self.written, self.prompts, strict=True)
+        pairs = [(made.text, p.reference, p.shown) for made, p in both if p.reference is not None]
         if not pairs or not self.text_metrics.metrics:
             return {}
         return world.from_first(lambda: self.text_metrics.score(*map(list, zip(*pairs, strict=True))))

@@ -71,7 +71,7 @@ class FeedStream(DependsOnLength, pl.Callback):
             raise UserError(f"{found}: set data.ring_bytes=null as in that run, or another run.name")
         if self.place["window"] != window:
             found = (
-                f"the checkpoint's window of the stream is {self.place['window']}, that of step {self.step} {window}"
+                f"the checkpoint holds window {self.place['window']} of the stream, and step {self.step} is in {window}"
             )
             sizes = "data.ring_window, data.ring_shard_tokens, data.seq_len and data.global_batch_size"
             raise UserError(f"{found}: set {sizes} back to their earlier values")

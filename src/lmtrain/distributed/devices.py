@@ -221,9 +221,8 @@ def agreed(trainer: pl.Trainer, counts: Tensor, asked: bool) -> tuple[Tensor, bo
         return counts, asked
     # Under a user's own Trainer, Lightning makes an NCCL-only group, which can't reduce tensors in host memory.
     has_hosts = "cpu:" in torch.distributed.get_backend_config()
-    summed = torch.cat([counts, torch.tensor([int(asked)], dtype=torch.int64)]).to(
-        "cpu" if has_hosts else trainer.strategy.root_device
-    )
+    summed = torch.cat([counts, torch.tensor([int(asked)], dtype=torch.int64)])
+    summed = summed.to("cpu" if has_hosts else trainer.strategy.root_device)
     torch.distributed.all_reduce(summed)
     *total, stops = summed.tolist()
     return torch.tensor(total, dtype=torch.int64) // data_parallel(trainer).copies, stops > 0

@@ -25,10 +25,7 @@ _OF_RANKS = re.compile(
     r"(MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|NODE_RANK|TORCHELASTIC_.*|LMTRAIN_.*PID"
     r"|SLURM_(NTASKS|NPROCS|PROCID|LOCALID|NODEID|NTASKS_PER_NODE|TASKS_PER_NODE|STEP_.*))"
 )
-_UNSET = (
-    "this process was not started by torchrun or SLURM; unset these variables to train in one process, or "
-    "start it with one of the two"
-)
+_UNSET = "start this process by torchrun or SLURM, or unset these variables to train in one process"
 began: float | None = None  # when this process started, a time.time(), if `lmtrain train` is its program
 _OLDEST_S = 60.0  # a process that has only begun; a greater age comes from a clock that counts otherwise
 

@@ -31,7 +31,5 @@ class CausalLM(Objective):
         labels = batch["labels"]
         at = (labels.flatten() != IGNORE).nonzero()[:, 0]
         out = self.model.log_probs(inputs_of(batch), scored=at, before=at, targets=labels.flatten()[at])
-        found = torch.zeros(labels.numel(), dtype=torch.float32, device=labels.device).index_put(
-            (at,), out.tokens.float()
-        )
-        return {"log_probs": found.view_as(labels), "labels": labels}
+        found = torch.zeros(labels.numel(), dtype=torch.float32, device=labels.device)
+        return {"log_probs": found.index_put((at,), out.tokens.float()).view_as(labels), "labels": labels}

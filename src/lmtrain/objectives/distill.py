@@ -156,10 +156,7 @@ class Distill(Objective):
                 rows = padded([after_prompt(prompt, written.pop(0)) for prompt in some if prompt])
                 batch.clear()
                 batch.update({name: value.to(self.device) for name, value in rows.items()})
-        counted = sum(
-            (self.count_tokens(batch) for batch in micro_batches),
-            torch.zeros((), dtype=torch.int64, device=self.device),
-        )
+        counted = torch.stack([self.count_tokens(batch).to(self.device) for batch in micro_batches]).sum()
         # The step's sums are divided by the number of labels in the data, and the samples have another.
         self.scale = n_tokens / total(self.trainer, counted.double()).clamp(min=1)
 

@@ -156,10 +156,8 @@ class GRPO(ReferenceObjective):
     def plan_rows(self) -> list[tuple[str, str]]:
         o, rows = self.options, []
         clip = "" if self.variant.ratio == "none" else f", clip -{self.variant.clip_low:g} +{self.variant.clip_high:g}"
-        kl = (
-            f", {o.kl_coef:g} x KL ({o.kl_estimator}) to {self.describe_reference()}" if o.kl_coef else ", no reference"
-        )
-        rows.append(("loss", f"{o.loss}{clip}{kl}"))
+        to = f"{o.kl_coef:g} x KL ({o.kl_estimator}) to {self.describe_reference()}" if o.kl_coef else "no reference"
+        rows.append(("loss", f"{o.loss}{clip}, {to}"))
         updates = f", {o.updates_per_rollout} updates a rollout" if o.updates_per_rollout > 1 else ""
         rows.append(("rollouts", f"{o.group_size} completions a prompt, up to {o.max_new_tokens:,} tokens, temperature "
                      f"{o.temperature:g}{updates}; by {o.engine}, {o.rollout_batch_size} at once"))  # fmt: skip

@@ -187,14 +187,11 @@ class WeightsMove(FirstSteps):
         named = [] if sharded else objective.model.named_parameters()
         # Kernels may change the memory layout of quantised weights, which are integers or tensor subclasses.
         frozen = {n: p for n, p in named if not p.requires_grad and p.is_floating_point() and type(p) is Parameter}
-        self.frozen = {
-            "on another rank": torch.zeros(1, dtype=torch.float32, device=objective.device),
-            **frozen,
-        }  # the first never changes
+        never_changes = torch.zeros(1, dtype=torch.float32, device=objective.device)
+        self.frozen = {"on another rank": never_changes, **frozen}
         self.sums = self._checksums()
-        self.before = self.gradients = torch.zeros(
-            (), dtype=torch.float32
-        )  # then [n]: the sample after step 1, and its gradients since
+        # Then [n]: the sample after step 1, and its gradients since.
+        self.before = self.gradients = torch.zeros((), dtype=torch.float32)
 
     def before_update(self) -> None:
         found = [torch.zeros_like(self._some(p)) if p.grad is None else self._some(p.grad) for p in self.parameters]
@@ -264,10 +261,11 @@ def answers_move(objective: Any, batch: dict[str, Tensor], before: Tensor) -> Fi
         reference = objective.reference_log_probs(batch)
         for other, what in ((before, "what they were before the first"), (reference, "the reference's")):
             if torch.equal(policy, other):
-                return f"the policy's log-probabilities of the first micro-batch are still exactly {what}", (
-                    f"nothing would be learned. objective.reference=frozen_copy can cause it, or updates that "
-                    f"trainer.precision ({objective.trainer.precision} here) doesn't show: raise optimizer.lr"
+                why = (
+                    f"objective.reference=frozen_copy, or trainer.precision={objective.trainer.precision}, can cause it"
                 )
+                found = f"the policy's log-probabilities of the first micro-batch are still exactly {what}"
+                return found, f"nothing would be learned. {why}: raise optimizer.lr"
         return None
 
     return FirstSteps(MUST_SHOW[0] if _is_full(objective) else MUST_SHOW[1], wrong)
@@ -282,12 +280,12 @@ def loss_slack(loss: Loss, options: LossOptions, at_zero: float, ratio: float) -
 
 def _what_differs(objective: Any, policy: Tensor, reference: Tensor, wrong: Tensor, answers: Sequence[str]) -> str:
     row, which = wrong.nonzero()[0].tolist()
-    found = (
-        f"policy and reference differ before the first step, so the reference is not the model this run starts from: "
-        f"the {answers[which]} {row + 1} of the first micro-batch has log-probability "
-        f"{policy[row, which].item():.6g} under the policy and {reference[row, which].item():.6g} under the reference "
-        f"({int(wrong.sum())} of {wrong.numel()} answers differ). "
+    under = [f"{values[row, which].item():.6g}" for values in (policy, reference)]
+    shown = (
+        f"the {answers[which]} {row + 1} of the first micro-batch has log-probability {' and '.join(under)} under them"
     )
+    differ = f"({int(wrong.sum())} of {wrong.numel()} answers differ)"
+    found = f"policy and reference differ before the first step: {shown} {differ}. "
     if objective.precomputed is not None:
         why = "The precomputed log-probabilities are of another model or rows"
         return f"{found}{why}: remove {objective.precomputed.folder}"

@@ -54,9 +54,8 @@ class Inspection:
             columns["learned ones"] = self.learned
         named = {0: "shortest", 50: "median", 100: "longest"}
         found = [np.percentile(values, _PERCENTILES, method="inverted_cdf") for values in columns.values()]
-        lines = [
-            [named.get(p, f"{p} %"), *(f"{int(numbers[i]):,}" for numbers in found)] for i, p in enumerate(_PERCENTILES)
-        ]
+        names = [named.get(p, f"{p} %") for p in _PERCENTILES]
+        lines = [[name, *(f"{int(n):,}" for n in numbers)] for name, *numbers in zip(names, *found, strict=True)]
         return ["", *columns], [*lines, ["mean", *(f"{values.mean():,.1f}" for values in columns.values())]]
 
     def histogram(self) -> list[tuple[int, int, int]]:
@@ -125,9 +124,8 @@ def _row_facts(corpus: Corpus, rows: Any, config: Config) -> list[tuple[str, str
     known = corpus.splits[split]
     if config.data.rows == "text":
         facts = [("documents", known.get("documents")), ("tokens", known["tokens"]), ("bytes", known.get("bytes"))]
-        return [(f"rows of {config.data.seq_len:,} tokens", f"{len(rows):,}")] + [
-            (name, f"{number:,}") for name, number in facts if number is not None
-        ]
+        there = [(name, f"{number:,}") for name, number in facts if number is not None]
+        return [(f"rows of {config.data.seq_len:,} tokens", f"{len(rows):,}"), *there]
     # Examples: what became of the rows,
     counts = Counts(**known)
     facts = [("rows in the data", counts.rows), ("examples", counts.examples), ("tokens", counts.tokens),

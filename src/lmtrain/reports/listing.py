@@ -23,9 +23,8 @@ from lmtrain.run_folder import lock
 from lmtrain.run_folder.cut_back import last_rows, parsed
 from lmtrain.run_folder.folder import RunDir, checkpoint_names
 
-_SECTIONS = re.compile(
-    r"^(?:budget|checkpoint|trainer|objective|model|data):.*\n(?:[ \t].*\n|\n)*", re.MULTILINE
-)  # parsed alone
+# Sections of a config that are parsed alone.
+_SECTIONS = re.compile(r"^(?:budget|checkpoint|trainer|objective|model|data):.*\n(?:[ \t].*\n|\n)*", re.MULTILINE)
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
@@ -175,13 +174,8 @@ def best_row(run: RunDir, summary: dict[str, Any], monitor: str, mode: str) -> d
     named = CHECKPOINT.search(str(summary.get("best")))
     value: Any = best.get(monitor) if isinstance(best := summary.get("best_metric"), dict) else None
     if named and _is_score(value):
-        others = summary.get("best_scores")
-        return {
-            **(others if isinstance(others, dict) else {}),
-            monitor: value,
-            "step": int(named[1]),
-            "monitor": monitor,
-        }
+        others = summary["best_scores"] if isinstance(summary.get("best_scores"), dict) else {}
+        return {**others, monitor: value, "step": int(named[1]), "monitor": monitor}
     if not run.metrics.is_file():
         return None
     rows = (row for _, row, _ in parsed(run.metrics, holding=json.dumps(monitor).encode()) if row is not None)

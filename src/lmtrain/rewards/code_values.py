@@ -227,11 +227,9 @@ class Peer:
             return ["NotImplemented"]
         if kind is Proxy:
             return ["yours", value._lmtrain_number] if value._lmtrain_peer is self else self.reference(value)
-        number = (
-            getattr(value, "__dict__", {}).get("_lmtrain_number") if isinstance(value, (*_VALUES, *_CHANGING)) else None
-        )
-        if number is not None:
-            return ["yours", number]
+        named = getattr(value, "__dict__", {}) if isinstance(value, (*_VALUES, *_CHANGING)) else {}
+        if "_lmtrain_number" in named:
+            return ["yours", named["_lmtrain_number"]]
         # Containers and values of the standard library are taken apart.
         name = _name_of(kind)
         if name in _ITEMS:
@@ -272,9 +270,8 @@ class Peer:
         kind = type(value)
         if kind not in _CHANGING:
             return self.pack(value)
-        parts = (
-            [[self.pack(k), self.held(v)] for k, v in value.items()] if kind is dict else list(map(self.held, value))
-        )
+        pairs = [[self.pack(key), self.held(one)] for key, one in value.items()] if kind is dict else None
+        parts = [self.held(one) for one in value] if pairs is None else pairs
         return ["like", [kind.__name__, parts, None], self.reference(value)[1]]
 
     def reference(self, value: Any) -> Any:

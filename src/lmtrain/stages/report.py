@@ -241,9 +241,8 @@ def _side_by_side(answers: Answers) -> list[dict[str, Any]]:
             question, about = _split(str(asked[0].get("prompt")))
             reference = str(asked[0].get("reference") or "")
             short = len(reference) <= _SHORT
-            found.append(
-                {"question": question, "about": about, "answers": shown, "reference": reference, "short": short}
-            )
+            given = {"question": question, "about": about, "reference": reference, "short": short}
+            found.append({**given, "answers": shown})
     return found
 
 

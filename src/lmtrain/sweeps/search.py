@@ -95,9 +95,8 @@ def propose(space: dict[str, Any], sweep: SweepConfig, mode: str, trials: list[T
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
         if sweep.sampler == "tpe":
-            sampler = optuna.samplers.TPESampler(
-                n_startup_trials=sweep.startup_trials or 0, seed=seed, constant_liar=sweep.jobs > 1
-            )
+            first = sweep.startup_trials or 0
+            sampler = optuna.samplers.TPESampler(n_startup_trials=first, seed=seed, constant_liar=sweep.jobs > 1)
         study = optuna.create_study(sampler=sampler, direction="maximize" if mode == "max" else "minimize")
         for trial in trials:
             _tell(study, trial, space)
@@ -119,9 +118,8 @@ def _tell(study: Any, trial: Trial, space: dict[str, Any]) -> None:
     kinds = {optuna.distributions.IntDistribution: int, optuna.distributions.FloatDistribution: float}
     try:
         params = {key: kinds.get(type(space[key]), str)(text) for key, text in texts.items()}
-        row = optuna.trial.create_trial(
-            params=params, distributions=space, value=trial.score if state == states.COMPLETE else None, state=state
-        )
+        score = trial.score if state == states.COMPLETE else None
+        row = optuna.trial.create_trial(params=params, distributions=space, value=score, state=state)
     except ValueError:
         return
     study.add_trial(row)
