@@ -281,9 +281,7 @@ def loss_slack(loss: Loss, options: LossOptions, at_zero: float, ratio: float) -
 def _what_differs(objective: Any, policy: Tensor, reference: Tensor, wrong: Tensor, answers: Sequence[str]) -> str:
     row, which = wrong.nonzero()[0].tolist()
     under = [f"{values[row, which].item():.6g}" for values in (policy, reference)]
-    shown = (
-        f"the {answers[which]} {row + 1} of the first micro-batch has log-probability {' and '.join(under)} under them"
-    )
+    shown = f"the {answers[which]} {row + 1} of the first micro-batch has the log-probabilities {' and '.join(under)}"
     differ = f"({int(wrong.sum())} of {wrong.numel()} answers differ)"
     found = f"policy and reference differ before the first step: {shown} {differ}. "
     if objective.precomputed is not None:
