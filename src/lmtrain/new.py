@@ -8,7 +8,7 @@ from string import Template
 from lmtrain import cli, errors
 from lmtrain.errors import UserError, did_you_mean
 
-SKELETONS = Path(__file__).with_name("skeletons")  # <kind>.txt and <kind>_test.txt
+SKELETONS = Path(__file__).with_name("skeletons")  # <kind>.txt, <kind>_test.txt, trained.txt
 KINDS = ("reward", "dataset", "environment", "objective", "model", "optimizer", "schedule", "callback", "metric")
 
 
@@ -26,11 +26,16 @@ def write(kind: str, name: str) -> int:
     files = [Path(f"{name}.py"), Path(f"test_{name}.py")]
     for file in (file for file in files if file.exists()):
         raise UserError(f"{file} is there already: choose another name, or move it away")
+    trained = filled("trained.txt", name=name)  # what several tests train with
     for file, skeleton in zip(files, (f"{kind}.txt", f"{kind}_test.txt"), strict=True):
-        text = (SKELETONS / skeleton).read_text(encoding="utf-8")
-        file.write_text(Template(text).substitute(name=name, cls=cls), encoding="utf-8")
+        file.write_text(filled(skeleton, name=name, cls=cls, trained=trained), encoding="utf-8")
     print(f"{files[0]}  (its first lines say how to train with it; python -m pytest {files[1]} tests it)")
     return errors.FINISHED
+
+
+def filled(skeleton: str, **values: str) -> str:
+    """Returns the text of a skeleton with these values in it."""
+    return Template((SKELETONS / skeleton).read_text(encoding="utf-8")).substitute(values)
 
 
 def main(argv: list[str] | None = None) -> int:
