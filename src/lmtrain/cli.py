@@ -142,35 +142,32 @@ def plain(action: Callable[[], int], goes_on: bool = False) -> int:
     except (UserError, RunError) as error:
         print_in_turn(error)
         return error.exit_code
-    except terminal.OutputGone as gone:
-        if gone.left:  # as head and less do
+    except BaseException as error:
+        if isinstance(error, terminal.OutputGone) and error.left:  # as head and less do
             return errors.FINISHED
-        errors.print_error(str(gone))
-        return errors.FAILED
-    except Preempted as signalled:
-        errors.print_error(str(signalled))
-        return errors.PREEMPTED
-    except (MemoryError, RuntimeError, SystemError) as error:
-        if not errors.out_of_memory(error):
-            raise
-        errors.print_error("out of memory: this machine's, user's or job's limit is used up: free some or raise it")
-        return errors.FAILED
-    except OSError as error:
-        message = errors.no_right(error)
+        message = _message_of(error)
         if message is None:
             raise
         errors.print_error(message)
-        return errors.FAILED
-    except KeyboardInterrupt:
-        errors.print_error("interrupted (Ctrl-C); completed work is kept, and the same command continues")
-        return 130
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust libraries; a BaseException but no Exception
-            raise
-        errors.print_error(f"tokenizers, safetensors or another Rust library failed on a file: {error}")
-        return errors.FAILED
+        return _CODES.get(type(error), errors.FAILED)
     finally:
         terminal.status.stop()
+
+
+_CODES = {Preempted: errors.PREEMPTED, KeyboardInterrupt: 130}
+
+
+def _message_of(error: BaseException) -> str | None:
+    """Returns the message for an error that a machine, a user or a file causes; None for any other, which is a bug."""
+    if isinstance(error, terminal.OutputGone | Preempted):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted (Ctrl-C); completed work is kept, and the same command continues"
+    if isinstance(error, MemoryError | RuntimeError | SystemError) and errors.out_of_memory(error):
+        return "out of memory: this machine's, user's or job's limit is used up: free some or raise it"
+    if type(error).__name__ == "PanicException":  # of Rust libraries; a BaseException but no Exception
+        return f"tokenizers, safetensors or another Rust library failed on a file: {error}"
+    return errors.no_right(error)
 
 
 _ONLY_PRINT = {"--cfg", "-c", "--why", "--info", "-i", "--help", "-h", "--version"}  # with these every verb only prints

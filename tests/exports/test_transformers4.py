@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from inprocess import run
 from lmtrain.exports.hf_folder import logits
-from lmtrain.models.exported import read_config
-from lmtrain.models.folder import change_config, with_earlier_names
+from lmtrain.models.folder import change_config, read_config, with_earlier_names
 from lmtrain.run_folder import trained
 from lmtrain.run_folder.folder import RunDir
 from support import REPO

@@ -10,17 +10,15 @@ from inprocess import run
 from lmtrain.reports import machine
 
 
-def test_everything_needed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_SIZE", {"cpu": 256})  # bf16 takes seconds on a processor without it
+def test_everything_needed_is_found(tmp_path: Path) -> None:
     done = run("doctor", str(tmp_path / "outputs"))
     assert done.code == 0, done.out + done.err
-    for part in ("torch", "transformers", "matmul", "disk", "GFLOP/s", "C compiler"):
+    for part in ("torch", "transformers", "trainer.precision=auto is", "C compiler"):
         assert part in done.out
     assert not (tmp_path / "outputs").exists()  # doctor doesn't create it
 
 
-def test_a_folder_that_cannot_be_written_is_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_matmul", lambda: machine.Finding("matmul", True, "as before"))  # it takes seconds
+def test_a_folder_that_cannot_be_written_is_exit_1() -> None:
     done = run("doctor", "/proc/outputs")
     assert done.code == 1
     assert "set run.root" in done.out

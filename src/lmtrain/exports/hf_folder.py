@@ -26,9 +26,8 @@ from lmtrain.models import wrapper
 from lmtrain.models.attention import generation_mode
 from lmtrain.models.blocks import evaluating
 from lmtrain.models.denoising import mark_folder, mask_token
-from lmtrain.models.exported import read_config
 from lmtrain.models.flops import parameter_counts
-from lmtrain.models.folder import change_config, is_exported, with_earlier_names
+from lmtrain.models.folder import change_config, is_exported, read_config, with_earlier_names
 from lmtrain.models.scalar_head import has_scalar_head, padding_of
 from lmtrain.run_folder.folder import RunDir
 from lmtrain.secrets import command, shown_in

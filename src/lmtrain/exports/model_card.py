@@ -14,10 +14,10 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from lmtrain.adapters.exported import brings_code, gives_rewards, loading_class, predicts_masked_tokens
 from lmtrain.config import safe_yaml
 from lmtrain.config.override_text import leaves_of
 from lmtrain.files import read_jsonl, read_regular
-from lmtrain.models.exported import brings_code, gives_rewards, loading_class, predicts_masked_tokens
 from lmtrain.secrets import shown_in
 from lmtrain.terminal import visible
 

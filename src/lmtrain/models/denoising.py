@@ -10,8 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lmtrain.errors import UserError
-from lmtrain.models.exported import read_config
-from lmtrain.models.folder import change_config
+from lmtrain.models.folder import change_config, read_config
 
 
 def mask_token(model: PreTrainedModel) -> int | None:

@@ -14,12 +14,17 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
 from lmtrain.data import hub
 from lmtrain.errors import UserError
-from lmtrain.models.exported import read_config
 from lmtrain.models.scalar_head import HEAD, says_scalar_head
 from lmtrain.models.wrapper import outermost, text_of
 
 PREFIX = "memory_"  # precedes the base's model_type
 ADDED = ("model_type", "architectures", "auto_map", "memory")  # fields that the base's config lacks or has otherwise
+
+
+def read_config(folder: Path) -> Any:
+    """Returns the content of a model folder's config.json, {} if there is none."""
+    path = folder.expanduser() / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def change_config(folder: Path, **fields: Any) -> None:

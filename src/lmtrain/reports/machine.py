@@ -1,4 +1,4 @@
-"""The checks of `lmtrain doctor`: packages, devices, compiler, disk, memory, the hub, and two short benchmarks."""
+"""The checks of `lmtrain doctor`: packages, devices, compiler, disk, memory and the hub."""
 
 import importlib.metadata
 import os
@@ -6,7 +6,6 @@ import platform
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +17,6 @@ from lmtrain import errors, terminal
 from lmtrain.config import safe_yaml
 
 OPTIONAL = safe_yaml.table(__file__, "optional.yaml")
-_MATMUL_SECONDS = 0.5
-_SIZE = {"cpu": 1024, "cuda": 8192}  # of matrices: a GPU ends smaller ones before the next is launched
-_READ_BYTES = 64 * 2**20
 
 
 class Finding(NamedTuple):
@@ -55,14 +51,11 @@ def findings(folder: Path) -> Iterator[Finding]:
     yield from needed
     for name, (extra, purpose) in OPTIONAL.items():
         yield _installed(name, f" ({purpose})", f'for {purpose}: pip install "lmtrain[{extra}]"')
-    there = next(p for p in (folder, *folder.parents) if p.exists())
-    yield _writable(folder, there)
+    yield _writable(folder)
     yield _memory()
     yield _compiler()
     if all(f.good for f in needed):
         yield from _devices()
-        yield _matmul()
-    yield _reading(there)
     yield _hub()
 
 
@@ -86,7 +79,8 @@ def _installed(name: str, about: str, advice: str, needed: bool = False) -> Find
         return Finding(name, False, advice, needed)
 
 
-def _writable(folder: Path, there: Path) -> Finding:
+def _writable(folder: Path) -> Finding:
+    there = next(p for p in (folder, *folder.parents) if p.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=there):
             free = shutil.disk_usage(there).free
@@ -123,51 +117,6 @@ def _devices() -> Iterator[Finding]:
         words = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}"
         yield Finding(f"GPU {index}", True, f"{words}, trainer.precision=auto is {best_precision('cuda')}")
     yield _installed("triton", " (trainer.compile)", "trainer.compile=auto stays off without it: pip install triton")
-
-
-def _matmul() -> Finding:
-    """Measures FLOP/s by multiplying fp32, then bf16 matrices for half a second each, on the GPU if there is one."""
-    import torch
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rates, size = [], _SIZE[device.type]
-    for dtype in (torch.float32, torch.bfloat16):
-        a = torch.randn(size, size, dtype=torch.float32, device=device).to(dtype)
-        (a @ a).sum().item()  # the first product loads libraries
-        began, times = time.perf_counter(), 0
-        while time.perf_counter() - began < _MATMUL_SECONDS:
-            for _ in range(5):
-                a @ a
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times += 5
-        rates.append(2 * size**3 * times / (time.perf_counter() - began))
-    slow = device.type == "cpu" and rates[0] < 1e10 * (os.cpu_count() or 1)
-    usual = "" if device.type == "cuda" else "; usual are 20 to 100 a core in fp32"
-    busy = ", so something else is running" if slow else ""
-    fp32, bf16 = (rate / 1e9 for rate in rates)
-    return Finding("matmul", not slow, f"{fp32:,.0f} GFLOP/s in fp32, {bf16:,.0f} in bf16{usual}{busy}")
-
-
-def _reading(there: Path) -> Finding:
-    """Measures read speed on a file just written, evicted from the page cache first where the system supports it."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=there) as file:
-            file.write(os.urandom(2**20) * (_READ_BYTES // 2**20))
-            file.flush()
-            os.fsync(file.fileno())
-            forgotten = hasattr(os, "posix_fadvise")
-            if forgotten:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            began, read = time.perf_counter(), 0
-            while read < _READ_BYTES:
-                read += len(os.pread(file.fileno(), 2**20, read))
-            seconds = time.perf_counter() - began
-    except OSError as error:
-        return Finding("disk", False, f"{there}: {error.strerror}")
-    speed = _READ_BYTES / seconds / 2**20
-    words = f"{speed:,.0f} MiB/s read{'' if forgotten else ' (from memory)'}; usual are 200 (network) to 3,000 (NVMe)"
-    return Finding("disk", speed > 20, words)
 
 
 def _hub() -> Finding:

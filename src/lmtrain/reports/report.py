@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 
 from lmtrain import errors, terminal
+from lmtrain.adapters.exported import gives_rewards, predicts_masked_tokens
 from lmtrain.config import compose as rules
 from lmtrain.config.override_text import leaves_of, typed_keys
 from lmtrain.errors import UserError
 from lmtrain.exports.model_card import loading_code
 from lmtrain.files import absolute, read_jsonl, read_regular, write_atomic
-from lmtrain.models.exported import gives_rewards, predicts_masked_tokens
 from lmtrain.reports import listing, report_page
 from lmtrain.reports.curves import FIRST, charts, heat_maps
 from lmtrain.reports.report_page import ReportedRun, ShownSample

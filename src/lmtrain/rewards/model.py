@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from lmtrain.adapters.exported import gives_rewards
 from lmtrain.adapters.trainable import base_identity
 from lmtrain.data import framing, hub, tokenizers
 from lmtrain.data.chat.pairs import bare_turns
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.errors import UserError, first_line
-from lmtrain.models.exported import gives_rewards
 from lmtrain.models.folder import export_of, from_pretrained
 from lmtrain.models.scalar_head import says_scalar_head, scores_of, set_padding
 from lmtrain.rewards.base import Reward

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
 
 from lmtrain.adapters import memory_export
+from lmtrain.adapters.exported import brings_code
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.adapters.trainable import check_weights, restore_start, trainable_names
 from lmtrain.checkpoints import retention, store
@@ -23,7 +24,6 @@ from lmtrain.data.chat.find_template import find_template, with_options
 from lmtrain.errors import RunError, UserError, first_line, nearest
 from lmtrain.files import absolute
 from lmtrain.models import folder
-from lmtrain.models.exported import brings_code
 from lmtrain.models.folder import is_exported
 from lmtrain.models.scalar_head import has_scalar_head, padding_of, refuse_scalar_head, set_padding
 from lmtrain.objectives.base import Objective

@@ -5,31 +5,23 @@ from pathlib import Path
 from typing import Any
 
 
-def read_config(folder: Path) -> Any:
-    """Returns the content of a model folder's config.json, {} if there is none."""
-    path = folder.expanduser() / "config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
 def gives_rewards(export: Path) -> bool:
     """Returns whether an exported folder holds a model with a scalar head, or an adapter for one."""
     adapter = export / "adapter_config.json"
     if adapter.exists():
         return json.loads(adapter.read_text(encoding="utf-8")).get("task_type") == "SEQ_CLS"
-    return any(
-        str(name).endswith("ForSequenceClassification") for name in read_config(export).get("architectures") or []
-    )
+    return any(str(name).endswith("ForSequenceClassification") for name in _config(export).get("architectures") or [])
 
 
 def predicts_masked_tokens(export: Path) -> bool:
     """Returns whether an exported folder holds a model of masked tokens, which predicts no next token."""
-    config = read_config(export)
+    config = _config(export)
     return config.get("is_causal") is False and config.get("mask_token_id") is not None
 
 
 def brings_code(export: Path) -> bool:
     """Returns whether an exported folder contains its own modeling code, which transformers runs only if trusted."""
-    return "auto_map" in read_config(export)
+    return "auto_map" in _config(export)
 
 
 def loading_class(export: Path) -> tuple[str, str]:
@@ -38,5 +30,10 @@ def loading_class(export: Path) -> tuple[str, str]:
     if adapter.exists():
         names_class = json.loads(adapter.read_text(encoding="utf-8")).get("auto_mapping")  # that of a wrapper
         return "peft", "AutoPeftModel" if names_class else f"AutoPeftModelFor{kind}"
-    whole = any(name.endswith("ForConditionalGeneration") for name in read_config(export).get("architectures") or [])
+    whole = any(name.endswith("ForConditionalGeneration") for name in _config(export).get("architectures") or [])
     return "transformers", "AutoModelForImageTextToText" if whole else f"AutoModelFor{kind}"
+
+
+def _config(export: Path) -> dict[str, Any]:
+    path = export / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
