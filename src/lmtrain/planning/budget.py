@@ -82,7 +82,8 @@ def settle(config: Config, began: float, again: Again) -> Config:
     Raises:
         UserError: the run is a cooldown; or see `_settle_minutes` and `_settle_amount`.
     """
-    typed, chosen = config.command.typed, config.budget.chosen
+    chosen, typed = config.budget.chosen, config.command.typed
+    given = config.command.given  # typed, or set by a file
     by_hand = [key for key in LENGTHS if key in typed and value_of(config, key)]
     if typed.get("debug", "null") != "null":
         by_hand.append("debug")
@@ -90,41 +91,40 @@ def settle(config: Config, began: float, again: Again) -> Config:
         print(f"{by_hand[0]}={typed[by_hand[0]]} was typed and decides the length: budget.{chosen} is left out")
         setattr(config.budget, str(chosen), None)
         return config
-    typed = config.command.given  # from here on, what a file sets is as good as typed
     if config.run.cooldown_from is not None:
         found = f"budget.{chosen} counts from the first step, and run.cooldown_from={config.run.cooldown_from}"
         raise UserError(f"{found} continues another run to trainer.max_steps: set that instead of the budget")
     if chosen == "tokens":
-        _settle_amount(config, typed)
+        _settle_amount(config, given)
         return config
     _resolve_devices(config)
     compiler.probe_early(config)
     world.connect(config.trainer.accelerator, config.trainer.rank_timeout)
     if chosen == "flops":  # as below, all ranks train with the config of the first
-        world.from_first(lambda: _settle_amount(config, typed))
+        world.from_first(lambda: _settle_amount(config, given))
         return config
     os.environ[ranks.BEGAN] = str(began)
-    _split(config, typed)
+    _split(config, given)
     measured: Chosen | None = None  # on the first rank
 
     def depth_for_time() -> int | None:
         nonlocal measured
-        if config.model.name != dial.NAME or {dial.KEY, dial.LAYERS} & typed.keys():
+        if config.model.name != dial.NAME or {dial.KEY, dial.LAYERS} & given.keys():
             return None
         before = _chosen_before(config)
         if before is not None:
             depth = before.get("model", {}).get("num_hidden_layers")
             return depth if isinstance(depth, int) else None
-        measured = _choose_depth(config, began, typed)
+        measured = _choose_depth(config, began, given)
         return measured.depth
 
     depth = world.from_first(depth_for_time)
     if depth is not None and depth != config.model.num_hidden_layers:  # type: ignore[attr-defined]
         config = again([f"{dial.KEY}={depth}"])
-        typed = {**typed, dial.KEY: str(depth)}
+        given = {**given, dial.KEY: str(depth)}
         _resolve_devices(config)
-        _split(config, typed)
-    world.from_first(lambda: _settle_minutes(config, began, typed, measured))
+        _split(config, given)
+    world.from_first(lambda: _settle_minutes(config, began, given, measured))
     return config
 
 
@@ -133,7 +133,7 @@ def _resolve_devices(config: Config) -> None:
     devices.resolve_auto(config) if layout is None else place(config, layout)
 
 
-def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
+def _settle_amount(config: Config, given: Mapping[str, Any]) -> None:
     """Sets trainer.max_steps to the smallest number of steps that uses up budget.tokens or budget.flops.
 
     FLOPs are those of forward and backward, counted by `flops_per_token`. A limit of epochs that a config sets is
@@ -155,10 +155,10 @@ def _settle_amount(config: Config, typed: Mapping[str, Any]) -> None:
     rows = math.ceil(tokens / config.data.seq_len)  # type: ignore[operator]  # short rows are cut from full ones
     steps = step_sizes(config.data).steps_for(rows)
     config.trainer.max_steps, config.trainer.max_epochs = steps, None
-    _set_untyped(config, typed, {"trainer.val_check_interval": math.ceil(steps / _VALIDATIONS)})
+    _set_unless_given(config, given, {"trainer.val_check_interval": math.ceil(steps / _VALIDATIONS)})
 
 
-def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any], measured: Chosen | None) -> None:
+def _settle_minutes(config: Config, began: float, given: Mapping[str, Any], measured: Chosen | None) -> None:
     """Sets trainer.max_steps to the number of steps that end within budget.minutes, as described in `settle`.
 
     A continued run keeps its number of steps. Data that is small for the time is trained on for a limited number of
@@ -169,15 +169,15 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any], meas
     """
     known = not config.data.streaming and not config.trainer.overfit_batches  # whether epochs are passes over all data
     known = known and not config.objective.trains_on_rollouts  # with new completions in every epoch
-    if config.trainer.max_epochs is None and known and "trainer.max_epochs" not in typed:
+    if config.trainer.max_epochs is None and known and "trainer.max_epochs" not in given:
         config.trainer.max_epochs = EPOCHS["text" if config.data.rows == "text" else "rows"]
     before = _chosen_before(config)
     if before is not None:
         config.trainer.max_steps = before["trainer"]["max_steps"]
-        _set_untyped(config, typed, {"trainer.val_check_interval": before["trainer"].get("val_check_interval")})
+        _set_unless_given(config, given, {"trainer.val_check_interval": before["trainer"].get("val_check_interval")})
         if dial.is_measured(config):
             decay, dropout = before["optimizer"]["weight_decay"], before["model"]["dropout"]
-            _set_untyped(config, typed, {"optimizer.weight_decay": decay, "model.dropout": dropout})
+            _set_unless_given(config, given, {"optimizer.weight_decay": decay, "model.dropout": dropout})
         return
     if measured is None:
         terminal.quiet_libraries()
@@ -190,44 +190,44 @@ def _settle_minutes(config: Config, began: float, typed: Mapping[str, Any], meas
     rows = rows_to_train(config, corpus)
     most = at_most(config, rows)
     steps = min(most, steps_within(left, took, config))
-    _set_untyped(config, typed, {"trainer.val_check_interval": math.ceil(steps / _VALIDATIONS)})
+    _set_unless_given(config, given, {"trainer.val_check_interval": math.ceil(steps / _VALIDATIONS)})
     config.trainer.max_steps = min(most, steps_within(left, took, config))  # with the time of these validations
     epochs = step_sizes(config.data).before(config.trainer.max_steps) / len(rows)
     if dial.is_measured(config) and corpus.stream is None:
-        _set_untyped(config, typed, dial.regularization(config.optimizer.lr, config.trainer.max_steps, epochs))
+        _set_unless_given(config, given, dial.regularization(config.optimizer.lr, config.trainer.max_steps, epochs))
 
 
-def _set_untyped(config: Config, typed: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Sets the keys that were not typed."""
+def _set_unless_given(config: Config, given: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Sets the keys that were not given."""
     for key, value in values.items():
-        if key not in typed:
+        if key not in given:
             section, name = key.split(".")
             setattr(getattr(config, section), name, value)
 
 
-def _split(config: Config, typed: Mapping[str, Any]) -> None:
-    """Fits untyped rows of model=dial to the devices: as many on each, and in forward passes that fit their memory."""
+def _split(config: Config, given: Mapping[str, Any]) -> None:
+    """Fits rows of model=dial that are not given to the devices: as many on each, and in forward passes that fit their memory."""
     if config.model.name != dial.NAME:
         return
     data, parts = config.data, devices.readers(config)
     rows = -(-data.global_batch_size // parts) * parts
-    if rows != data.global_batch_size and "data.global_batch_size" not in typed:
+    if rows != data.global_batch_size and "data.global_batch_size" not in given:
         terminal.say_once(f"data.global_batch_size={rows} instead of {data.global_batch_size}: as many on each device")
         data.global_batch_size = rows
     rows = data.global_batch_size // parts
     most = min(rows, _FORWARD_TOKENS // data.seq_len)
-    _set_untyped(config, typed, {"data.micro_batch_size": nearest_divisor(rows, most)})
+    _set_unless_given(config, given, {"data.micro_batch_size": nearest_divisor(rows, most)})
 
 
 def _at_depth(config: Config, depth: int) -> Config:
     """Returns the config at another depth: values that follow from the depth by a rule are those of the rule there."""
     other = copy.deepcopy(config)
     now, there = dial.recipe(config.model.num_hidden_layers), dial.recipe(depth)  # type: ignore[attr-defined]
-    _set_untyped(other, {}, {k: v for k, v in there.items() if v != now[k] and value_of(config, k) == now[k]})
+    _set_unless_given(other, {}, {k: v for k, v in there.items() if v != now[k] and value_of(config, k) == now[k]})
     return other
 
 
-def _choose_depth(config: Config, began: float, typed: Mapping[str, Any]) -> Chosen:
+def _choose_depth(config: Config, began: float, given: Mapping[str, Any]) -> Chosen:
     """Returns the depth of the least expected loss after the time that is left.
 
     Measures steps at the composed depth and at those that `_next_to_measure` names, until one takes more than a sixth
@@ -249,7 +249,7 @@ def _choose_depth(config: Config, began: float, typed: Mapping[str, Any]) -> Cho
     while measured is not None:
         other, before = _at_depth(config, measured), time.time()
         other.tokenizer.vocab_size = config.tokenizer.vocab_size  # of the text that is prepared
-        _split(other, typed)
+        _split(other, given)
         took = measure(other, corpus if measured == now else build_corpus(other))
         times[measured] = took.step
         speed = dial.Speed.of([(shape(at, size), step) for at, step in times.items()])
