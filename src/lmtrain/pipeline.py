@@ -26,10 +26,8 @@ def run(args: argparse.Namespace) -> int:
     made = plan.make(pipeline, definition.sort(words, pipeline), args.config_dir)
     if args.cfg:
         for one in made.stages:
-            print(
-                f"# stage {one.name}, in {one.run}: lmtrain.train {hide(' '.join(one.words))}\n"
-                f"{config.dump(one.config)}"
-            )
+            print(f"# stage {one.name}, in {one.run}: lmtrain.train {hide(' '.join(one.words))}")
+            print(config.dump(one.config))
         return errors.FINISHED
     flags = ["--config-dir", args.config_dir] if args.config_dir else []
     return stages.run(made, [*words, *flags])

@@ -211,12 +211,14 @@ def build_forecast(config: Config, metrics: Metrics, length: Length, console: Co
 
 def for_budget(c: Config, steps: int, ended_by: str | None) -> list[str]:
     """Returns notes on the number of steps that a budget chose, and on epochs that end the run before its minutes."""
-    chosen = str(c.budget.chosen)
+    chosen = c.budget.chosen
+    if chosen is None:
+        return []
     budget = f"budget.{chosen}={getattr(c.budget, chosen):g}"
     chose = f"{budget} chose {counted(steps, 'step')}"
     if c.budget.minutes is None:
         return [chose]
-    notes = [f"{chose} by the measured time of a few; during training the number follows the time that is left"]
+    notes = [f"{chose} from the measured time of a few; in training the number follows the time that is left"]
     if ended_by == "data.mixture":
         notes.append("the run ends before that, where every source of data.mixture was seen its max_epochs times")
     elif ended_by is not None:

@@ -42,10 +42,8 @@ def as_words(tree: Mapping[str, Any], path: Path, groups: Sequence[str]) -> list
         UserError: the file has keys of Hydra's own or of another program.
     """
     if "hydra" in tree:
-        raise UserError(
-            f"{path} has keys of Hydra's own (hydra), which a config file given by itself may not "
-            "set: type them on the command line"
-        )
+        found = f"{path} has keys of Hydra's own (hydra), which a config file given by itself may not set"
+        raise UserError(f"{found}: type them on the command line")
     keys = {key: value for key, value in tree.items() if key != "defaults"}
     known = {key.name for key in all_keys()}
     _refuse_foreign(keys, known, groups, path)
@@ -61,10 +59,8 @@ def _of_defaults(entries: Any, groups: Sequence[str], path: Path) -> Iterator[st
         (name, option), *more = entry.items() if isinstance(entry, dict) else [(str(entry), None)]
         group = str(name).removeprefix("override ").removeprefix("optional ").lstrip("/").partition("@")[0]
         if more or group not in groups or not isinstance(option, str):
-            raise UserError(
-                f"{path}: the entry {entry!r} in its defaults is not supported in a config file given by itself: "
-                "write `- override /group: option`, or give the folder of your configs with --config-dir"
-            )
+            found = f"{path}: a config file given by itself can't have the entry {entry!r} in its defaults"
+            raise UserError(f"{found}: write `- override /group: option`, or give its folder with --config-dir")
         yield _choice(group, option, path)
 
 
@@ -106,12 +102,12 @@ def _refuse_foreign(keys: Mapping[Any, Any], known: Collection[str], groups: Col
     told = {key: _answer(key, value, known, groups) for key, value in found.items()}
     width = max(map(len, told))
     lines = "\n".join(f"  {key:<{width}}  {answer}" for key, answer in told.items())
-    raise UserError(
-        f"{path} has keys of another program, whose configs are not translated: defaults that they don't name, formats "
-        f"of rows and prompts, and what a batch counts are others here. Its keys, one by one:\n\n{lines}\n\nBegin "
-        f"with a recipe (experiment=..., which --help lists) and set what differs; --cfg shows the result, and "
-        f"lmtrain.inspect the prompts"
+    why = "defaults that they don't name, formats of prompts, and what a batch counts are others here"
+    begun = f"{path} has keys of another program, whose configs are not translated: {why}"
+    begin = (
+        "Begin with a recipe (experiment=..., which --help lists); --cfg shows the result, lmtrain.inspect the prompts"
     )
+    raise UserError(f"{begun}. Its keys, one by one:\n\n{lines}\n\n{begin}")
 
 
 def _answer(key: str, value: Any, known: Collection[str], groups: Collection[str]) -> str:

@@ -115,10 +115,8 @@ def _of_rows(rows: list[dict[str, Any]], named: str, own: list[str], keys: Mappi
         overrides = [*entry["small" if small else "with_model"], f"data={kind}", *extra, *own]
         return Recipe(overrides, f"{shown}: {' '.join(overrides[:-1])}")
     choices = [o for o in entry["alone"] if o.partition("=")[0] not in keys]
-    return Recipe(
-        [*choices, f"data={kind}", *own],
-        f"{shown}: {' '.join([*choices, *own[:-1]])} (SmolLM2-135M-Instruct with LoRA); model=... names another model",
-    )
+    chose = f"{' '.join([*choices, *own[:-1]])} (SmolLM2-135M-Instruct with LoRA)"
+    return Recipe([*choices, f"data={kind}", *own], f"{shown}: {chose}; model=... names another model")
 
 
 def is_small(model: str) -> bool:
@@ -181,10 +179,9 @@ def _question_and_answer(
         return None
     command = f"python -m lmtrain.train {' '.join(shell_word('data.path', o.partition('=')[2]) for o in own)}"
     pair = shell_word("data.columns", f"{{prompt: {first}, response: {second}}}")
-    raise UserError(
-        f"{named} has two columns of text, {first} and {second}. Questions and answers? {command} {pair}. "
-        f"Text to read on its own? {command} {shell_word('data.text_column', second)}"
-    )
+    alone = f"Text to read on its own? {command} {shell_word('data.text_column', second)}"
+    found = f"{named} has two columns of text, {first} and {second}"
+    raise UserError(f"{found}. Questions and answers? {command} {pair}. {alone}")
 
 
 def _text(

@@ -166,9 +166,8 @@ def _model_of(verb: str, word: str, rest: list[str]) -> str:
     path, command = Path(word).expanduser(), f"python -m lmtrain.{verb}"
     is_of_hub = _HUB_NAME.fullmatch(word) is not None and not path.parent.is_dir()
     if verb == "export" and (path.is_dir() or is_of_hub) and not (path / "config.yaml").is_file():
-        raise UserError(
-            f"{word} is not a run (a folder with config.yaml), whose model it writes: {command} outputs/NAME"
-        )
+        found = f"{word} is not a run (a folder with config.yaml)"
+        raise UserError(f"{found}, whose model it writes: {command} outputs/NAME")
     if path.is_dir():
         return str(path) if word.startswith("~") else word
     after = f' "{rest[0]}"' if rest else ""
@@ -229,10 +228,9 @@ def _no_data(verb: str, word: str, bare: list[str], folders: Sequence[Path], typ
         rest = "".join(f" {shell_word(*w.split('=', 1))}" if "=" in w else f" {w}" for w in typed)
         return f"{word}: no such file or folder; did you mean {command} {quote(near)}{rest}?"
     if _HUB_NAME.fullmatch(word) and not path.suffix[1:].isalpha() and not path.parent.is_dir():
-        return (
-            f"{word}: no such file or folder. A model of the hub: {command} model={word} data.path=YOUR_TEXT. "
-            f"A dataset of the hub: {command} data=wikitext data.name={word} data.config_name=null"
-        )
+        model = f"A model of the hub: {command} model={word} data.path=YOUR_TEXT"
+        dataset = f"A dataset of the hub: {command} data=wikitext data.name={word} data.config_name=null"
+        return f"{word}: no such file or folder. {model}. {dataset}"
     key = _as_key(word, bare)
     if key is not None:
         return f"cannot read {word!r}: write key=value: {command} {key}"

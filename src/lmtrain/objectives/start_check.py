@@ -261,11 +261,9 @@ def answers_move(objective: Any, batch: dict[str, Tensor], before: Tensor) -> Fi
         reference = objective.reference_log_probs(batch)
         for other, what in ((before, "what they were before the first"), (reference, "the reference's")):
             if torch.equal(policy, other):
-                why = (
-                    f"objective.reference=frozen_copy, or trainer.precision={objective.trainer.precision}, can cause it"
-                )
                 found = f"the policy's log-probabilities of the first micro-batch are still exactly {what}"
-                return found, f"nothing would be learned. {why}: raise optimizer.lr"
+                lost = f"updates that trainer.precision ({objective.trainer.precision} here) doesn't show"
+                return found, f"objective.reference=frozen_copy can cause it, or {lost}: raise optimizer.lr"
         return None
 
     return FirstSteps(MUST_SHOW[0] if _is_full(objective) else MUST_SHOW[1], wrong)

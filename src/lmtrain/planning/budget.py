@@ -206,7 +206,7 @@ def _set_unless_given(config: Config, given: Mapping[str, Any], values: Mapping[
 
 
 def _split(config: Config, given: Mapping[str, Any]) -> None:
-    """Fits rows of model=dial that are not given to the devices: as many on each, and in forward passes that fit their memory."""
+    """Fits model=dial's rows, where not given, to the devices: as many on each, in forward passes that they hold."""
     if config.model.name != dial.NAME:
         return
     data, parts = config.data, devices.readers(config)
