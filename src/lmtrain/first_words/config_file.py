@@ -104,9 +104,7 @@ def _refuse_foreign(keys: Mapping[Any, Any], known: Collection[str], groups: Col
     lines = "\n".join(f"  {key:<{width}}  {answer}" for key, answer in told.items())
     why = "defaults that they don't name, formats of prompts, and what a batch counts are others here"
     begun = f"{path} has keys of another program, whose configs are not translated: {why}"
-    begin = (
-        "Begin with a recipe (experiment=..., which --help lists); --cfg shows the result, lmtrain.inspect the prompts"
-    )
+    begin = "Begin with a recipe (experiment=..., see --help); --cfg shows the result, lmtrain.inspect the prompts"
     raise UserError(f"{begun}. Its keys, one by one:\n\n{lines}\n\n{begin}")
 
 
