@@ -1,4 +1,7 @@
-"""A hook of mkdocs: notebooks/*.ipynb become pages, with what their cells printed and drew when they were last run."""
+"""A hook of mkdocs: notebooks/*.ipynb become pages, with what their cells printed and drew when they were last run.
+
+So does the README of examples/stories/.
+"""
 
 import base64
 import json
@@ -12,9 +15,12 @@ _BYTES = 400_000  # of a picture
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds a page for each notebook beside docs/."""
-    for path in sorted((Path(config["docs_dir"]).parent / "notebooks").glob("*.ipynb")):
+    """Adds a page for each notebook beside docs/, and that of the example."""
+    top = Path(config["docs_dir"]).parent
+    for path in sorted((top / "notebooks").glob("*.ipynb")):
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page(path)))
+    stories = (top / "examples" / "stories" / "README.md").read_text(encoding="utf-8").replace("../../docs/", "")
+    files.append(File.generated(config, "stories.md", content=stories))
     return files
 
 

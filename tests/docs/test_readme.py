@@ -23,7 +23,7 @@ from support import REPO
 from tiny_pretrained import save_pretrained
 
 CONF = REPO / "conf"
-PAGES = sorted(p for f in (REPO, REPO / "docs", REPO / "benchmarks") for p in f.glob("*.md"))
+PAGES = sorted(p for f in (REPO, REPO / "docs", REPO / "benchmarks", REPO / "examples/stories") for p in f.glob("*.md"))
 GROUPS = {g.name: {o.stem for o in g.glob("*.yaml")} - {"base", "common"} for g in CONF.iterdir() if g.is_dir()}
 
 
