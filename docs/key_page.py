@@ -9,7 +9,7 @@ import yaml
 from mkdocs.structure.files import File, Files
 
 from lmtrain.config.config_files import ConfigFile, origins
-from lmtrain.config.explain import flatten
+from lmtrain.config.override_text import leaves_of
 
 _BASES = ("common", "base", "default")  # read before the options that are based on them
 _NO_KEYS = ("experiment", "pipeline", "debug", "hydra")  # groups of values for keys of other groups
@@ -48,7 +48,8 @@ def _rows(group: Path) -> Iterator[tuple[str, str, str]]:
     found: dict[str, dict[str, list[tuple[str, str]]]] = {}  # of a key and a comment on it: options and defaults
     for file in files:
         tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        for key in flatten({group.name: {k: v for k, v in tree.items() if k not in ("defaults", "name", "_target_")}}):
+        own = {name: value for name, value in tree.items() if name not in ("defaults", "name", "_target_")}
+        for key, _ in leaves_of({group.name: own}):
             for origin in origins(key, [ConfigFile(file, group.name)], []):
                 places = found.setdefault(key, {}).setdefault(origin.comment, [])
                 places.append((file.stem, " ".join(origin.text.split())))
