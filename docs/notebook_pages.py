@@ -1,10 +1,11 @@
 """A hook of mkdocs: notebooks/*.ipynb become pages, with what their cells printed and drew when they were last run.
 
-So does the README of examples/stories/.
+README.md becomes the first page, and that of examples/stories/ a page.
 """
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,19 @@ _BYTES = 400_000  # of a picture
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds a page for each notebook beside docs/, and that of the example."""
+    """Adds a page for each notebook beside docs/, the README and that of the example."""
     top = Path(config["docs_dir"]).parent
     for path in sorted((top / "notebooks").glob("*.ipynb")):
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page(path)))
-    stories = (top / "examples" / "stories" / "README.md").read_text(encoding="utf-8").replace("../../docs/", "")
-    files.append(File.generated(config, "stories.md", content=stories))
+    for name, path in {"index.md": top / "README.md", "stories.md": top / "examples" / "stories" / "README.md"}.items():
+        files.append(File.generated(config, name, content=readme(path.read_text(encoding="utf-8"))))
     return files
+
+
+def readme(text: str) -> str:
+    """Returns a README as a page: links lead to the pages beside it; files that the site lacks are only named."""
+    text = re.sub(r"\[([^]]+)\]\((?!https?:|(?:\.\./)*docs/)[^)]+\)", r"\1", text)
+    return re.sub(r'(\]\(|src=")(?:\.\./)*docs/', r"\1", text)
 
 
 def page(path: Path) -> str:

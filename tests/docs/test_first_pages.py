@@ -1,17 +1,26 @@
-"""The README and the first page of the documentation send a newcomer through the same doors."""
+"""What a newcomer comes to first: the README, which is also the first page of the site, and the page of fine-tuning."""
 
 import re
+import sys
+
+import pytest
 
 from support import REPO
 
 
-def test_readme_and_index_have_the_same_doors() -> None:
-    readme, index = (REPO / "README.md").read_text(), (REPO / "docs" / "index.md").read_text()
-    begun = readme[readme.index("## Five doors") : readme.index("`python -m lmtrain` lists")]
-    in_readme = re.findall(r"(?m)^\*\*([^*]+)\*\*.*?\(docs/(\w+\.md)\)", begun)
-    in_index = re.findall(r"(?m)^\*\*\[([^]]+)\]\((\w+\.md)\)\*\*", index)
-    assert len(in_readme) == 5
-    assert in_index == in_readme
+def test_the_readme_is_the_first_page_and_its_links_lead_to_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mkdocs", reason='needs mkdocs: pip install "lmtrain[docs]"')
+    monkeypatch.setattr(sys, "path", [str(REPO / "docs"), *sys.path])
+    from notebook_pages import readme
+
+    text = (REPO / "README.md").read_text()
+    page = readme(text)
+    doors = re.findall(r"(?m)^\*\*[^*]+\*\*.*?\(docs/(\w+\.md)\)", text)
+    assert len(doors) == 5
+    assert set(doors) <= set(re.findall(r"\]\(([^)]+)\)", page))
+    links = [*re.findall(r"\]\(([^)]+)\)", page), *re.findall(r'src="([^"]+)"', page)]
+    assert [link for link in links if not link.startswith("https:") and not (REPO / "docs" / link).is_file()] == []
+    assert "benchmarks/RESULTS.md" in page
 
 
 def test_a_search_for_a_table_finds_the_page_of_fine_tuning() -> None:
