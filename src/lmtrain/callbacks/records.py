@@ -181,8 +181,10 @@ class Records(Logger):
             terminal.note(f"{self.path} was removed: its records are lost, those after step {self.step} begin it anew")
             self.close()
             return
-        how = "" if now is None else f"{shell_word('run.dir', str(now.parent))} run.resume=auto"
-        there = "removed" if now is None else f"moved to {now.parent}: continue it there, {how}"
+        there = "removed"
+        if now is not None:
+            how = f"{shell_word('run.dir', str(now.parent))} run.resume=auto"
+            there = f"moved to {now.parent}: continue it there, {how}"
         raise RunError(f"{folder}, the run's folder, was {there} (training ended after step {self.step})")
 
     def _append(self, row: Row, validation: bool) -> None:

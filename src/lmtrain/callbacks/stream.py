@@ -69,10 +69,9 @@ class FeedStream(DependsOnLength, pl.Callback):
         if self.place is None:
             found = f"the checkpoint of step {self.step} is of a run without a stream, and has no position in one"
             raise UserError(f"{found}: set data.ring_bytes=null as in that run, or another run.name")
-        if self.place["window"] != window:
-            found = (
-                f"the checkpoint holds window {self.place['window']} of the stream, and step {self.step} is in {window}"
-            )
+        held = self.place["window"]
+        if held != window:
+            found = f"the checkpoint holds window {held} of the stream, and step {self.step} is in window {window}"
             sizes = "data.ring_window, data.ring_shard_tokens, data.seq_len and data.global_batch_size"
             raise UserError(f"{found}: set {sizes} back to their earlier values")
         return window, Place(**self.place["place"])

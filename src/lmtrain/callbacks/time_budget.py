@@ -223,7 +223,7 @@ def for_budget(c: Config, steps: int, ended_by: str | None) -> list[str]:
         notes.append("the run ends before that, where every source of data.mixture was seen its max_epochs times")
     elif ended_by is not None:
         ends = f"the run ends after {c.trainer.max_epochs} passes over it, as further ones rarely help"
-        notes.append(f"the data is small for {budget}: {ends} (trainer.max_epochs sets another number)")
+        notes.append(f"the data is small for {budget}: {ends} (a typed trainer.max_epochs decides instead)")
     return notes
 
 
