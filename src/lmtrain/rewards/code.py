@@ -91,7 +91,7 @@ class CodeTests(Reward):
         held = isolation(network)
         if held is None and not network:
             found = "reward=code: this system allows no namespaces, so code in answers could use the network"
-            raise UserError(f"{found}: run in a container without one, and set reward.network=true")
+            raise UserError(f"{found}: run in a container without a network, and set reward.network=true")
         self.column, self.seconds, self.memory, self.network = column, seconds, memory_mb * 2**20, network
         self.isolated, self.jobs = held is not None, jobs or os.cpu_count() or 1
         missing = [name for name in ("files", "processes") if not (held or {}).get(name)]
