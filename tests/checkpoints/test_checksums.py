@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
+import forked
 from lmtrain.checkpoints import checksums, store
 from lmtrain.errors import UserError
 
@@ -48,7 +48,7 @@ def rank_of_two(rank: int, folder: Path, unread: str) -> None:
 
 
 def on_two_ranks(folder: Path, unread: str = "nothing") -> list[dict]:
-    multiprocessing.spawn(rank_of_two, (folder, unread), nprocs=2)
+    forked.run_ranks(rank_of_two, folder, unread)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

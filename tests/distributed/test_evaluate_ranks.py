@@ -1,8 +1,6 @@
 """`lmtrain.evaluate` on several gloo ranks gives exactly the numbers of one device."""
 
 import json
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +17,7 @@ from lmtrain.errors import UserError
 from lmtrain.evaluation import harness
 from lmtrain.evaluation.scoring import negative_log_likelihoods, windows
 from lmtrain.models.language_model import LanguageModel
+from ranks_again import TORCHRUN, run_ranks
 from support import Run, rows
 from tiny_pretrained import save_pretrained
 
@@ -114,8 +113,7 @@ def test_the_numbers_are_those_of_one_device(models: list[Path], corpus: Path, t
         assert (ended := run("evaluate", *job, f"evaluate.dir={tmp_path / 'one'}")).code == 0, ended.err
     (tmp_path / "jobs.json").write_text(json.dumps([[*job, f"evaluate.dir={tmp_path / 'two'}"] for job in jobs]))
     script = Path(__file__).with_name("evaluations.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run([*command, str(tmp_path / "jobs.json")], capture_output=True, text=True, timeout=500)
+    done = run_ranks([*TORCHRUN, str(script), str(tmp_path / "jobs.json")])
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("written:") == 3, "by the first rank alone"
     found = {}
@@ -132,11 +130,11 @@ def test_the_numbers_are_those_of_one_device(models: list[Path], corpus: Path, t
 
 
 @pytest.mark.slow
-def test_what_one_rank_finds_wrong_is_said_once(models: list[Path], tmp_path: Path, lmtrain: Run) -> None:
+def test_what_one_rank_finds_wrong_is_said_once(models: list[Path], tmp_path: Path, forked_lmtrain: Run) -> None:
     """If the second model can't be loaded, one message says so and the scores of the first are kept."""
     (tmp_path / "a.txt").write_text("a line of text\n" * 9)
     argv = [f"run_dir={models[0]}", "data=text", f"data.val_path={tmp_path / 'a.txt'}", "trainer.devices=2"]
-    ended = lmtrain("evaluate", *SETTINGS, *argv, f"evaluate.against={models[1]}_x", f"evaluate.dir={tmp_path}")
+    ended = forked_lmtrain("evaluate", *SETTINGS, *argv, f"evaluate.against={models[1]}_x", f"evaluate.dir={tmp_path}")
     assert ended.returncode == 2
     said = message(ended.stderr)
     assert "no such folder; did you mean" in said

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file
 from strategy_runs import CAUSAL, Runs
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+import forked
 from lmtrain.optim.half import fill_in
 from tiny_pretrained import save_pretrained
 
@@ -61,7 +61,7 @@ def rank_of_two(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_whether_to_fill_in_is_decided_for_the_whole_weight(tmp_path: Path) -> None:
-    multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    forked.run_ranks(rank_of_two, str(tmp_path))
     loaded, alone = loaded_weights(), loaded_weights()
     for place, weight in enumerate(alone):
         fill_in(weight, place, torch.bfloat16)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from lmtrain import errors
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config import compose
@@ -35,11 +36,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def start(command: list[str], **env: str) -> subprocess.Popen[str]:
+def start_anew(command: list[str], **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**environment(), **env},
     )  # fmt: skip
+
+
+def start(command: list[str]) -> forked.Started:
+    return forked.Started(command, environment())
 
 
 def breaks(**settings: object) -> str:
@@ -55,7 +60,7 @@ def on_two_nodes(*settings: str) -> list[tuple[int, str]]:
     """Returns the exit code and output of torchrun on each of two "nodes" of one rank each."""
     port = str(free_port())
     nodes = [
-        start(["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}",
+        start_anew(["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}",
                "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "lmtrain.train", *settings])
         for rank in (0, 1)
     ]  # fmt: skip
@@ -104,7 +109,7 @@ def test_two_tasks_of_slurm(corpus: Path, tmp_path: Path) -> None:
            "SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODELIST": "localhost",
            "SLURM_NODEID": "0"}  # fmt: skip
     settings = ["-m", "lmtrain.train", *TEXT, f"data.path={corpus}", f"run.root={tmp_path / 'runs'}"]
-    tasks = [start(settings, **job, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)]
+    tasks = [start_anew(settings, **job, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)]
     for task in tasks:
         output, _ = task.communicate(timeout=600)
         assert task.returncode == 0, output
@@ -136,7 +141,7 @@ def test_a_rank_that_fails_ends_all(corpus: Path, tmp_path: Path, rank: int) -> 
     while process.poll() is None and not any(r["step"] >= 5 for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")):
         time.sleep(0.05)
     failed = time.monotonic()
-    output, _ = process.communicate(timeout=600)  # returns when all processes that hold the pipe are gone
+    output, _ = process.communicate(timeout=600)
     assert time.monotonic() - failed < 60
     assert process.returncode == 1
     assert f"ZeroDivisionError: a mistake on rank {rank}" in output

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+import forked
 from helpers_models import VOCAB, wrapped
 from lmtrain.config.compose import check, compose
 from lmtrain.models.blocks import untied_layers
@@ -63,7 +63,7 @@ def rank_of_two(rank: int, folder: str, how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "log_probs", "half"])
 def test_two_ranks_agree_with_one_process(how: str, tmp_path: Path) -> None:
-    multiprocessing.spawn(rank_of_two, (str(tmp_path), how), nprocs=2)
+    forked.run_ranks(rank_of_two, str(tmp_path), how)
     alone = wrapped("llama", **SHAPE)
     parts = [slice(0, 2), slice(0, 2), slice(2, 4), slice(2, 4)] if how == "log_probs" else [slice(0, 4)]
     expected = sum((losses(alone, how, part) for part in parts), torch.tensor(0.0))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
+import forked
 from lmtrain.config.compose import check, compose
 from lmtrain.run.build import build_language_model
 from lmtrain.strategies import sharding
@@ -57,7 +57,7 @@ def rank_of_two(rank: int, model: str, folder: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["rows", "node", "not found", "sent"])
 def test_ranks_read_their_rows(how: str, tmp_path: Path) -> None:
     model = save_pretrained(tmp_path / "model", intermediate_size=49, tie_word_embeddings=how == "node")
-    multiprocessing.spawn(rank_of_two, (str(model), str(tmp_path), how), nprocs=2)
+    forked.run_ranks(rank_of_two, str(model), str(tmp_path), how)
     expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     bytes_of_weights = sum(4 * p.numel() for p in expected.parameters())
     for rank in (0, 1):

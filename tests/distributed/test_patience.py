@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
+import forked
 from lmtrain.config.compose import check, compose
 from lmtrain.data.store.cache import PART, compute_share
 from lmtrain.distributed import process_group as world
@@ -38,7 +38,7 @@ def rank_of_two(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_every_group_waits_as_long_as_the_first(tmp_path: Path) -> None:
-    multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    forked.run_ranks(rank_of_two, str(tmp_path))
     for rank in (0, 1):
         before, after = json.loads((tmp_path / f"{rank}.json").read_text())
         assert before[1] == 1800  # torch's default for a new group, which is why all groups are set

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from peft import LoraConfig, get_peft_model
 from strategy_runs import CAUSAL, SFT, Runs
 from test_tensor_parallel import SHARED_HEADS, TP
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
+import forked
 from chats import write_chats
 from inprocess import message, run
 from lmtrain.errors import UserError
@@ -84,7 +84,7 @@ def rank_of_two(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_between_layers_each_rank_holds_half_of_the_tokens(tmp_path: Path) -> None:
     base = save_pretrained(tmp_path / "base")
-    multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    forked.run_ranks(rank_of_two, str(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(base)
     whole = model(torch.arange(14).view(2, 7), use_cache=False).logits.detach()
     for rank in (0, 1):

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import forked
 from lmtrain.losses.cross_entropy import CrossEntropy, chunked_cross_entropy
 from lmtrain.models.language_model import shared_cross_entropy
 
@@ -51,7 +51,7 @@ def rank_of_two(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_share_the_work_and_agree_with_one(tmp_path: Path) -> None:
-    multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    forked.run_ranks(rank_of_two, str(tmp_path))
     for rank in (0, 1):
         found: list[dict[str, Any]] = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         for tokens, ours in zip(TOKENS, found, strict=True):

@@ -31,6 +31,24 @@ def start(target: Callable[..., None], *args: Any) -> BaseProcess:
     return process
 
 
+def run_ranks(target: Callable[..., None], *args: Any, ranks: int = 2) -> None:
+    """Calls `target(rank, *args)` in a process of each rank, with the environment of this process, until all return."""
+    processes = [start(_rank, dict(os.environ), target, rank, args) for rank in range(ranks)]
+    deadline = time.monotonic() + 600
+    for process in processes:
+        process.join(max(1.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * ranks, f"the exit codes of the ranks, whose errors stand on stderr: {codes}"
+
+
+def _rank(env: dict[str, str], target: Callable[..., None], rank: int, args: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    target(rank, *args)
+
+
 class Started:
     """A command under way that leads a session of its own, with those parts of subprocess.Popen that tests use."""
 

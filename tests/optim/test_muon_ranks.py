@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import forked
 from lmtrain.optim import muon
 
 SHAPES = [(24, 16)] * 5 + [(16, 24)] * 2 + [(3, 8, 8)] + [(12, 20)]
@@ -69,7 +69,7 @@ def sharded_rank_of_two(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_sharded_matrices_are_computed_once_and_agree_with_one_process(tmp_path: Path) -> None:
-    multiprocessing.spawn(sharded_rank_of_two, (str(tmp_path),), nprocs=2)
+    forked.run_ranks(sharded_rank_of_two, str(tmp_path))
     found: list[dict[str, Any]] = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     for ours, first, second in zip(trained([]), *(found[rank]["parameters"] for rank in (0, 1)), strict=True):
         assert torch.equal(first, second)
@@ -80,7 +80,7 @@ def test_sharded_matrices_are_computed_once_and_agree_with_one_process(tmp_path:
 
 @pytest.mark.slow
 def test_two_ranks_share_the_work_and_agree_with_one(tmp_path: Path) -> None:
-    multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    forked.run_ranks(rank_of_two, str(tmp_path))
     found: list[dict[str, Any]] = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     alone = list[int]()
     for ours, first, second in zip(trained(alone), *(found[rank]["parameters"] for rank in (0, 1)), strict=True):
