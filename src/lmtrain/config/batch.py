@@ -57,10 +57,8 @@ def batch_split(global_batch_size: int, micro_batch_size: int, parts: int, devic
     if global_batch_size % parts == 0:
         fixes.insert(0, f"data.micro_batch_size={nearest_divisor(global_batch_size // parts, micro_batch_size)}")
     readers = "device(s)" if devices_per_part == 1 else f"group(s) of {devices_per_part} devices"
-    layout = f"{parts} {readers} x data.micro_batch_size={micro_batch_size}"
-    raise UserError(
-        f"data.global_batch_size={global_batch_size} does not split into {layout}: set {' or '.join(fixes)}"
-    )
+    found = f"data.global_batch_size={global_batch_size} does not split into {parts} {readers}"
+    raise UserError(f"{found} x data.micro_batch_size={micro_batch_size}: set {' or '.join(fixes)}")
 
 
 def nearest_divisor(number: int, to: int) -> int:

@@ -43,20 +43,10 @@ class Composition:
 
 
 def compose(
-    overrides: Sequence[str],
-    config_dir: str | None = None,
-    config_name: str = "config",
-    *,
-    for_sweep: bool = False,
-    foreign: trust.Foreign | None = None,
+    overrides: Sequence[str], config_dir: str | None = None, config_name: str = "config", **options: Any
 ) -> DictConfig:
-    """Composes the config for these overrides; a wrong one raises UserError naming the nearest valid key or option.
-
-    Args:
-        for_sweep: whether the config includes Hydra's own node, and keys that only a sweep reads are accepted.
-        foreign: the file that gives those overrides that the user has not typed; None: all are typed (or see JUDGED).
-    """
-    return composition(overrides, config_dir, config_name, for_sweep=for_sweep, foreign=foreign).tree
+    """Returns the composed config, the tree of `composition`, which takes the same arguments."""
+    return composition(overrides, config_dir, config_name, **options).tree
 
 
 def composition(
@@ -67,10 +57,14 @@ def composition(
     for_sweep: bool = False,
     foreign: trust.Foreign | None = None,
 ) -> Composition:
-    """Returns the result of `compose` with what lmtrain has proposed for it.
+    """Composes the config for these overrides; a wrong one raises UserError naming the nearest valid key or option.
 
     The words are parsed, proposers (proposers.py) add to them, Hydra composes proposals and words, and what follows
     from the composed values is set.
+
+    Args:
+        for_sweep: whether the config includes Hydra's own node, and keys that only a sweep reads are accepted.
+        foreign: the file that gives those overrides that the user has not typed; None: all are typed (or see JUDGED).
     """
     folders, search = folders_of(config_dir, config_name)
     hydra = _Hydra(folders, search, config_dir, config_name, for_sweep)
@@ -114,9 +108,8 @@ class _Hydra:
         """Composes the config; an error of Hydra's or OmegaConf's becomes a UserError that names the wrong word."""
 
         def again(some: Sequence[Word]) -> DictConfig:
-            return hydra_compose(
-                self.config_name, [*self.search, *(w.text for w in some)], return_hydra_config=self.for_sweep
-            )
+            overrides = [*self.search, *(word.text for word in some)]
+            return hydra_compose(self.config_name, overrides, return_hydra_config=self.for_sweep)
 
         with hydra_over(self.folders):
             try:
@@ -125,7 +118,7 @@ class _Hydra:
                 raise UserError(explain.missing_config(error, self.folders, words)) from None
             # Raised by invalid files in a user's folder, such as a run folder.
             except (yaml.YAMLError, UnicodeDecodeError, RecursionError, TypeError) as error:
-                raise UserError(f"a config can't be read: {_one_line(error)}") from None
+                raise UserError(f"a config can't be read: {' '.join(str(error).split())}") from None
             # Hydra raises ValueError if a group is set to a number or null.
             except (HydraException, OmegaConfBaseException, ValueError) as error:
                 raise UserError(explain.refused(error, self.folders, words, again)) from None
@@ -300,11 +293,6 @@ def apply_fast_dev_run(config: Config) -> None:
     config.logger, config.export.enabled, config.callbacks.samples.every_n_validations = {}, False, 0
 
 
-def _one_line(error: Exception) -> str:
-    """Returns an error's message on one line; YAML errors span several."""
-    return " ".join(str(error).split())
-
-
 def to_plain(config: Config, show: Callable[[str], str] = secrets.shown) -> dict[str, Any]:
     """Returns the config as plain containers, without optional fields that are None.
 
@@ -341,7 +329,7 @@ def undumped(text: str, where: str) -> DictConfig:
     try:
         return OmegaConf.create(tree)
     except OmegaConfBaseException as error:
-        raise UserError(f"{where} can't be read: {_one_line(error)}") from None
+        raise UserError(f"{where} can't be read: {' '.join(str(error).split())}") from None
 
 
 def load(path: Path, grants: trust.Grants, *, own: bool = False, command: Command = Config.command) -> Config:

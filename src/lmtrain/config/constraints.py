@@ -235,10 +235,8 @@ def regular_expression(key: str, value: str) -> None:
 
 def no_secret(key: str, value: list[str] | None) -> None:
     for name in (name for text in value or () for name in names_in(text)):
-        raise UserError(
-            f"{key} has the value of the environment variable {name}, which would be in the tokenizer of every "
-            f"checkpoint and export: choose another token"
-        )
+        found = f"{key} has the value of the environment variable {name}, which every checkpoint and export would hold"
+        raise UserError(f"{found}: choose another token")
 
 
 def name_or_names(key: str, value: Any) -> None:

@@ -13,14 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lmtrain.config import aliases
-from lmtrain.config.aliases import (
-    LEFT,
-    NEIGHBOURS,
-    OPTIONS,
-    absent,
-    answer,
-    used_here,
-)
+from lmtrain.config.aliases import LEFT, NEIGHBOURS, OPTIONS, absent, answer, used_here
 from lmtrain.config.defaults import PARTS, conf_dir, options_of
 from lmtrain.config.keys import Key, flat
 from lmtrain.config.overrides import Word, parse
@@ -199,9 +192,8 @@ def _refuse_alternatives(group: str, options: Any) -> None:
         return
     names = [name for name in options if (conf_dir() / group / f"{name}.yaml").is_file()]
     if len(names) > 1:
-        raise UserError(
-            f"{group}=[{','.join(map(str, options))}]: they are alternatives: choose one, {group}={names[-1]}"
-        )
+        typed = ",".join(map(str, options))
+        raise UserError(f"{group}=[{typed}]: they are alternatives: choose one, {group}={names[-1]}")
 
 
 def with_plain_groups(words: Sequence[Word], folders: list[Path]) -> list[Word]:
@@ -218,9 +210,8 @@ def with_plain_groups(words: Sequence[Word], folders: list[Path]) -> list[Word]:
             options = options_of(group, folders)
             if override.value_type is not None or "none" not in options:
                 off = f"~{group} or {group}=none turns it off; " if "none" in options else ""
-                raise UserError(
-                    f"{word.typed}: the group {group} can't be left out; {off}options: {', '.join(options)}"
-                )
+                known = f"{off}options: {', '.join(options)}"
+                raise UserError(f"{word.typed}: the group {group} can't be left out; {known}")
             found.append(parse(f"{group}=none"))
         else:
             _refuse_alternatives(group, word.value)

@@ -89,10 +89,8 @@ def _content(
         if isinstance(then, dict):  # the architecture: report only the fields that differ
             fields = [k for k in {**then, **now} if then.get(k) != now.get(k)]
             then, now = {k: then.get(k) for k in fields}, {k: now.get(k) for k in fields}
-    section = name.split(".")[0]
-    behind = [
-        k.name for k in keys_in(config) if k.name.startswith(f"{section}.") and (k.by_content or k.shapes is PREPARED)
-    ]
+    inside = [key for key in keys_in(config) if key.name.startswith(f"{name.split('.')[0]}.")]
+    behind = [key.name for key in inside if key.by_content or key.shapes is PREPARED]
     pairs = {k: (before[k], environment.written(k, value_of(config, k), config.kept)) for k in behind if k in before}
     return [Difference(name, then, now, {k: pair for k, pair in pairs.items() if not same(*pair)})]
 

@@ -76,11 +76,8 @@ def keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
             names = ", ".join(s.name for s in Shapes)
             raise TypeError(f"{key}: say in the schema what it shapes, {name}: Annotated[..., one of {names}]")
         constraints = tuple(mark for mark in marks if callable(mark))
-        found.append(
-            Key(
-                key, type_, shapes[0], CONTENT in marks, name in absent, constraints, _open(type_, marks), CODE in marks
-            )
-        )
+        opened, is_code = _open(type_, marks), CODE in marks
+        found.append(Key(key, type_, shapes[0], CONTENT in marks, name in absent, constraints, opened, is_code))
     return tuple(found)
 
 

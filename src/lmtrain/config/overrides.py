@@ -162,9 +162,8 @@ def _texts(parsed: Any, node: Any) -> Any:
         return [_texts(*pair) for pair in zip(parsed, node.value, strict=True)]
     if isinstance(parsed, dict):
         return {key: _texts(value, of) for (key, value), (_, of) in zip(parsed.items(), node.value, strict=True)}
-    return (
-        parsed if parsed is None or isinstance(parsed, str | QuotedString) else QuotedString(node.value, Quote.double)
-    )
+    is_text = parsed is None or isinstance(parsed, str | QuotedString)
+    return parsed if is_text else QuotedString(node.value, Quote.double)
 
 
 def _written(value: Any) -> str:
@@ -187,11 +186,8 @@ def unreadable(override: str) -> str:
         return f"cannot read {override!r}: write key=value or group=option; a value that holds spaces needs quotes"
     holds = "spaces, commas, brackets, quotes or ="
     if value.startswith(("[", "{")):
-        return (
-            f"cannot read {override!r}: in a list or mapping, put each text that contains {holds} in double "
-            "quotes, and the whole argument in single quotes for the shell: 'optimizer.groups=[{pattern: "
-            '"a|(b)", lr: 1e-4}]\''
-        )
+        inside = f"put each text in it that contains {holds} in double quotes, and all of it in single quotes"
+        return f"cannot read {override!r}: {inside}: 'optimizer.groups=[{{pattern: \"a|(b)\", lr: 1e-4}}]'"
     twice = f"a value that holds {holds} needs quotes twice, for the shell and for Hydra"
     in_quotes = f'{key}="{value}"'
     return f"cannot read {override!r}: {twice}: {in_shell(in_quotes)}"

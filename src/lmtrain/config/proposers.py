@@ -97,11 +97,8 @@ def named_model(facts: WordFacts) -> list[Proposal]:
     if not isinstance(name, str) or not _is_a_models_name(name, facts.folders):
         return []
     weights = _weights_of(name)
-    reason = f"model={name} trains {weights} further"
-    return [
-        Proposal("model=pretrained", reason, instead="model"),
-        Proposal(as_typed("model.name_or_path", weights), ""),
-    ]
+    chosen = Proposal("model=pretrained", f"model={name} trains {weights} further", instead="model")
+    return [chosen, Proposal(as_typed("model.name_or_path", weights), "")]
 
 
 def text_mixture(facts: WordFacts) -> list[Proposal]:
@@ -257,11 +254,9 @@ def _weights_of(name: str) -> str:
         if (export / "config.json").is_file():
             return str(export)
     if (path / "export" / "adapter_config.json").is_file():
-        raise UserError(
-            f"model={name}: the run exported an adapter. Merge it first, python -m lmtrain.export "
-            f"{shell_word('run_dir', name)} export.merge=true, or train it further: its base as model=, and peft=lora "
-            f"{shell_word('peft.adapter', str(path / 'export'))}"
-        )
+        merge = f"python -m lmtrain.export {shell_word('run_dir', name)} export.merge=true"
+        further = f"its base as model=, and peft=lora {shell_word('peft.adapter', str(path / 'export'))}"
+        raise UserError(f"model={name}: the run exported an adapter. Merge it, {merge}, or train it further: {further}")
     written = f"Of a run, python -m lmtrain.export {shell_word('run_dir', name)} writes it"
     raise UserError(f"model={name}: the folder holds no model (config.json). {written}")
 

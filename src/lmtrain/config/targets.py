@@ -100,10 +100,9 @@ def class_named(target: str, key: str, allow_target: Sequence[str]) -> type:
     if not isinstance(found, type):
         raise UserError(f"{key}: _target_={target} is not a class; only classes can be named")
     if not _is_in(f"{found.__module__}.", (*PLACES, *allow_target)):
-        raise UserError(
-            f"{key}: _target_={target} is {_path(found)}, which {name} only imports, so a config may not name it "
-            f"there; if you trust it: _target_={_path(found)} run.allow_target=[{found.__module__.split('.')[0]}]"
-        )
+        where = f"{_path(found)}, which {name} only imports, so a config may not name it there"
+        trusted = f"_target_={_path(found)} run.allow_target=[{found.__module__.split('.')[0]}]"
+        raise UserError(f"{key}: _target_={target} is {where}; if you trust it: {trusted}")
     return found
 
 

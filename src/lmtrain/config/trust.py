@@ -64,7 +64,8 @@ def refuse(
     for key, reading in environment.readings(tree).items():
         if not judge.is_ours(key):
             raise UserError(environment.refusal(key, reading, str(judge.source(key) or where)))
-    for found in (_of_schema(plain), _of_classes(plain)):  # classes are imported when all else is in order
+    of_schema = _values(plain, {key.name: key for key in all_keys()})
+    for found in (of_schema, _of_classes(plain)):  # classes are imported when all else is in order
         files_of = {name: judge.source(name) for name in judge.wrong(found)}
         if files_of:
             words = {name: _typed(name, at(plain, name.split("."))) for name in files_of}
@@ -108,10 +109,6 @@ class _Judge:
             and not self.is_ours(name)
         ]
         return list(dict.fromkeys(found))
-
-
-def _of_schema(plain: Mapping[str, Any]) -> Iterator[Value]:
-    return _values(plain, {key.name: key for key in all_keys()})
 
 
 def _of_classes(plain: Mapping[str, Any]) -> Iterator[Value]:
@@ -193,11 +190,10 @@ def _refusal(typed: Mapping[str, str], where: Path) -> str:
     words = [word if len(word) < 200 else f"{word[:200]}..." for word in dict.fromkeys(typed.values())][:9]
     opens = {key.name: key.open.to for key in all_keys() if key.open is not CLOSED}
     to = next((opens[part] for key in typed for part in _with_sections(key) if part in opens), None)
-    return (
-        f"{where} sets {' and '.join(words)}, which counts only where you type it, on the command line, since it could "
-        f"run code, write, fetch or send what you did not ask for{f' (a file may set it to {to})' if to else ''}. If "
-        f"you trust it, add {' '.join(words)}, or --trust FILE with that yaml file"
-    )
+    why = "since it could run code, write, fetch or send what you did not ask for"
+    found = f"{where} sets {' and '.join(words)}, which counts only where you type it, on the command line, {why}"
+    may = f" (a file may set it to {to})" if to else ""
+    return f"{found}{may}. If you trust it, add {' '.join(words)}, or --trust FILE with that yaml file"
 
 
 def _typed(key: str, value: Any) -> str:
