@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,12 +131,13 @@ class Written:
 
 def test_what_becomes_of_rows(data_config: Any) -> None:
     cfg, writer, counts = data_config("chat", on_bad_row="skip"), Written(), Counts()
-    questions, shown = list[Any](), list[tuple[int, int]]()
+    shown = list[tuple[int, int]]()
     show: Any = SimpleNamespace(advance=lambda *counted: shown.append(counted))
     encoder: Any = SimpleNamespace(group=2, decode=str, unread_as="not read")
+    made = prepare._RowWriter(Path(), cfg, [], encoder, {}, show)
 
     def write(encoded: Any, where: str, cfg: Any = cfg) -> None:
-        prepare._write_row(where, encoded, cfg, encoder, writer, counts, questions, show)  # type: ignore[arg-type]
+        made.write_row(where, encoded, cfg, writer, counts, asked=True)  # type: ignore[arg-type]
 
     good: Any = [([1, 2, 3], [False, True, True]), ([1, 2], [False, True], 7)]
     none: Any = [([4, 5], [False, True]), ([4, 6], [False, False])]
@@ -149,7 +151,7 @@ def test_what_becomes_of_rows(data_config: Any) -> None:
         {"label": label, "text": text} for text in ("kept", None) for label in (None, 7)
     ]
     assert shown == [(0, 5), (0, 5)]
-    assert questions == [{"prompt": "p", "example": 0}, {"prompt": "r", "example": 2}]
+    assert made.questions == [{"prompt": "p", "example": 0}, {"prompt": "r", "example": 2}]
     assert counts == Counts(
         rows=5, examples=4, tokens=10, trained=6, shortened=1, dropped=1, untrained=2, untrained_at="line 1",
         untrained_text=repr("[4, 6]"), assistant_first=1, bad={"why": 1}, bad_at={"why": "line 5"},

@@ -105,12 +105,10 @@ class StepDataset(Dataset):
 
     def shares(self, step: int, chosen: np.ndarray) -> list[np.ndarray]:
         """Returns this rank's micro-batches of a step's `row_ids`, as arguments of `Rows.read`; some may be empty."""
-        if getattr(self.rows, "coupled", False):
-            # If a last step has a single row, its other row is the last row of the previous step.
-            alone = len(chosen) == 1 and step > 0
-            others = self.row_ids(step - 1)[-1:, 1] if alone else np.roll(chosen[:, 1], 1)
-            chosen = np.column_stack([chosen, others])
-        chosen, size = self.by_length(chosen), self.micro_batch_size
+        # If a last step has a single row, its other row is the last row of the previous step.
+        alone = len(chosen) == 1 and step > 0
+        others = self.row_ids(step - 1)[-1:, 1] if alone else np.roll(chosen[:, 1], 1)
+        chosen, size = self.by_length(coupled(self.rows, chosen, others)), self.micro_batch_size
         shares = order.rank_share(chosen, self.rank, self.world_size, size)
         lengths = getattr(self.rows, "lengths", None)
         if lengths is None or self.joined_tokens is None:
@@ -153,6 +151,7 @@ def seen_rows(rows: Rows, micro_batch_size: int, limit: int | None) -> int:
     return len(rows) if limit is None else min(len(rows), limit * micro_batch_size)
 
 
+@dataclass(eq=False)
 class ValidationDataset(Dataset):
     """A dataset whose item i is this rank's i-th micro-batch of the validation rows; ranks share no rows.
 
@@ -161,26 +160,23 @@ class ValidationDataset(Dataset):
     joined up to `joined_tokens`, as in training.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        *,
-        micro_batch_size: int,
-        limit: int | None,
-        rank: int,
-        world_size: int,
-        joined_tokens: int | None = None,
-    ) -> None:
-        self.rows, self.rank, self.world_size = rows, rank, world_size
-        self.micro_batch_size = micro_batch_size
-        self.total = seen_rows(rows, micro_batch_size, limit)
-        span = micro_batch_size * world_size
-        lengths = getattr(rows, "lengths", None)
+    rows: Rows
+    _: KW_ONLY
+    micro_batch_size: int
+    limit: int | None
+    rank: int
+    world_size: int
+    joined_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.total = seen_rows(self.rows, self.micro_batch_size, self.limit)
+        span = self.micro_batch_size * self.world_size
+        lengths = getattr(self.rows, "lengths", None)
         self.batches = list(range(-(-self.total // span)))  # the micro-batches that items begin with
-        if lengths is not None and joined_tokens is not None and self.total:
-            seen = lengths[np.arange(self.total) * len(rows) // self.total]
+        if lengths is not None and self.joined_tokens is not None and self.total:
+            seen = lengths[np.arange(self.total) * len(self.rows) // self.total]
             longest = np.maximum.reduceat(seen, np.arange(0, self.total, span)).tolist()
-            self.batches = order.joins(longest, micro_batch_size, joined_tokens)
+            self.batches = order.joins(longest, self.micro_batch_size, self.joined_tokens)
 
     def __len__(self) -> int:
         return len(self.batches)

@@ -57,9 +57,8 @@ def reader_of(template: Template, tools: Tools) -> CallReader:
     try:
         rendered = _Rendered(template, tools)
         format = rendered.format()
-        reader = CallReader(
-            format, schemas, rendered.thoughts, rendered.ended(rendered.whole(calls[:1]), format.closing)
-        )
+        example = rendered.ended(rendered.whole(calls[:1]), format.closing)
+        reader = CallReader(format, schemas, rendered.thoughts, example)
         # Alone, together if the template writes several, and after a thought.
         tried = [*([call] for call in calls), *([calls] if rendered.several else [])]
         texts = [rendered.ended(rendered.turn(some), format.closing) for some in tried]

@@ -174,10 +174,9 @@ def detect(kind: str, columns: Iterable[str], cfg: DataConfig) -> RowColumns:
             raise UnfitColumns(f"data.columns.{key}={column}: the rows have no such column, but {listed}")
     if wanted != "auto":
         needs = " and ".join(" or ".join(one) for one in _lacking(_reading(tried[0], names, cfg), cfg))
-        raise UnfitColumns(
-            f"data.conversation_format={wanted} needs the column {needs}, and the rows have {listed}: name it with "
-            f"data.columns={{{needs.split(' ')[0]}: {names[0] if names else 'its_name'}}}"
-        )
+        found = f"data.conversation_format={wanted} needs the column {needs}, and the rows have {listed}"
+        named = f"{{{needs.split(' ')[0]}: {names[0] if names else 'its_name'}}}"
+        raise UnfitColumns(f"{found}: name it with data.columns={named}")
     example = "{chosen: ..., rejected: ...}" if kind == "pairs" else "{prompt: ..., response: ...}"
     template = ", or write data.prompt_template and data.response_template with {column} in them"
     raise UnfitColumns(

@@ -1,14 +1,12 @@
 """Reads rows of a dataset as conversations, or as plain prompt and completion texts; columns.py finds their columns."""
 
-import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmtrain.config.schema_data import DataConfig
 from lmtrain.data.chat.columns import BESIDE, BRACES, RowColumns
-from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, shown, text_of, tools_of, turns_of
+from lmtrain.data.chat.turns import BadRow, check, drop_first_answers, from_json, shown, text_of, tools_of, turns_of
 
 Turns = list[dict[str, Any]]
 
@@ -124,10 +122,7 @@ def options_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         BadRow: the value is neither, or names a variable that says something else.
     """
-    options = values.get("chat_template_kwargs") or {}
-    if isinstance(options, str):
-        with contextlib.suppress(ValueError):
-            options = json.loads(options)
+    options = from_json(values.get("chat_template_kwargs") or {})
     if not isinstance(options, Mapping):
         raise BadRow(where, f"chat_template_kwargs must be a mapping and is {shown(options)}")
     if taken := sorted(_RESERVED.intersection(options)):

@@ -72,8 +72,7 @@ def find_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> tuple
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in NAMED[name] if token not in vocabulary]
     if missing:
-        raise UserError(
-            f"data.chat_template={name}: the tokenizer has no {' '.join(missing)}: add them with 'tokenizer.add_tokens="
-            f"[{','.join(missing)}]', or choose a template that needs none (alpaca, zephyr, vicuna)"
-        )
+        found = f"data.chat_template={name}: the tokenizer has no {' '.join(missing)}"
+        added = f"'tokenizer.add_tokens=[{','.join(missing)}]'"
+        raise UserError(f"{found}: add them with {added}, or choose one that needs none (alpaca, zephyr, vicuna)")
     return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), name, None

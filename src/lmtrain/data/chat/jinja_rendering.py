@@ -152,7 +152,8 @@ class Template:
             advice = "it loops too often: choose another with data.chat_template"
             raise Endless(f"{found} after {PATIENCE:g} seconds; {advice}") from None
         except _REFUSALS as error:
-            if isinstance(error, TypeError) and not self._arguments_in_text and any(map(_has_calls, chats)):
+            has_calls = any("tool_calls" in turn for turns in chats for turn in turns)
+            if isinstance(error, TypeError) and has_calls and not self._arguments_in_text:
                 self._arguments_in_text = True  # DeepSeek's templates join them to other text
                 with contextlib.suppress(BadRow):
                     return self._rendered(chats, tools, where, **options)
@@ -162,30 +163,21 @@ class Template:
 
     def _spelt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns messages in the template's form: reasoning under its key, contents as parts, arguments as text."""
-        if self._thought:
-            messages = [
-                {**t, self._thought: t["reasoning_content"]} if "reasoning_content" in t else t for t in messages
-            ]
+        thought, key = self._thought, "reasoning_content"
+        if thought:
+            messages = [{**turn, thought: turn[key]} if key in turn else turn for turn in messages]
         if self._in_parts:
             messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
-        if self._arguments_in_text:
-            messages = [
-                {**turn, "tool_calls": [_in_text(call) for call in turn["tool_calls"]]}
-                if "tool_calls" in turn
-                else turn
-                for turn in messages
-            ]
-        return messages
+        return [_with_text(turn) for turn in messages] if self._arguments_in_text else messages
 
 
-def _has_calls(messages: list[dict[str, Any]]) -> bool:
-    return any("tool_calls" in turn for turn in messages)
-
-
-def _in_text(call: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tool call with its arguments as a text of JSON, as OpenAI's API has them."""
-    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+def _with_text(turn: dict[str, Any]) -> dict[str, Any]:
+    """Returns a turn with the arguments of its tool calls as a text of JSON, as OpenAI's API has them."""
+    calls = []
+    for call in turn.get("tool_calls", ()):
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**turn, "tool_calls": calls} if calls else turn
 
 
 def answers_of(messages: list[dict[str, Any]]) -> list[int]:

@@ -115,9 +115,8 @@ def _spoken(text: str, name: str, where: str) -> Turns:
         turns.pop()
     if not turns:
         raise BadRow(where, f"{name} is empty")
-    return [
-        {"role": role, "content": text_of(said, f"{name}, turn {i}", where)} for i, (role, said) in enumerate(turns, 1)
-    ]
+    texts = [text_of(said, f"{name}, turn {i}", where) for i, (_, said) in enumerate(turns, 1)]
+    return [{"role": role, "content": text} for (role, _), text in zip(turns, texts, strict=True)]
 
 
 def _split(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Turns]:

@@ -75,11 +75,9 @@ class ChatTemplate(Template):
         """
         texts = self.render(conversation, turns)
         if len(texts) > 1 or texts[0].shown < len(conversation.messages):
-            raise self._unfit(
-                conversation,
-                f"renders a conversation differently while it goes on, so its {len(turns)} answers can't be learned "
-                "from one text. Possible fixes: data.train_on=last_assistant, for conversations also assistant, or",
-            )
+            what = f"renders earlier turns differently, so its {len(turns)} answers can't be learned from one text"
+            fixes = "data.train_on=last_assistant, for conversations also assistant"
+            raise self._unfit(conversation, f"{what}. Possible fixes: {fixes}, or")
         return texts[0]
 
     def _finish(self, made: Rendered, messages: list[dict[str, Any]]) -> None:
@@ -114,11 +112,9 @@ class ChatTemplate(Template):
             text = _that_continues(own.text.removesuffix(self.after_turn), texts, own)
             answers = answers_of(conversation.messages[: text.shown])
             if len(text.marked) != len(answers):
-                raise self._unfit(
-                    conversation,
-                    f"marks {len(text.marked)} stretches with {{% generation %}} where the conversation has "
-                    f"{len(answers)} assistant turns: fix its markers, or",
-                )
+                marked = f"marks {len(text.marked)} stretches with {{% generation %}}"
+                there = f"the conversation has {len(answers)} assistant turns"
+                raise self._unfit(conversation, f"{marked} where {there}: fix its markers, or")
             start, end = text.marked[answers.index(turn)]
             missing = self.end_of_turn and text.text.startswith(self.end_of_turn, end)
             text.answers[turn] = (start, end + len(self.end_of_turn) if missing else end)
@@ -171,12 +167,10 @@ class ChatTemplate(Template):
         # Or does only the prompt open a thought?
         same = common(before, own)
         if before[same:].strip() != OPEN:
-            raise self._unfit(
-                conversation,
-                f"asks for turn {turn + 1} with {before[same : same + 30]!r}, where the text with the answer has "
-                f"{own[same : same + 30]!r}, so the model would be trained on a text that it never sees. Possible "
-                "fixes: mark the answers in the template with {% generation %}, or",
-            )
+            asked, there = before[same : same + 30], own[same : same + 30]
+            what = f"asks for turn {turn + 1} with {asked!r}, where the text with the answer has {there!r}, which"
+            fixes = "the model never sees. Possible fixes: mark the answers in it with {% generation %}, or"
+            raise self._unfit(conversation, f"{what} {fixes}")
         thought = thought_of(messages[turn])
         remark = (
             f"answers put behind the {OPEN} that the chat template writes only when it asks for an answer, after "

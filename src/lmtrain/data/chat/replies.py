@@ -70,9 +70,8 @@ class Replies:
             shared = [token for token in self._special.finditer(following) if token.end() <= same]
             first, last = self._special.search(before), self._special.search(alone)
             # Only a last answer may end with a token of its own, such as gpt-oss's <|return|>.
-            self._ends[with_calls] = (
-                Ends(shared[-1][0]) if shared else Ends(first[0] if first else "", last[0] if last else None)
-            )
+            apart = Ends(first[0] if first else "", last[0] if last else None)
+            self._ends[with_calls] = Ends(shared[-1][0]) if shared else apart
         return self._ends[with_calls]
 
     def _around(self, said: Turns, **options: Any) -> tuple[str, str]:
@@ -86,17 +85,15 @@ class Replies:
             return self._placed(plain, **options)
 
     def _placed(self, said: Turns, **options: Any) -> tuple[str, str]:
-        found = BadRow(
-            _WHERE, f"the chat template ({self.template.label}) doesn't write out an answer that turns follow"
-        )
+        why = f"the chat template ({self.template.label}) doesn't write out an answer that turns follow"
+        found = BadRow(_WHERE, why)
         # Results of tools need calls before them: the first of these answers with which the template renders them.
         results = [turn for turn in said if turn["role"] == "tool"]
         for answer, closing in self._answers([str(turn.get("name") or "tool") for turn in results]):
             # Calls and results get the same ids.
             calls = answer.get("tool_calls", [])
-            ids = [
-                turn.get("tool_call_id", call["id"]) for turn, call in zip(results[-len(calls) :], calls, strict=False)
-            ]
+            answered = zip(results[-len(calls) :], calls, strict=False)
+            ids = [turn.get("tool_call_id", call["id"]) for turn, call in answered]
             for call, own in zip(calls, ids, strict=True):
                 call["id"] = own
             given = iter(ids * len(results))
@@ -121,10 +118,9 @@ class Replies:
 
         Some templates allow one call in an answer (Llama 3.1), or leave calls out (SmolLM2).
         """
-        calls: list[tuple[str, Any]] = [(name, {}) for name in called[:-1]] + [
-            (name, {"lmtrain": ANSWER}) for name in called[-1:]
-        ]
+        calls: list[tuple[str, Any]] = [(name, {}) for name in called]
         if calls:
+            calls[-1] = (called[-1], {"lmtrain": ANSWER})
             yield calls_turn(calls), self._closing
         if len(calls) > 1:
             yield calls_turn(calls[-1:]), self._closing

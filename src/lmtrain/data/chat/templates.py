@@ -81,13 +81,9 @@ def _split(ids: list[int], trained: list[bool], borders: list[int], most: int) -
         end = min(start + most, len(ids))
         if end < len(ids):
             end = max((border for border in borders if start < border <= end), default=end)
-        pieces.append(_piece(ids, trained, start, end, 0))
+        pieces.append(Example(ids[start:end], [False, *trained[start + 1 : end]]))
         start = end
     return pieces
-
-
-def _piece(ids: list[int], trained: list[bool], start: int, end: int, cut: int) -> Example:
-    return Example(ids[start:end], [False, *trained[start + 1 : end]], cut)
 
 
 Encoding = tuple[list[int], list[bool], list[int]]  # ids, label mask, borders at which to split
@@ -284,10 +280,9 @@ class ChatEncoder:
         """
         for name in sample.options:
             if not reads(f"{self.chat.text}{self.chat.tool_use or ''}", name):
-                words = (
-                    f"{name} of chat_template_kwargs, which the chat template ({self.chat.label}) never shows the model"
-                )
-                self.remarks.append(Remark(words, lost=True))
+                words = f"{name} of chat_template_kwargs, which the chat template ({self.chat.label})"
+                self.remarks.append(Remark(f"{words} never shows the model", lost=True))
+
         found = []
         for turn in [*sample.messages, {"tools": sample.tools}]:
             said = {key: turn[key] for key in turn.keys() & {"content"} if turn.get("role") == "assistant"}

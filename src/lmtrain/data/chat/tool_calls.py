@@ -55,7 +55,7 @@ class Objects:
             calls += [call for call in found if call is not None]
             if None in found:
                 return None
-            at = _skipped(text, at, " \n\t,;")
+            at = len(text) - len(text[at:].lstrip(" \n\t,;"))
         return (calls, at) if calls else None
 
 
@@ -233,10 +233,6 @@ def _of_object(call: Any) -> ToolCall | None:
     with contextlib.suppress(ValueError, RecursionError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return ToolCall(name, arguments, own_id if isinstance(own_id, str) else "")
-
-
-def _skipped(text: str, at: int, characters: str) -> int:
-    return len(text) - len(text[at:].lstrip(characters))
 
 
 @dataclass(frozen=True)

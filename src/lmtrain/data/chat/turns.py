@@ -58,7 +58,7 @@ def turns_of(value: Any, where: str, column: str = "messages") -> list[dict[str,
     Raises:
         BadRow: the value is not a list of turns, or a turn has no role, an unknown role or no text.
     """
-    value = _from_json(value)
+    value = from_json(value)
     if not isinstance(value, list | tuple) or not value:
         raise BadRow(where, f"{column} must be a list of turns and is {shown(value)}")
     if all(isinstance(turn, str) for turn in value):
@@ -121,7 +121,7 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
         BadRow: the value is neither.
     """
     if isinstance(value, str):
-        value = _from_json(value) if value.strip() else None
+        value = from_json(value) if value.strip() else None
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -269,14 +269,14 @@ def _is_learned(found: Mapping[str, Any], name: str, where: str) -> bool:
 
 def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:
     """Returns calls as {"type": "function", "function": {"name", "arguments": a mapping}}, and "id" if there is one."""
-    value = _from_json(value)
+    value = from_json(value)
     calls = []
     for call in value if isinstance(value, list | tuple) else [value]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         function = function if isinstance(function, Mapping) else {}
         # OpenAI's API returns the arguments as a string; templates serialize them themselves.
         given, called = function.get("arguments"), function.get("name")
-        arguments = {} if given in (None, "") else _from_json(given)
+        arguments = {} if given in (None, "") else from_json(given)
         if not isinstance(arguments, Mapping) or not isinstance(called, str) or not called:
             raise BadRow(where, f"{name} has a tool call that isn't {{name, arguments}}: {shown(call)}")
         made = {"type": "function", "function": {"name": called, "arguments": arguments}}
@@ -285,7 +285,7 @@ def _tool_calls(value: Any, name: str, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _from_json(value: Any) -> Any:
+def from_json(value: Any) -> Any:
     """Parses a value that is stored as a JSON string; returns the value itself if it is no string, or not JSON."""
     if not isinstance(value, str):
         return value

@@ -63,9 +63,8 @@ class PairRowEncoder(TemplateRows):
     def _tokens(self, pair: Pair, answer: Any) -> Tokens:
         if isinstance(pair.prompt, str):
             return self.chat.completion(Completion(pair.prompt, answer, pair.where))
-        return self.chat.pair(
-            Conversation([*pair.prompt, *answer], pair.tools, pair.where, options=pair.options), len(pair.prompt)
-        )
+        whole = Conversation([*pair.prompt, *answer], pair.tools, pair.where, options=pair.options)
+        return self.chat.pair(whole, len(pair.prompt))
 
     def _preferred(self, pair: Pair) -> Conversation | Completion:
         """Returns the prompt with its chosen answer, with the turns up to its last answer if only that is scored."""
@@ -160,10 +159,8 @@ class PairRows(ExampleRows):
         prefixes = [n for pair in pairs for n in (0, common_prompt(*pair))] if self.share_prompts else None
         batch = lay_answers([answer for pair in pairs for answer in pair], prefixes)
         starts = batch["cu_seqlens"].tolist()
-        batch |= {
-            "pairs": torch.tensor(len(rows), dtype=torch.int64),
-            "seen": torch.tensor(starts[-1], dtype=torch.int64),
-        }
+        batch["pairs"] = torch.tensor(len(rows), dtype=torch.int64)
+        batch["seen"] = torch.tensor(starts[-1], dtype=torch.int64)
         batch["ends"] = torch.tensor(starts[1:], dtype=torch.int64) - 1
         if self.padded:
             pad_answers(batch)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from multiprocessing import get_context
 from pathlib import Path
@@ -106,10 +106,11 @@ def prepare_examples(
                 tokenizer = tokenizers.load_or_train(tokenizer_cfg, functools.partial(_texts, parts, whole, cfg), named)
                 encoder = make_encoder(tokenizer, cfg)
             meta: Any = new_meta(tokenizer, key) | {"notes": []}
-            questions = _write_splits(folder, cfg, parts, splits, encoder, meta, show)
+            rows = _RowWriter(folder, cfg, parts, encoder, meta, show)
+            rows.write(splits)
             encoder.finish_tokenizer(tokenizer)
             tokenizers.save(tokenizer, folder / "tokenizer")
-            meta |= {"group": encoder.group, "words": encoder.words, "questions": questions}
+            meta |= {"group": encoder.group, "words": encoder.words, "questions": rows.questions}
             meta["notes"] += [note for part in parts for note in getattr(part.source, "notes_of_reading", list)()]
             bins.save_meta(meta, folder)
 
@@ -140,100 +141,80 @@ def _rows(parts: list[MixturePart], name: str) -> Iterator["Row"]:
     return ((i, *row) for i, part in enumerate(parts) for row in split_records(part, name) or ())
 
 
-def _write_splits(
-    folder: Path,
-    cfg: DataConfig,
-    parts: list[MixturePart],
-    splits: tuple[str, ...],
-    encoder: RowEncoder,
-    meta: Any,  # of the folder; the splits' counts are added to it
-    show: PrepareProgress,
-) -> list[dict[str, Any]]:
-    """Tokenizes the splits; returns the questions of the validation rows."""
-    questions: list[dict[str, Any]] = []
-    with _Encoding(encoder, [part.cfg for part in parts], cfg.num_proc) as encoding:
-        for name in splits:
-            asked = questions if name == "val" else None
-            split = _write_split(folder, cfg, parts, name, encoding, meta, asked, show)
-            if split is not None:
-                meta["splits"][name] = split
-    return questions
+@dataclass
+class _RowWriter:
+    """Tokenizes splits of some sources into a folder."""
 
+    folder: Path
+    cfg: DataConfig
+    parts: list[MixturePart]
+    encoder: RowEncoder
+    meta: Any  # of the folder; the splits' counts are added to it
+    show: PrepareProgress
+    questions: list[dict[str, Any]] = field(default_factory=list)  # the first MAX_QUESTIONS of the validation rows
 
-def _write_split(
-    folder: Path,
-    cfg: DataConfig,
-    parts: list[MixturePart],
-    name: str,
-    encoding: "_Encoding",
-    meta: bins.Meta,
-    questions: list[dict[str, Any]] | None,
-    show: PrepareProgress,
-) -> dict[str, Any] | None:
-    """Tokenizes one split of all parts; returns None if there is no such split or it has no examples.
+    def write(self, splits: tuple[str, ...]) -> None:
+        with _Encoding(self.encoder, [part.cfg for part in self.parts], self.cfg.num_proc) as encoding:
+            for name in splits:
+                self._write_split(name, encoding)
 
-    If no row of the validation split is left, a note in `meta` says why.
+    def _write_split(self, name: str, encoding: "_Encoding") -> None:
+        """Tokenizes one split of all parts, unless there is no such split or it has no examples.
 
-    questions: if given, the first MAX_QUESTIONS questions of the split are added to it, each with the number of its
-        row's first example.
-    """
-    counts = Counts()
-    written = [0] * len(parts)
-    encoder = encoding.encoder
-    show.start(name, None)
-    with BinWriter(folder, name, meta["dtype"], _SHARD_TOKENS, masked=True) as writer:
-        for (i, where, _), encoded in encoding.of(_rows(parts, name), questions):
-            before = writer.documents
-            _write_row(where, encoded, parts[i].cfg, encoder, writer, counts, questions, show)
-            written[i] += writer.documents - before
-        split = writer.close()
-    if counts.examples == 0:
-        check_untrained(counts, cfg, name, encoder.group)
+        If no row of the validation split is left, a note in `meta` says why.
+        """
+        counts, written, asked = Counts(), [0] * len(self.parts), name == "val"
+        self.show.start(name, None)
+        with BinWriter(self.folder, name, self.meta["dtype"], _SHARD_TOKENS, masked=True) as writer:
+            rows = encoding.of(_rows(self.parts, name), self.questions if asked else None)
+            for (i, where, _), encoded in rows:
+                before = writer.documents
+                self.write_row(where, encoded, self.parts[i].cfg, writer, counts, asked)
+                written[i] += writer.documents - before
+            split = writer.close()
+        if counts.examples:
+            self.show.say("\n".join(summary(name, counts)))
+            self.meta["splits"][name] = {**split, "bytes": None, "counts": counts.__dict__, "parts": written}
+            return
+        check_untrained(counts, self.cfg, name, self.encoder.group)
         left = "; ".join(summary(name, counts))
         if name == "train":
-            none = f"{parts[0].source.label} holds no rows to train on"
+            none = f"{self.parts[0].source.label} holds no rows to train on"
             raise UserError(f"no row is left to train on: {left}" if counts.rows else none)
         if counts.rows:
-            meta["notes"].append(f"no row is left to validate on: {left}")
-        return None
-    show.say("\n".join(summary(name, counts)))
-    return {**split, "bytes": None, "counts": counts.__dict__, "parts": written}
+            self.meta["notes"].append(f"no row is left to validate on: {left}")
 
+    def write_row(
+        self, where: str, encoded: Encoded | BadRow, cfg: DataConfig, writer: BinWriter, counts: Counts, asked: bool
+    ) -> None:
+        """Writes the examples of a row, and counts what became of it.
 
-def _write_row(
-    where: str,
-    encoded: Encoded | BadRow,
-    cfg: DataConfig,
-    encoder: RowEncoder,
-    writer: BinWriter,
-    counts: Counts,
-    questions: list[dict[str, Any]] | None,
-    show: PrepareProgress,
-) -> None:
-    """Writes the examples of a row, and counts what became of it."""
-    counts.rows += 1
-    if isinstance(encoded, BadRow):
-        if cfg.on_bad_row == "raise" and not encoded.skip:
-            raise UserError(encoded.refusal())
-        counts.add_bad(encoded.reason, encoded.where)
-        return
-    counts.assistant_first += encoded.dropped_turns > 0
-    counts.dropped += not encoded.examples
-    counts.shortened += encoded.cut > 0
-    counts.note(encoded.remarks, encoded.texts, where)
-    counts.note_unread(encoded.unread, getattr(encoder, "unread_as", ""))
-    groups = [encoded.examples[i : i + encoder.group] for i in range(0, len(encoded.examples), encoder.group)]
-    first = counts.examples
-    for group in groups:
-        if not all(any(example[1]) for example in group):
-            counts.untrained += 1
-            if counts.untrained_at is None:
-                counts.untrained_at, counts.untrained_text = where, short(encoder.decode(group[-1][0]))
-            continue
-        show.advance(0, sum(len(example[0]) for example in group))
-        _write(group, writer, counts, encoded.kept, getattr(encoder, "learns", True))
-    if counts.examples > first and questions is not None and encoded.question is not None:
-        questions.append({**encoded.question, "example": first})
+        asked: whether its question is kept, with the number of its first example.
+        """
+        encoder = self.encoder
+        counts.rows += 1
+        if isinstance(encoded, BadRow):
+            if cfg.on_bad_row == "raise" and not encoded.skip:
+                raise UserError(encoded.refusal())
+            counts.add_bad(encoded.reason, encoded.where)
+            return
+        counts.assistant_first += encoded.dropped_turns > 0
+        counts.dropped += not encoded.examples
+        counts.shortened += encoded.cut > 0
+        counts.note(encoded.remarks, encoded.texts, where)
+        counts.note_unread(encoded.unread, getattr(encoder, "unread_as", ""))
+        groups = [encoded.examples[i : i + encoder.group] for i in range(0, len(encoded.examples), encoder.group)]
+        first = counts.examples
+        for group in groups:
+            if not all(any(example[1]) for example in group):
+                counts.untrained += 1
+                if counts.untrained_at is None:
+                    counts.untrained_at, counts.untrained_text = where, short(encoder.decode(group[-1][0]))
+                continue
+            self.show.advance(0, sum(len(example[0]) for example in group))
+            _write(group, writer, counts, encoded.kept, getattr(encoder, "learns", True))
+        if counts.examples > first and asked and encoded.question is not None:
+            self.questions.append({**encoded.question, "example": first})
 
 
 def _write(group: list[Example], writer: BinWriter, counts: Counts, kept: str | None, learns: bool) -> None:

@@ -131,9 +131,8 @@ class _HubStream:
 
     def rows(self, part: int, start: int) -> Iterator[Block]:
         split = self.cfg.train_split
-        texts = enumerate(
-            hub.read_rows({split: self.dataset.shard(self.parts, part).skip(start)}, split, self.cfg), start
-        )
+        rest = {split: self.dataset.shard(self.parts, part).skip(start)}
+        texts = enumerate(hub.read_rows(rest, split, self.cfg), start)
         return _blocks(texts, self.cfg)
 
 

@@ -25,7 +25,7 @@ from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store.bins import Shard
 from lmtrain.data.store.prepared import folder_of, settings
 from lmtrain.data.store.progress import PrepareProgress
-from lmtrain.errors import UserError
+from lmtrain.errors import needing
 from lmtrain.files import write_atomic
 
 PIECE = 100  # bytes; validation text of this length that is also in the training text counts as copied
@@ -128,9 +128,8 @@ def _rolling(tokens: NDArray[np.int64], length: int) -> Hashes:
     """Returns the hash of tokens[i : i + length] for each i: the sum of (token + 1) x BASE^j, modulo 2^64."""
     powers = np.full(len(tokens), _BASE, dtype=np.uint64).cumprod(dtype=np.uint64)
     inverse = np.full(len(tokens), pow(_BASE, -1, 1 << 64), dtype=np.uint64).cumprod(dtype=np.uint64)
-    sums = np.concatenate(
-        [np.zeros(1, np.uint64), ((tokens.astype(np.uint64) + np.uint64(1)) * powers).cumsum(dtype=np.uint64)]
-    )
+    terms = (tokens.astype(np.uint64) + np.uint64(1)) * powers
+    sums = np.concatenate([np.zeros(1, np.uint64), terms.cumsum(dtype=np.uint64)])
     count = len(tokens) - length + 1
     return (sums[length:] - sums[:count]) * inverse[:count]
 
@@ -277,12 +276,8 @@ class _Near:
     """The documents seen so far that are not near duplicates of earlier ones; about 3 kB each."""
 
     def __init__(self) -> None:
-        try:
+        with needing("dedup", "data.dedup=near"):
             from datasketch import MinHash, MinHashLSH
-        except ImportError as error:
-            raise UserError(
-                f'data.dedup=near needs datasketch ({error}): pip install "lmtrain[dedup]"; exact needs nothing'
-            ) from None
         self.empty = MinHash(num_perm=_SIGNATURE, hashfunc=zlib.crc32)
         self.lsh = MinHashLSH(params=_BANDS, num_perm=_SIGNATURE)
         self.signatures: list[Any] = []
