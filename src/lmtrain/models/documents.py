@@ -175,9 +175,8 @@ class Documents:
         key = (lengths, prefix, window)
         if key not in self._masks:
             # The prefix is document -1.
-            document = torch.repeat_interleave(
-                torch.arange(-1, len(lengths)), torch.tensor((prefix, *lengths), dtype=torch.int64)
-            )
+            counts = torch.tensor((prefix, *lengths), dtype=torch.int64)
+            document = torch.repeat_interleave(torch.arange(-1, len(lengths)), counts)
             position = torch.cat([torch.arange(prefix), *(prefix + torch.arange(length) for length in lengths)])
             distance = position[prefix:, None] - position
             seen = (distance >= 0) & ((document == document[prefix:, None]) | (document < 0))

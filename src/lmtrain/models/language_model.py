@@ -92,9 +92,8 @@ class LanguageModel(nn.Module):
         self.window = getattr(config, "sliding_window", None) if slides else None
         self.reach = mixers.reach(model)
         # No cap on attention scores (Gemma 2) and no sink (gpt-oss), which fused kernels don't support.
-        self.plain_softmax = not getattr(config, "attn_logit_softcapping", None) and not any(
-            name.endswith("sinks") for name, _ in model.named_parameters()
-        )
+        has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+        self.plain_softmax = not getattr(config, "attn_logit_softcapping", None) and not has_sinks
         self.validates = False  # True during validation
         self.same_tokens: DeviceMesh | None = None  # ranks that compute the same hidden states, and split the loss
         self.context: Context | None = None  # set under context parallelism: inputs are slices of rows

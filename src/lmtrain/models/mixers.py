@@ -147,14 +147,10 @@ def find(model: PreTrainedModel, run: Callable[[], Any], documents: Documents) -
 
 def _leaks(layer: nn.Module, args: Any, kwargs: Any, documents: Documents) -> bool:
     """Returns whether a change of the first document's inputs changes outputs in the second; False if that fails."""
-    border = int(documents.cu_seqlens[1])
+    border, shape = int(documents.cu_seqlens[1]), (documents.batch, documents.seq_len)
 
     def changed(x: Any) -> Any:
-        if (
-            not isinstance(x, Tensor)
-            or x.shape[:2] != (documents.batch, documents.seq_len)
-            or not x.is_floating_point()
-        ):
+        if not (isinstance(x, Tensor) and x.shape[:2] == shape and x.is_floating_point()):
             return x
         x = x.clone()
         x[0, :border] = x[0, :border].flip(0) + 1
@@ -166,7 +162,7 @@ def _leaks(layer: nn.Module, args: Any, kwargs: Any, documents: Documents) -> bo
     except Exception:  # such as layers that change a cache or take other inputs
         return False
     before, after = (x[0] if isinstance(x, tuple) else x for x in (before, after))
-    if not isinstance(before, Tensor) or before.shape[:2] != (documents.batch, documents.seq_len):
+    if not isinstance(before, Tensor) or before.shape[:2] != shape:
         return False
     difference = (before[0, border:] - after[0, border:]).nan_to_num().abs().max()
     return bool(difference > 1e-5 * before.nan_to_num().abs().max())  # more than the order of sums

@@ -192,11 +192,8 @@ class _Trial:
         positions = torch.cat([torch.arange(stop - start) + at for (start, stop), at in spans]).view_as(self.ids)
         keys = torch.cat([torch.arange(FIRST), torch.arange(prefix), torch.arange(FIRST, 2 * LENGTH)])
         starts = torch.tensor(borders, dtype=torch.int32)
-        seen = Prefixes(
-            torch.tensor(begins, dtype=torch.int64),
-            keys,
-            starts + torch.tensor([0, 0, prefix, prefix], dtype=torch.int32),
-        )
+        more = torch.tensor([0, 0, prefix, prefix], dtype=torch.int32)
+        seen = Prefixes(torch.tensor(begins, dtype=torch.int64), keys, starts + more)
         self.lengths.read(Inputs(self.ids, cu_seqlens=starts))
         reach = mixers.reach(self.copy)
         documents = Documents(starts, 2, LENGTH, "slices", seen if prefix else None, reach=reach)
@@ -231,9 +228,8 @@ def _words(error: Exception) -> str:
 
 
 _NAMES = safe_yaml.table(__file__, "probe.yaml")
-TESTED, CHOSEN_EXPERTS, KEY_HEADS, WINDOWS, DROPOUTS = (
-    tuple(_NAMES[key].split()) for key in ("tested", "chosen_experts", "key_heads", "windows", "dropouts")
-)
+_GROUPS = ("tested", "chosen_experts", "key_heads", "windows", "dropouts")
+TESTED, CHOSEN_EXPERTS, KEY_HEADS, WINDOWS, DROPOUTS = (tuple(_NAMES[key].split()) for key in _GROUPS)
 SIZE_OF = {name: size for size, names in _NAMES["sizes"].items() for name in names.split()}
 VOCAB, HIDDEN, HEADS, HEAD_DIM = 64, 32, 4, 8  # as in probe.yaml
 WINDOW = 4  # sliding window of the copy, small enough to matter within a few tokens

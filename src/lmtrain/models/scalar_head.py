@@ -80,9 +80,8 @@ def scores_of(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.cat([scores_of(model, [row]) for row in rows])
     longest, pad = max(map(len, rows)), padding_of(model) or 0
     ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows], dtype=torch.int64, device=model.device)
-    mask = torch.tensor(
-        [[1] * len(row) + [0] * (longest - len(row)) for row in rows], dtype=torch.int64, device=model.device
-    )
+    masks = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
+    mask = torch.tensor(masks, dtype=torch.int64, device=model.device)
     return model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].float().cpu()
 
 

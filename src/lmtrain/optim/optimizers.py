@@ -78,9 +78,8 @@ def _in_full(optimizer: torch.optim.Optimizer, in_one_call: bool = False) -> tor
     """Makes the optimizer update half-precision weights in float32 (half.py), whatever its class."""
     if not isinstance(optimizer, HalfOptimizer):
         cls = type(optimizer)
-        optimizer.__class__ = type(
-            cls.__name__, (_InFull, cls), {"in_one_call": in_one_call, "__module__": cls.__module__}
-        )
+        members = {"in_one_call": in_one_call, "__module__": cls.__module__}
+        optimizer.__class__ = type(cls.__name__, (_InFull, cls), members)
     return optimizer
 
 

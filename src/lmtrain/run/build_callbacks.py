@@ -45,9 +45,8 @@ def build_callbacks(parts: Parts, data: RunData) -> Callbacks:
 
     # What depends on the length of the run, which a time budget changes.
     validation = parts.validation = Validation(metrics, parts.samples, config, steps)
-    checkpoints = Checkpoints(
-        parts.run_dir.checkpoints, metrics, config, steps, parts.scored_on(config.checkpoint.monitor), parts.ranking
-    )
+    scored_on = parts.scored_on(config.checkpoint.monitor)
+    checkpoints = Checkpoints(parts.run_dir.checkpoints, metrics, config, steps, scored_on, parts.ranking)
     bar = progress_bar(config, parts.console, steps)
     if bar is not None:
         metrics.listeners.append(bar.listen)

@@ -122,15 +122,11 @@ class PythonRun:
         """
         from lmtrain.data import loaders
 
-        metrics = self._run.metrics
+        metrics, saved = self._run.metrics, self._session.checkpoint
         before = metrics.last_val
         with loaders.no_workers_left():
             self.trainer.validate(
-                self.objective,
-                datamodule=self.datamodule,
-                ckpt_path=self._session.checkpoint,
-                weights_only=True,
-                verbose=False,
+                self.objective, datamodule=self.datamodule, ckpt_path=saved, weights_only=True, verbose=False
             )
         metrics.records.forget_validation()
         found, metrics.last_val = metrics.last_val, before

@@ -59,7 +59,7 @@ def settle(config: Config) -> None:
     if examples is None:
         return  # rows of a user's own format, which are not packed
     number, tokens = len(examples), int(examples.lengths.sum())
-    size = examples_per_update(number)
+    size = next(size for below, size in _BATCHES if number < below)
     epochs = min(_MOST_EPOCHS, max(_EPOCHS, math.ceil(_LEAST * size / number)))
     if asked != "auto":
         epochs = max(1, math.ceil(int(asked) * size / number))
@@ -89,11 +89,6 @@ def _fit_to_positions(config: Config, typed: Mapping[str, Any]) -> None:
         data.seq_len, data.max_length = most, min(most, data.max_length or most)
 
 
-def examples_per_update(number: int) -> int:
-    """Returns how many examples an update averages over, for a number of examples to train on."""
-    return next(size for below, size in _BATCHES if number < below)
-
-
 def rows_of(config: Config, size: int, mean: float, longest: int) -> dict[str, Any]:
     """Returns the rows per update, their length and the rows per forward pass that make updates of `size` examples.
 
@@ -108,14 +103,11 @@ def rows_of(config: Config, size: int, mean: float, longest: int) -> dict[str, A
         held = max(1, int(data.seq_len / mean))  # whole examples in the longest row
         rows = max(1, round(size / parts / held))
         if rows == 1:  # whole examples leave a rest of the row free
-            length = min(length, _up_to_multiple(max(longest, (size / parts + 0.5) * mean)))
+            needed = max(longest, (size / parts + 0.5) * mean)
+            length = min(length, math.ceil(needed / _ROW_MULTIPLE) * _ROW_MULTIPLE)
     micro = nearest_divisor(rows, min(rows, max(1, _FORWARD_TOKENS // length)))
     plan = {"data.global_batch_size": rows * parts, "data.micro_batch_size": micro}
     return plan if data.packing in (None, "off") else {**plan, "data.seq_len": length}
-
-
-def _up_to_multiple(tokens: float) -> int:
-    return math.ceil(tokens / _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def learning_rate(config: Config, tokenizer: Any) -> float:
