@@ -15,7 +15,7 @@ from _pytest.mark import ParameterSet
 
 from chats import write_rows
 from inprocess import TWO_STEPS, run
-from lmtrain import cli
+from lmtrain import cli, new
 from lmtrain.config import compose as config
 from lmtrain.config.keys import flat
 from loopback_hub import serving
@@ -131,6 +131,9 @@ def test_every_command_is_one(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), flags=re.DOTALL):
         (tmp_path / name).write_text(text)  # a command may name a class in it
+    monkeypatch.chdir(tmp_path)
+    for kind, name in re.findall(r"`python -m lmtrain.new (\w+) (\w+)`", page.read_text()):
+        new.write(kind, name)
     for command in commands(page):
         words = shlex.split(command)
         if words[0] == "make":
