@@ -14,7 +14,7 @@ import browser
 import screen
 import screenshots
 from lmtrain.config.compose import compose
-from lmtrain.config.keys import flat
+from lmtrain.config.override_text import leaves_of
 from support import REPO
 
 
@@ -23,7 +23,7 @@ def defaults() -> set[str]:
     words = [["objective=grpo", "data=prompts_jsonl", "reward=code"], ["objective=dpo", "data=preference_jsonl"],
              ["optimizer=muon", "peft=lora", "model=pretrained"], ["model=memory_nano", "schedule=wsd"]]  # fmt: skip
     trees = [OmegaConf.to_container(compose(some), resolve=False) for some in words]
-    keys = {key for tree in trees for key, _ in flat(tree) if "." in key}
+    keys = {key for tree in trees for key, _ in leaves_of(tree) if "." in key}
     sections = {key.rpartition(".")[0] for key in keys}
     return {key for key in keys - sections if key.rpartition(".")[2] not in ("name", "_target_", "defaults")}
 
