@@ -122,5 +122,6 @@ def _live(args: list[str], env: dict[str, str], here: str, *files: str) -> None:
     os.environ.update(env)
     os.chdir(here)
     sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
-    forked_ranks.install()
+    if sys.platform == "linux":
+        forked_ranks.install()
     forked_ranks.live(args)
