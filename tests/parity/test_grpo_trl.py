@@ -101,7 +101,7 @@ def reference(data: Path, folder: Path, name: str) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradient_norms(
-    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lmtrain: Run
+    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_lmtrain: Run
 ) -> None:
     """They agree for micro-batches of one prompt and of three, and on two ranks."""
     monkeypatch.setenv(fixed_rollouts.FILE, str(data / "completions.json"))
@@ -111,7 +111,7 @@ def test_losses_and_gradient_norms(
         ended = run("train", *settings(data, tmp_path / str(micro), updates, f"data.micro_batch_size={micro}", *argv))
         assert ended.code == 0, ended.err
         compare(steps_of(tmp_path / str(micro)), theirs, (name, micro))
-    done = lmtrain("train", *settings(data, tmp_path / "ranks", updates, "data.micro_batch_size=1",
+    done = forked_lmtrain("train", *settings(data, tmp_path / "ranks", updates, "data.micro_batch_size=1",
                                       "trainer.devices=2", "trainer.accelerator=cpu", *argv), env=IMPORTS)  # fmt: skip
     assert done.returncode == 0, done.stderr
     compare(steps_of(tmp_path / "ranks"), theirs, (name, "two ranks"))
