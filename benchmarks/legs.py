@@ -4,7 +4,6 @@ Every contender reports every few steps, just after it has read the loss from th
 reports are compared, not any contender's own measurement.
 """
 
-import atexit
 import os
 import runpy
 import subprocess
@@ -62,7 +61,10 @@ class _Forked:
         if self.pid == 0:
             os.dup2(write, 1)
             os.dup2(write, 2)
-            atexit._clear()  # what this process does at its end, such as to remove its folder, is not for the fork
+            from lmtrain.distributed import ranks
+
+            # What this process does at its end, such as to remove its folder or to join its threads, is not for a fork.
+            ranks.leave = sys.exit
             os._exit(_run_python(command[1:], cwd, env))
         os.close(write)
         self.stdout = os.fdopen(read, errors="replace")
