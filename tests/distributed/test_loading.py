@@ -17,7 +17,7 @@ from tiny_pretrained import save_pretrained
 
 pytestmark = pytest.mark.slow
 
-SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12,
+SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
          "max_position_embeddings": 256}  # fmt: skip
 COMMON = ["data.global_batch_size=2", "data.micro_batch_size=1", "trainer.max_steps=1", "trainer.devices=2",
           "trainer.strategy=fsdp", "run.allow_target=[mishaps]", "export.enabled=false", "data.seq_len=32",
@@ -67,7 +67,7 @@ def most_while_loading(folder: Path, settings: list[str]) -> int:
         held = sum(map(anonymous_bytes, ranks_of(parent.pid)))
         if time.monotonic() - began < 0.1:  # otherwise the ranks were measured at different moments
             most = max(most, held)
-        time.sleep(0.02)
+        time.sleep(0.005)
     most = max(most, sum(map(anonymous_bytes, ranks_of(parent.pid))))  # now they wait
     marker.unlink(missing_ok=True)
     output, _ = parent.communicate(timeout=600)
@@ -106,7 +106,7 @@ def test_a_node_holds_the_model_once(task: str, llama: Path, corpus: Path, tmp_p
         (tmp_path / name).mkdir()
         most.append(most_while_loading(tmp_path / name, settings))
     weights = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(llama).parameters())
-    assert weights > 150e6
+    assert weights > 250e6
     print(f"{task}: {(most[0] - most[1]) / weights:.2f} times the model")
     # Each rank reads its rows of a pretrained model and holds nothing but its shards. 4-bit weights take an eighth.
     assert most[0] - most[1] < {"pretrained": 1.25, "qlora": 1.0}.get(task, 1.5) * weights
