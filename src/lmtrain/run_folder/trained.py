@@ -210,7 +210,8 @@ def load(name: str, which: str, grants: trust.Grants) -> tuple[PreTrainedModel, 
         if path.exists():
             found = f"{type(error).__name__}: {first_line(error)}"
             if isinstance(error, SafetensorError):
-                raise RunError(f"the weights in {name} are damaged ({found}): export or download it again") from error
+                found = f"the weights in {name} are damaged ({found}), nothing in it was run"
+                raise RunError(f"{found}: export or download it again") from error
             raise UserError(f"{name} holds no model that can be loaded ({found}); nothing in it was run") from error
         raise UserError(f"{name} is not a folder here and can't be loaded from the hub: {first_line(error)}") from error
     raise UserError(f"{path} has no tokenizer (tokenizer.json): copy the one its model was trained with there")
