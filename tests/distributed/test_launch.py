@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import forked
+import processes
 from lmtrain import errors
 from lmtrain.callbacks.metrics import without_times
 from lmtrain.config import compose
@@ -140,8 +141,9 @@ def test_a_rank_that_fails_ends_all(corpus: Path, tmp_path: Path, rank: int) -> 
     process = start(["-m", "lmtrain.train", *settings, "trainer.strategy=fsdp", *BREAKS, breaks(rank=rank, step=5)])
     while process.poll() is None and not any(r["step"] >= 5 for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")):
         time.sleep(0.05)
-    failed = time.monotonic()
+    failed, family = time.monotonic(), processes.below(process.pid)
     output, _ = process.communicate(timeout=600)
+    processes.wait_until_gone(family, 60)
     assert time.monotonic() - failed < 60
     assert process.returncode == 1
     assert f"ZeroDivisionError: a mistake on rank {rank}" in output
