@@ -142,7 +142,7 @@ def test_what_a_reward_says_is_cut() -> None:
 
     found = Scorer([Part("odd", 1.0, FunctionReward(raises, {}, "reward"))], 5)([0], ["a"], {})
     assert list(found.reasons) == [f"odd raised ValueError: {'x' * 188}"], "200 characters of it"
-    for length, shown in ((58, repr("x" * 58)), (59, repr("x" * 59)[:60])):
+    for length, shown in ((58, repr("x" * 58)), (59, repr("x" * 59)[:60] + "...")):
         with pytest.raises(UserError) as error:
             Scorer([Part("odd", 1.0, Odd("x" * length))], 5)([0], ["a"], {})
         assert f"returned {shown}: a list with" in str(error.value)

@@ -141,7 +141,7 @@ class Scorer:
         values = run_user_code(lambda: part.reward(prompts=prompts, completions=completions, **columns), self.timeout)
         who = f"the reward {part.name} ({label(part.reward)})"
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
-            raise UserError(f"{who} returned {values!r:.60}: a list with a number for each completion is needed")
+            raise UserError(f"{who} returned {_shown(values)}: a list with a number for each completion is needed")
         if len(values) != len(completions):
             raise UserError(f"{who} returned {len(values)} values for {len(completions)} completions, not one each")
         return [_number(value, part.name, who) for value in values]
@@ -155,5 +155,10 @@ def _number(value: Any, name: str, who: str) -> float | str:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise UserError(f"{who} returned {value!r:.60} for a completion: a number is needed, or None") from None
+        raise UserError(f"{who} returned {_shown(value)} for a completion: a number is needed, or None") from None
     return number if math.isfinite(number) else f"{name} returned {number}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
