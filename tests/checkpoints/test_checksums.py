@@ -48,7 +48,7 @@ def rank_of_two(rank: int, folder: Path, unread: str) -> None:
 
 
 def on_two_ranks(folder: Path, unread: str = "nothing") -> list[dict]:
-    forked.run_ranks(rank_of_two, folder, unread)
+    forked.call_in_ranks(rank_of_two, folder, unread)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -61,7 +61,7 @@ def rank_of_two(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_whether_to_fill_in_is_decided_for_the_whole_weight(tmp_path: Path) -> None:
-    forked.run_ranks(rank_of_two, str(tmp_path))
+    forked.call_in_ranks(rank_of_two, str(tmp_path))
     loaded, alone = loaded_weights(), loaded_weights()
     for place, weight in enumerate(alone):
         fill_in(weight, place, torch.bfloat16)

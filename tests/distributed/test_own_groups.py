@@ -63,7 +63,7 @@ def rank_of_two(rank: int, folder: str, how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "log_probs", "half"])
 def test_two_ranks_agree_with_one_process(how: str, tmp_path: Path) -> None:
-    forked.run_ranks(rank_of_two, str(tmp_path), how)
+    forked.call_in_ranks(rank_of_two, str(tmp_path), how)
     alone = wrapped("llama", **SHAPE)
     parts = [slice(0, 2), slice(0, 2), slice(2, 4), slice(2, 4)] if how == "log_probs" else [slice(0, 4)]
     expected = sum((losses(alone, how, part) for part in parts), torch.tensor(0.0))

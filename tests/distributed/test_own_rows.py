@@ -57,7 +57,7 @@ def rank_of_two(rank: int, model: str, folder: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["rows", "node", "not found", "sent"])
 def test_ranks_read_their_rows(how: str, tmp_path: Path) -> None:
     model = save_pretrained(tmp_path / "model", intermediate_size=49, tie_word_embeddings=how == "node")
-    forked.run_ranks(rank_of_two, str(model), str(tmp_path), how)
+    forked.call_in_ranks(rank_of_two, str(model), str(tmp_path), how)
     expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     bytes_of_weights = sum(4 * p.numel() for p in expected.parameters())
     for rank in (0, 1):

@@ -38,7 +38,7 @@ def rank_of_two(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_every_group_waits_as_long_as_the_first(tmp_path: Path) -> None:
-    forked.run_ranks(rank_of_two, str(tmp_path))
+    forked.call_in_ranks(rank_of_two, str(tmp_path))
     for rank in (0, 1):
         before, after = json.loads((tmp_path / f"{rank}.json").read_text())
         assert before[1] == 1800  # torch's default for a new group, which is why all groups are set

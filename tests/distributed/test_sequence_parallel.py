@@ -84,7 +84,7 @@ def rank_of_two(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_between_layers_each_rank_holds_half_of_the_tokens(tmp_path: Path) -> None:
     base = save_pretrained(tmp_path / "base")
-    forked.run_ranks(rank_of_two, str(tmp_path))
+    forked.call_in_ranks(rank_of_two, str(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(base)
     whole = model(torch.arange(14).view(2, 7), use_cache=False).logits.detach()
     for rank in (0, 1):

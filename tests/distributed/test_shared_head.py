@@ -51,7 +51,7 @@ def rank_of_two(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_share_the_work_and_agree_with_one(tmp_path: Path) -> None:
-    forked.run_ranks(rank_of_two, str(tmp_path))
+    forked.call_in_ranks(rank_of_two, str(tmp_path))
     for rank in (0, 1):
         found: list[dict[str, Any]] = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         for tokens, ours in zip(TOKENS, found, strict=True):

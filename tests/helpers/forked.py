@@ -31,7 +31,7 @@ def start(target: Callable[..., None], *args: Any) -> BaseProcess:
     return process
 
 
-def run_ranks(target: Callable[..., None], *args: Any, ranks: int = 2) -> None:
+def call_in_ranks(target: Callable[..., None], *args: Any, ranks: int = 2) -> None:
     """Calls `target(rank, *args)` in a process of each rank, with the environment of this process, until all return."""
     processes = [start(_rank, dict(os.environ), target, rank, args) for rank in range(ranks)]
     deadline = time.monotonic() + 600

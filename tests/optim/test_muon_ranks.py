@@ -69,7 +69,7 @@ def sharded_rank_of_two(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_sharded_matrices_are_computed_once_and_agree_with_one_process(tmp_path: Path) -> None:
-    forked.run_ranks(sharded_rank_of_two, str(tmp_path))
+    forked.call_in_ranks(sharded_rank_of_two, str(tmp_path))
     found: list[dict[str, Any]] = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     for ours, first, second in zip(trained([]), *(found[rank]["parameters"] for rank in (0, 1)), strict=True):
         assert torch.equal(first, second)
@@ -80,7 +80,7 @@ def test_sharded_matrices_are_computed_once_and_agree_with_one_process(tmp_path:
 
 @pytest.mark.slow
 def test_two_ranks_share_the_work_and_agree_with_one(tmp_path: Path) -> None:
-    forked.run_ranks(rank_of_two, str(tmp_path))
+    forked.call_in_ranks(rank_of_two, str(tmp_path))
     found: list[dict[str, Any]] = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     alone = list[int]()
     for ours, first, second in zip(trained(alone), *(found[rank]["parameters"] for rank in (0, 1)), strict=True):
