@@ -123,26 +123,17 @@ def test_rolling_hashes_are_polynomials() -> None:
     assert len(set(found)) == 6
 
 
-def test_words_and_runs_do_not_depend_on_where_pieces_are_cut() -> None:
+def test_words_and_ngrams_do_not_depend_on_where_pieces_are_cut() -> None:
     text = "One two  three\nFOUR five six seven"
     for size in (1, 3, 7, 99):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         assert [word for words in repeats._words(pieces) for word in words] == text.split()
-        runs = [run for some in repeats._runs(pieces) for run in some]
-        assert runs == [b"one two three four five", b"two three four five six", b"three four five six seven"]
-    assert list(repeats._runs(["Two words"])) == [[b"two words"]]
+        groups = list(repeats._overlapping(repeats._words(pieces)))
+        ngrams = [" ".join(words[i : i + 5]) for words in groups for i in range(len(words) - 4)]
+        assert ngrams == ["One two three FOUR five", "two three FOUR five six", "three FOUR five six seven"]
+    assert list(repeats._overlapping([["Two"], ["words"]])) == [["Two", "words"]]
     index = repeats._Exact()
     assert [index.is_new([t]) for t in ("a b", "a  b\n", "ab", "a b c")] == [True, False, True, True]
-
-
-def test_runs_that_are_hashed_together_overlap_as_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = " ".join(map(str, range(40)))
-    whole = [run for some in repeats._runs([text]) for run in some]
-    assert len(whole) == 36
-    monkeypatch.setattr(repeats, "_RUNS_AT_ONCE", 7)
-    parts = list(repeats._runs([text[:31], text[31:]]))
-    assert [run for some in parts for run in some] == whole
-    assert max(map(len, parts)) == 7
 
 
 def test_documents_of_an_index_are_left_out() -> None:

@@ -5,14 +5,14 @@ Models memorize repeated documents; documents that are in both splits make valid
 split that the source itself has is left out of training.
 
 Two documents are near duplicates if the sets of their n-grams of _WORDS words have a Jaccard similarity of NEAR or
-more. It is estimated from MinHash signatures (Broder 1997), which are looked up by locality-sensitive hashing.
+more. It is estimated from MinHash signatures (Broder 1997), which rensa makes and looks up by locality-sensitive
+hashing: candidates are those with which one of _BANDS bands of r = 6 hashes agrees, which finds 1 - (1 - s^r)^_BANDS of
+the documents with a similarity of s: 99.8 % at 0.8, and 27 % at 0.5, which comparing the signatures rejects.
 """
 
 import functools
 import hashlib
 import json
-import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -39,14 +39,11 @@ _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
 
 NEAR = 0.8
 _WORDS = 5
-_SIGNATURE = 128  # hashes; the standard error of a similarity of 0.8 is 0.035
-_RUNS_AT_ONCE = 4096  # n-grams that are hashed together: 4 MB
+_SIGNATURE = 120  # hashes; the standard error of a similarity of 0.8 is 0.037
+_BANDS = 20
 _COUNTED, _MANY = 1_000_000, 0.01  # documents (about 100 MB of memory); share of repeats that is worth a note
-# Bands of hashes, and hashes in each, by which candidates are found: 99.8 % of documents with a similarity of 0.8, and
-# 27 % of those with 0.5, which comparing the signatures rejects. What is missed is due to that estimate's error.
-_BANDS = (20, 6)
-_VERSION = 2  # to be raised when other documents of the same text are left out than before
-_ENDS_WORD = re.compile(r"\s(?=\S*$)")
+_SEED = 1  # of the hashes
+_VERSION = 3  # to be raised when other documents of the same text are left out than before
 
 Hashes = NDArray[np.uint64]
 
@@ -277,44 +274,51 @@ class _Near:
 
     def __init__(self) -> None:
         with needing("dedup", "data.dedup=near"):
-            from datasketch import MinHash, MinHashLSH
-        self.empty = MinHash(num_perm=_SIGNATURE, hashfunc=zlib.crc32)
-        self.lsh = MinHashLSH(params=_BANDS, num_perm=_SIGNATURE)
-        self.signatures: list[Any] = []
+            from rensa import RMinHash, RMinHashDeduplicator
+        self.minhash = RMinHash
+        self.kept = RMinHashDeduplicator(NEAR, _SIGNATURE, use_lsh=True, num_bands=_BANDS, seed=_SEED)
 
     def is_new(self, text: Iterable[str]) -> bool:
         """Returns whether the document is no near duplicate of those seen so far; if so, adds it to them."""
-        signature = self.empty.copy()
-        for runs in _runs(text):
-            signature.update_batch(runs)
-        if any(signature.jaccard(self.signatures[found]) >= NEAR for found in self.lsh.query(signature)):
-            return False
-        self.lsh.insert(len(self.signatures), signature)
-        self.signatures.append(signature)
-        return True
+        signature = self.minhash(_SIGNATURE, _SEED)
+        for words in _overlapping(_words(map(str.casefold, text))):  # unlike lower(), it depends on no other letter
+            hashes = np.array(self.minhash.hash_token_sets([words])[0], np.uint64)
+            signature.update(_ngrams(hashes).view("V8").tolist())  # joining the n-grams' words would take twice as long
+        return bool(self.kept.add(str(self.kept.len()), signature))
 
 
 def _words(text: Iterable[str]) -> Iterator[list[str]]:
     """Yields the words of a document in groups, regardless of where its pieces are cut."""
-    rest = ""
+    rest = ""  # of a word that may go on in the next piece
     for piece in text:
-        rest += piece
-        cut = _ENDS_WORD.search(rest)
-        if cut is not None:
-            yield rest[: cut.end()].split()
-            rest = rest[cut.end() :]
+        words = (rest + piece).split()
+        rest = words.pop() if words and not piece[-1:].isspace() else ""
+        yield words
     yield rest.split()
 
 
-def _runs(text: Iterable[str]) -> Iterator[list[bytes]]:
-    """Yields all n-grams of _WORDS words of a document, in lower case; a shorter one gives one of all its words."""
+def _ngrams(words: Hashes) -> Hashes:
+    """Returns the hashes of all n-grams of _WORDS words, or of all words if they are fewer, from those of the words."""
+    length = min(_WORDS, len(words))
+    count = len(words) - length + 1
+    found = words[:count]
+    for at in range(1, length):
+        found = found * np.uint64(_BASE) + words[at : at + count]
+    return found
+
+
+def _overlapping(groups: Iterable[list[str]]) -> Iterator[list[str]]:
+    """Yields groups of words of which each begins with the last words of the one before, so that no n-gram is lost.
+
+    A document of fewer than _WORDS words gives one group, which is its only n-gram.
+    """
     held: list[str] = []
-    any_run = False
-    for words in _words(text):
-        held += [word.lower() for word in words]
-        while len(held) >= _WORDS:
-            part, held = held[: _RUNS_AT_ONCE + _WORDS - 1], held[max(1, min(_RUNS_AT_ONCE, len(held) - _WORDS + 1)) :]
-            yield [" ".join(part[i : i + _WORDS]).encode() for i in range(len(part) - _WORDS + 1)]
-            any_run = True
-    if not any_run:
-        yield [" ".join(held).encode()]
+    found = False
+    for words in groups:
+        held += words
+        if len(held) >= _WORDS:
+            yield held
+            held = held[1 - _WORDS :]
+            found = True
+    if not found:
+        yield held or [""]
