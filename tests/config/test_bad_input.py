@@ -296,7 +296,7 @@ BAD_FILES = {
     ("data=jsonl", "malformed.json"): ("malformed.json, line 2", '{"text": }'),
     ("data=parquet", "no.parquet"): ("no.parquet can't be read as parquet",),
     ("data=jsonl", "table.docx"): ("the format can't be told", "data.format="),
-    ("data=bins", "folder"): ("folder holds no train bins",),
+    ("data=bins", "folder"): ("holds no tokens in a known layout",),
     ("data=bins", "nowhere"): ("data.path=nowhere: no such folder",),
 }
 
@@ -345,7 +345,7 @@ def test_bins_with_ids_that_the_tokenizer_does_not_have(corpus: Path, here: Path
 
 
 def test_bins_shorter_than_a_row(corpus: Path, here: Path) -> None:
-    np.zeros(20, dtype=np.uint16).tofile(here / "train.bin")
+    np.arange(237, 257, dtype=np.uint16).tofile(here / "train.bin")
     argv = ["data=bins", f"data.path={here}", "tokenizer=bytes"]
     refuse(corpus, here, argv, "train.bin holds 20 tokens", "data.seq_len=32", "data.seq_len=19 or less")
 

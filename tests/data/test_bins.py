@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmtrain.data.store import bins
+from lmtrain.data.store.shards import Extent, Shard
 from lmtrain.data.store.writer import BinWriter, dtype_for
 from lmtrain.data.text.windows import Windows
 from lmtrain.errors import RunError, UserError
@@ -147,39 +148,34 @@ def test_a_sidecar_that_cannot_be_read(tmp_path):
         bins.open_bins(tmp_path, "train")
     (tmp_path / "meta.json").write_text(json.dumps({**json.loads(text), "splits": 5}))
     with pytest.raises(UserError, match="splits is 5, not a mapping"):
-        bins.has_split(tmp_path, "train")
+        bins.open_bins(tmp_path, "train")
     (tmp_path / "meta.json").write_text(text.replace('"format_version": 1', '"format_version": 99'))
     with pytest.raises(UserError, match="format version 99"):
         bins.open_bins(tmp_path, "train")
 
 
-def test_plain_bins(tmp_path):
-    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    split = bins.open_bins(tmp_path, "train")
-    assert (split.tokens, split.documents, split.bytes, split.meta) == (100, None, None, None)
-    assert split.shards[0].read(98, 2).tolist() == [98, 99]
-    assert bins.largest_token(split, chunk=7) == 99
-    assert not bins.has_split(tmp_path, "val")
-    with pytest.raises(UserError, match=r"no document borders.*data\.isolate_documents=false"):
-        split.shards[0].document_ends(0, 5)
-
-
-def test_bad_folders(tmp_path):
-    with pytest.raises(UserError, match="no such folder"):
-        bins.open_bins(tmp_path / "nowhere", "train")
-    with pytest.raises(UserError, match=r"holds no train bins.*it holds nothing"):
-        bins.open_bins(tmp_path, "train")
-    (tmp_path / "train.bin").write_bytes(b"123")
-    with pytest.raises(UserError, match=r"not a whole number of uint16 tokens \(3 bytes\)"):
-        bins.open_bins(tmp_path, "train")
-    (tmp_path / "train.bin").write_bytes(b"")
-    with pytest.raises(UserError, match="is empty"):
-        bins.open_bins(tmp_path, "train")
+def test_tokens_of_several_files_are_one_sequence(tmp_path):
+    """Files of other programs: other dtypes, tokens after a header, in one sequence with the ends of all."""
+    parts, ids = [], np.arange(30)
+    for number, (dtype, offset) in enumerate([("uint16", 0), ("int32", 12), ("<i8", 1024)]):
+        some = ids[10 * number : 10 * number + 10].astype(dtype)
+        (tmp_path / f"{number}").write_bytes(bytes(offset) + some.tobytes())
+        parts.append(Extent(tmp_path / f"{number}", dtype, offset, 10))
+    np.array([3, 12, 30], "<u8").tofile(tmp_path / "docs")
+    shard = Shard(tmp_path, "uint16", 30, {"docs": tmp_path / "docs"}, parts)
+    for start in range(31):
+        for stop in range(start, 31):
+            assert shard.read(start, stop - start).tolist() == ids[start:stop].tolist()
+    assert shard.document_ends(1, 31).tolist() == [3, 12, 30]
+    with pytest.raises(IndexError):
+        shard.read(25, 6)
+    with pytest.raises(UserError, match="has 52 bytes, but 11 int32 tokens take 56"):
+        Shard(tmp_path, "uint16", 31, {}, [parts[0], parts[1]._replace(tokens=11), parts[2]])
 
 
 def test_shorter_than_one_row(tmp_path):
     np.arange(64, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    shards = bins.open_bins(tmp_path, "train").shards
+    shards = [Shard(tmp_path / "train.bin", "uint16", 64, {})]
     assert len(Windows(shards, 63, seed=0, isolate_documents=False)) == 1
     with pytest.raises(UserError, match=r"holds 64 tokens.*data\.seq_len=64.*set data\.seq_len=63 or less"):
         Windows(shards, 64, seed=0, isolate_documents=False)
@@ -189,7 +185,7 @@ def test_a_sparse_8_gib_bin_is_read_in_place(tmp_path):
     with (tmp_path / "train.bin").open("wb") as file:
         file.seek(8 * 2**30 - 2)
         file.write(b"\x07\x00")
-    shard = bins.open_bins(tmp_path, "train").shards[0]
+    shard = Shard(tmp_path / "train.bin", "uint16", 4 * 2**30, {})
     before = resident_bytes()
     for start in np.random.default_rng(0).integers(0, shard.tokens - 1024, 3000).tolist():
         shard.read(start, 1024)

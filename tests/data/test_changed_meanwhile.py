@@ -246,10 +246,10 @@ def test_a_tokenizer_in_a_folder(
 def test_ready_bins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_config: Any, tokenizer_config: Any) -> None:
     folder = tmp_path / "bins"
     folder.mkdir()
-    (folder / "train.bin").write_bytes(bytes(2000))
+    (folder / "train.bin").write_bytes(b"\0\1" * 1000)
 
     def change() -> None:
-        (folder / "train.bin").write_bytes(b"\1\0" * 1000)
+        (folder / "train.bin").write_bytes(b"\1\0\0\1" * 500)
 
     once_digested(monkeypatch, change)
     with pytest.raises(UserError, match=r"train.bin was changed while it was read"):

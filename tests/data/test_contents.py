@@ -36,7 +36,7 @@ def write_plain(folder: Path, tokens: int = MIB) -> Path:
     folder.mkdir()
     random = np.random.default_rng(0)
     for name in ("train", "val"):
-        random.integers(0, 256, tokens, dtype=np.uint16).tofile(folder / f"{name}.bin")
+        random.integers(0, 257, tokens, dtype=np.uint16).tofile(folder / f"{name}.bin")
     return folder
 
 
@@ -176,7 +176,7 @@ def kinds(corpus: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
     chat = [f"data.path={chats}", "objective=sft", "data=chat_jsonl", "data.chat_template=vicuna", "data.seq_len=512",
             "model.max_position_embeddings=1024", "data.val_fraction=0.1"]  # fmt: skip
     return {
-        "bins": (["data=bins", f"data.path={plain}"], "train.bin"),
+        "bins": (["data=bins", f"data.path={plain}", "data.append_eos=false"], "train.bin"),
         "text": (["data=text", f"data.path={corpus}"], "train_00000.bin"),
         "chats": (chat, "train_00000.bin"),
     }

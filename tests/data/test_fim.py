@@ -162,7 +162,9 @@ def test_a_run_goes_on_exactly(text: Path, tmp_path: Path) -> None:
 def test_bins_that_do_not_say_where_documents_end(text: Path, tmp_path: Path) -> None:
     (np.arange(2000, dtype=np.uint16) % 256).tofile(tmp_path / "train.bin")
     with pytest.raises(UserError, match=re.escape("train.bin has no document borders (.docs): prepare")):
-        build_corpus(check(compose([*TINY, "data=bins", f"data.path={tmp_path}", "data.fim.rate=1"])))
+        build_corpus(
+            check(compose([*TINY, "data=bins", f"data.path={tmp_path}", "data.fim.rate=1", "data.append_eos=false"]))
+        )
 
 
 WRONG = {

@@ -25,6 +25,8 @@ def test_an_8_gib_bin_trains_in_300_mib(lmtrain: Run, tmp_path: Path) -> None:
         *TINY,
         "data=bins",
         f"data.path={folder}",
+        "data.dtype=uint16",
+        "data.append_eos=false",
         "data.global_batch_size=64",
         "data.micro_batch_size=64",
         "trainer.max_steps=300",

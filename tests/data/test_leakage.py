@@ -1,16 +1,22 @@
 """The share of validation text that is also in the training text equals a direct lookup, and the plan shows it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from inprocess import run
-from lmtrain.data.store.bins import open_bins
+from lmtrain.data.store.shards import Shard
 from lmtrain.data.text.repeats import share_seen
 from support import TINY
 
 LENGTH = 20
+
+
+def shards_of(file: Path, ids: Sequence[int] | np.ndarray) -> list[Shard]:
+    np.asarray(ids, dtype=np.uint16).tofile(file)
+    return [Shard(file, "uint16", len(ids), {})]
 
 
 @pytest.mark.parametrize("at_once", [1 << 20, 137])
@@ -22,9 +28,7 @@ def test_share_seen_is_that_of_looking_each_piece_up(
     train, val = (draw.integers(0, 50, n).astype(np.uint16) for n in (3000, 1000))
     val[300:420] = train[1001:1121]
     val[500:560] = val[300:360]  # each of several equal pieces counts
-    train.tofile(tmp_path / "train.bin")
-    val.tofile(tmp_path / "val.bin")
-    shards = [open_bins(tmp_path, split).shards for split in ("train", "val")]
+    shards = [shards_of(tmp_path / "train.bin", train), shards_of(tmp_path / "val.bin", val)]
     known = {tuple(train[i : i + LENGTH]) for i in range(len(train) - LENGTH + 1)}
     whole = [tuple(val[i : i + LENGTH]) for i in range(0, len(val), LENGTH)]
     by_hand = sum(piece in known for piece in whole) / len(whole)
@@ -36,9 +40,7 @@ def test_share_seen_is_that_of_looking_each_piece_up(
 
 def test_few_pieces_and_pieces_at_the_edges_are_looked_up(tmp_path: Path) -> None:
     def share(train: list[int], val: list[int]) -> float:
-        for name, ids in (("train", train), ("val", val)):
-            np.array(ids, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
-        return share_seen(*(open_bins(tmp_path, split).shards for split in ("train", "val")), 3)
+        return share_seen(shards_of(tmp_path / "train.bin", train), shards_of(tmp_path / "val.bin", val), 3)
 
     text = [5, 6, 7, 8, 9]
     assert share(text, [7, 8, 9]) == 1.0, "the last piece of the training text, and one piece alone"

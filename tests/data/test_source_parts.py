@@ -281,26 +281,8 @@ def test_rows_are_counted_with_the_time_left(clock: list[float], capsys: pytest.
         assert show.bar.task_ids == [], "it is no longer drawn"
 
 
-# Bins without metadata
-
-
-@pytest.mark.parametrize(("dtype", "ids", "said"), [
-    ("<u2", range(1000), None), ("<u4", range(100), "4 bytes"), ("<u8", range(100), "8 bytes"),
-    (">u4", range(100), "big endian"),
-    ("<u4", range(63), None), ("<u4", range(64), "4 bytes"), ("<u2", [5] * 200, None), ("<u4", [2**20 + 1] * 64, None),
-    ("<u4", [20240520, 1, 5], "llm.c and modded-nanogpt"), ("<u4", [20240801, 1, 5], "llm.c for Llama 3"),
-])  # fmt: skip
-def test_what_a_file_without_metadata_looks_like(dtype: str, ids: Any, said: str | None, tmp_path: Path) -> None:
-    np.array(list(ids), dtype=dtype).tofile(tmp_path / "train.bin")
-    found = bins._other_layout(tmp_path / "train.bin")
-    assert (found is None) if said is None else (said in str(found))
-
-
-def test_the_largest_token_is_found_chunk_by_chunk() -> None:
-    parts = [[3, 9, 1], [2, 4], [7]]
-    shards = [SimpleNamespace(tokens=len(p), read=lambda start, n, p=p: np.array(p[start : start + n])) for p in parts]
-    for chunk in (1, 2, 99):
-        assert bins.largest_token(SimpleNamespace(shards=shards), chunk) == 9  # type: ignore[arg-type]
+def test_what_bins_begin_with() -> None:
+    shards = [SimpleNamespace(read=lambda start, n: np.array([3, 9, 1][start : start + n]))]
     split = bins.SplitBins(shards, 6, None, None, "uint16", None)  # type: ignore[arg-type]
     assert split.begins_with([3, 9])
     assert not split.begins_with([9])

@@ -95,7 +95,8 @@ def test_a_run_over_whole_documents_goes_on_exactly(packing: str, tmp_path: Path
 
 def test_what_cannot_be_packed_is_said(tmp_path: Path) -> None:
     np.full(500, 7, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    bins = ["data=bins", f"data.path={tmp_path}", "data.packing=first_fit", f"run.dir={tmp_path}/run"]
+    bins = ["data=bins", f"data.path={tmp_path}", "data.packing=first_fit", f"run.dir={tmp_path}/run",
+            "data.append_eos=false"]  # fmt: skip
     assert "no document borders" in message(run("train", *TINY, *bins, "trainer.max_steps=1").err)
     mixed = [
         "data=mixture",

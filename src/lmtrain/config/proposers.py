@@ -127,7 +127,7 @@ def reader(facts: WordFacts) -> list[Proposal]:
 
 
 def _reading(path: str, tree: DictConfig, folders: Sequence[Path]) -> str:
-    if any((Path(path).expanduser() / name).is_file() for name in ("train.bin", "meta.json")):
+    if holds_tokens(Path(path).expanduser()):
         return "bins"
     option = READ_AS.get(_suffix_there(path))
     records = option_holding(sections.rows_trained_on(tree), folders)
@@ -233,6 +233,42 @@ def _suffix_there(path: str) -> str:
     inside = (suffix_of(p.name) for p in sorted(folder.rglob("*")) if p.is_file() and not p.name.startswith("."))
     known = [suffix for suffix in inside if suffix in READ_AS]
     return next((suffix for suffix in known if suffix not in (".md", ".rst")), next(iter(known), ""))
+
+
+def holds_tokens(path: Path) -> bool:
+    """Returns whether a folder, or a file, holds token ids instead of text or rows, by names and columns.
+
+    Files such as a .bin count only where nothing lies beside them that could be read as text or rows.
+    """
+    if any((path / name).is_file() for name in ("train.bin", "meta.json")):
+        return True
+    if path.is_dir() and path.resolve() == Path(path.anchor or "/").resolve():
+        return False
+    inside = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    files = [p for p in inside if p == path or "/." not in f"/{p.relative_to(path).as_posix()}"]
+    suffixes = {file.suffix for file in files}
+    if suffixes & {".ds", ".mds"} or any(f.suffix == ".idx" and f.with_suffix(".bin") in files for f in files):
+        return True
+    columnar = next((file for file in files if file.suffix in (".parquet", ".arrow")), None)
+    if columnar is not None:
+        try:
+            return "input_ids" in column_names(columnar)
+        except (OSError, ValueError):  # its reader says what is wrong with it
+            return False
+    return bool(suffixes & {".bin", ".npy"}) and not (suffixes & READ_AS.keys()) - {".json", ".md"}
+
+
+def column_names(file: Path) -> list[str]:
+    """Returns the names of the columns of a Parquet or Arrow file; raises OSError, ValueError if it can't be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if file.suffix == ".parquet":
+        return list(pq.read_schema(file).names)
+    with pa.OSFile(str(file)) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        return list((pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).schema.names)
 
 
 def _is_a_models_name(name: str, folders: Sequence[Path]) -> bool:

@@ -54,6 +54,7 @@ _OF_WHOLE_TEXT = ReadWhere(
     lambda c: c.data.rows == "text" and c.data.ring_bytes is None and c.data.source != "bins",
     "it needs all of the text before tokenizing: leave it out for bins and for a stream (data.ring_bytes)",
 )
+_OF_BINS = ReadWhere(lambda c: c.data.source in ("bins", "mixture"), "it is of token files: choose data=bins")
 _OF_FILES = ReadWhere(
     lambda c: c.data.source not in ("python_stdlib", "mixture") and "." not in c.data.source,
     "choose what reads it: data=text, jsonl, parquet, bins, chat_jsonl or preference_jsonl",
@@ -132,6 +133,8 @@ class DataConfig:
     # Compared by the tokens themselves; None, in the config.yaml of earlier versions, puts none.
     prepend_bos: Annotated[bool | str | None, PREPARED, CONTENT, choice("auto")] = None
     shard_tokens: Annotated[int | None, PREPARED, at_least(1)] = None
+    # Of token files that don't name theirs, see data/sources/token_files.py.
+    dtype: Annotated[str | None, PREPARED, CONTENT, choice("uint16", "uint32", "int32", "int64"), _OF_BINS] = None
     # Streaming of data that is larger than the disk, see data/stream/.
     ring_bytes: Annotated[int | None, SHOWN, at_least(1)] = None
     ring_shard_tokens: Annotated[int | None, TRAJECTORY, at_least(1), _OF_RING] = None

@@ -97,7 +97,9 @@ class Corpus:
     def how_to_validate(self, data: DataConfig) -> str:
         """Returns advice on which config keys to set in order to get a validation split."""
         if data.source == "bins":
-            return "put a val.bin beside train.bin, or prepare the text again with data.val_fraction=0.01"
+            return (
+                "name a folder of validation tokens with data.val_path, or prepare the text with data.val_fraction=0.01"
+            )
         rows = self.splits["train"].get("rows")  # only conversations and pairs have it; text can be cut anywhere
         if rows == 1:
             return "data.val_path or data.val_split names one, because a single row can't be divided"

@@ -185,6 +185,12 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def kept(tokenizer: PreTrainedTokenizerFast, folder: Path) -> PreTrainedTokenizerFast:
+    """Saves a tokenizer in `folder`/tokenizer and loads it from there, as later runs will."""
+    save(tokenizer, folder / "tokenizer")
+    return load_folder(folder / "tokenizer")
+
+
 def _keep_sentencepiece(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
     """Copies the sentencepiece model that the tokenizer came with, if any: llama.cpp's converter needs it.
 

@@ -24,7 +24,6 @@ from lmtrain.data.examples.row_counts import Counts
 from lmtrain.data.examples.row_format import PAIRS, ChatRows
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
-from lmtrain.data.store import bins
 from lmtrain.data.stream.head import prepare_head
 from lmtrain.data.text.encode import Encoder
 from lmtrain.data.text.mixture import documents_of
@@ -132,11 +131,14 @@ def _of_bins(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]
     prepared = make(config.data, config.tokenizer)
     if tokenizer.get_vocab() != prepared.tokenizer.get_vocab():
         raise UserError(f"{prepared.folder} holds tokens of another tokenizer than the model's: evaluate on text")
-    if not bins.has_split(prepared.folder, "val"):
-        raise UserError(f"{prepared.folder} has no val.bin to evaluate on")
+    if "val" not in prepared.splits:
+        raise UserError(f"{config.data.path} has no validation split: name one's folder with data.val_path")
+    shards = prepared.splits["val"].shards
+    if any(shard.mask is not None for shard in shards):
+        raise UserError(f"{config.data.path} has a loss mask, and all of a text is scored: evaluate on text")
     before = framing.start_of(tokenizer) or [tokenizer.bos_token_id]
     begun: list[np.ndarray] = []  # parts of a document that is longer than a shard
-    for shard in bins.open_bins(prepared.folder, "val").shards:
+    for shard in shards:
         ends = shard.document_ends(1, shard.tokens + 1).tolist() if shard.docs is not None else [shard.tokens]
         for start, end in zip([0, *ends], ends, strict=False):
             ids = np.concatenate([*begun, shard.read(start, end - start)])

@@ -11,7 +11,7 @@ from typing import Any
 from lmtrain.config import safe_yaml
 from lmtrain.config.override_text import bare_or_quoted, shell_word, written
 from lmtrain.config.overrides import parse_all
-from lmtrain.config.proposers import Proposal, epochs, suffix_of
+from lmtrain.config.proposers import Proposal, epochs, holds_tokens, suffix_of
 from lmtrain.data.chat.columns import RowColumns, detect, plain
 from lmtrain.data.chat.turns import truth_of
 from lmtrain.data.sources import encodings, files
@@ -22,7 +22,6 @@ from lmtrain.errors import UserError
 
 ROWS = 20  # first rows that are examined
 _SMALL = 20_000_000 * 4  # bytes of weights: models below learn from larger rates and smaller steps
-_BINS = ("train.bin", "meta.json")
 _RECIPE = {"experiment", "model", "optimizer", "schedule", "tokenizer", "objective", "peft"}  # set by experiment=dial
 _PROSE = ("text", "content", "body", "article", "document", "story")  # columns of text that is read as it is
 _ASKED = re.compile(r"[?？؟]\W*\Z")
@@ -58,8 +57,8 @@ def recipe(paths: Sequence[str], keys: Mapping[str, Any]) -> Recipe:
     first = Path(paths[0]).expanduser()
     if {"data", "data.source", "data.format"} & keys.keys() or is_address(paths[0]):
         return Recipe(own, f"{named}: data.path")
-    if any((first / name).is_file() for name in _BINS):
-        return Recipe(["data=bins", *own], f"{named} holds token bins: data=bins")
+    if holds_tokens(first):
+        return Recipe(["data=bins", *own], f"{named} holds token ids: data=bins")
     if first.is_file() and suffix_of(paths[0]) not in files.FORMATS:
         _refuse_binary(first)
         return Recipe(["data=text", "data.format=text", *own], f"{named} is read as plain text (data.format=text)")

@@ -55,8 +55,7 @@ def _check_evaluation(one: PlannedEvaluation, begun: set[str]) -> None:
 def _digests(data: DataConfig) -> list[str]:
     """Returns digests of the data files, after checking that they exist; none for bins, or for the Hub, not queried."""
     if data.source == "bins":
-        folder = Path(str(data.path)).expanduser()
-        if not folder.is_dir():
+        if "://" not in str(data.path) and not Path(str(data.path)).expanduser().exists():
             raise UserError(f"data.path={data.path}: no such folder of bins on this machine")
         return []
     if data.source == "hub" and not data.path:

@@ -141,9 +141,10 @@ class TextPieces(Examples):
         self._count = np.minimum(longest, np.repeat(ends, pieces) - self._begin)
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a piece's ids, int64 [T], and a loss mask that is all true, bool [T]."""
+        """Returns a piece's ids, int64 [T], and its loss mask, all true if the text has none, bool [T]."""
         shard, span = self._place(index)
-        return shard.read(*span).astype(np.int64), np.ones(span[1], dtype=bool)
+        learned = np.ones(span[1], dtype=bool) if shard.mask is None else shard.read_mask(*span)
+        return shard.read(*span).astype(np.int64), learned
 
     def learned(self) -> np.ndarray:
-        return self.lengths
+        return self.lengths if self.shards[0].mask is None else super().learned()

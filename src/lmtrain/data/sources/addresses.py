@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +101,22 @@ def refuse_changed(files: list[Address]) -> None:
             now = _address(file.fs, dict(file.fs.info(file.path)), "")
         if (now.size, now.version) != (file.size, file.version):
             raise ReadError(f"{file} was changed while it was read: start again once it is complete")
+
+
+def download(files: list[Address], folder: Path) -> None:
+    """Copies files into a folder, at their places relative to one another.
+
+    Raises:
+        ReadError: the server can't be reached or returns an error, or sent another number of bytes than it reports.
+    """
+    top = os.path.commonpath([PurePosixPath(file.path).parent for file in files])
+    for file in files:
+        target = folder / os.path.relpath(file.path, top)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _explained(str(file)):
+            file.fs.get_file(file.path, str(target))
+        if file.size is not None and target.stat().st_size != file.size:
+            raise ReadError(f"{file}: {target.stat().st_size:,} of {file.size:,} bytes came: start again")
 
 
 def _file_system(text: str, where: str) -> tuple[Any, str]:

@@ -214,7 +214,7 @@ def _separated(
 
 
 @contextlib.contextmanager
-def _read_as(format: str, path: File) -> Iterator[None]:
+def read_as(format: str, path: File) -> Iterator[None]:
     """Turns errors of reading a columnar file into one UserError or ReadError that names it."""
     import pyarrow as pa
 
@@ -271,7 +271,7 @@ def parquet_from(path: File, columns: list[str] | None, start: int) -> Iterator[
     """
     import pyarrow.parquet as pq
 
-    with _read_as("parquet", path), pq.ParquetFile(path if isinstance(path, Path) else opened(path)) as file:
+    with read_as("parquet", path), pq.ParquetFile(path if isinstance(path, Path) else opened(path)) as file:
         _check_names(columns, file.schema_arrow.names, str(path))
         sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
         ends = list(itertools.accumulate(sizes))
@@ -285,12 +285,21 @@ def parquet_from(path: File, columns: list[str] | None, start: int) -> Iterator[
 
 def _arrow(path: File, columns: list[str] | None) -> Iterator[Record]:
     """Yields the rows of an Arrow stream, which `datasets` writes, or of an Arrow file."""
+    with read_as("Arrow", path):
+        rows = (row for batch in arrow_batches(path, columns) for row in _rows_of(batch))
+        yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
+
+
+def arrow_batches(path: File, columns: list[str] | None) -> Iterator["pa.RecordBatch"]:
+    """Yields the record batches of an Arrow stream or file, as they are stored: not validated.
+
+    Raises:
+        UserError: the file lacks a column.
+        pyarrow.ArrowException, OSError: it can't be read.
+    """
     import pyarrow as pa
 
-    with (
-        _read_as("Arrow", path),
-        pa.OSFile(str(path)) if isinstance(path, Path) else pa.PythonFile(opened(path), "r") as source,
-    ):
+    with pa.OSFile(str(path)) if isinstance(path, Path) else pa.PythonFile(opened(path), "r") as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         if is_file:
@@ -299,8 +308,7 @@ def _arrow(path: File, columns: list[str] | None) -> Iterator[Record]:
         else:
             reader = batches = pa.ipc.open_stream(source)
         _check_names(columns, reader.schema.names, str(path))
-        rows = (row for batch in batches for row in _rows_of(batch.select(columns or reader.schema.names)))
-        yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
+        yield from (batch.select(columns or reader.schema.names) for batch in batches)
 
 
 def _check_names(wanted: list[str] | None, found: list[str], where: str) -> None:

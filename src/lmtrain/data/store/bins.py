@@ -9,8 +9,8 @@ A folder of token bins holds
     train_00000.labels   examples of some row formats only: int64, little endian, one for each document
     train_00000.texts    examples of some row formats only: UTF-8, a line for each document
     tokenizer/           the tokenizer, as save_pretrained writes it
-A document lies in one shard unless it is longer than a whole shard. nanoGPT's folders (train.bin and val.bin, without
-meta.json and .docs files) can be read too.
+A document lies in one shard unless it is longer than a whole shard. The tokens may lie elsewhere, in files of other
+programs (`parts` of meta.json, see data/text/ready.py): the folder then holds the rest.
 """
 
 import json
@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
-import numpy as np
-
 from lmtrain.data.store import contents
-from lmtrain.data.store.shards import SIDES, Shard
+from lmtrain.data.store.shards import SIDES, Extent, Shard
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 
@@ -34,19 +32,20 @@ class ShardMeta(TypedDict):
 
     file: str
     tokens: int
-    documents: int
+    documents: int | None  # None: there is no .docs file, and nothing says where documents end
     sha256: NotRequired[str]
     docs_sha256: NotRequired[str]
     mask_sha256: NotRequired[str]  # examples only
     labels_sha256: NotRequired[str]  # examples with labels only
     texts_sha256: NotRequired[str]  # examples with texts only
+    parts: NotRequired[list[tuple[str, str, int, int]]]  # tokens in other files: see shards.Extent
 
 
 class SplitMeta(TypedDict):
     """Counts of one split; `bytes` are the UTF-8 bytes of its text (the denominator of bits per byte)."""
 
     tokens: int
-    documents: int | None  # None, like `bytes`, for bins without meta.json
+    documents: int | None  # None, like `bytes`, if unknown
     bytes: int | None
     shards: list[ShardMeta]
     counts: NotRequired[dict[str, Any]]  # examples: how many rows were read, dropped, cut, ...
@@ -97,7 +96,7 @@ def load_meta(folder: Path) -> Meta:
 
 @dataclass(frozen=True)
 class SplitBins:
-    """The shards of one split; `documents` and `bytes` are None without a meta.json."""
+    """The shards of one split; `documents` and `bytes` are None if unknown."""
 
     shards: list[Shard]
     tokens: int
@@ -110,29 +109,15 @@ class SplitBins:
         return self.tokens >= len(start) and self.shards[0].read(0, len(start)).tolist() == start
 
 
-def has_split(folder: Path, split: str) -> bool:
-    """Returns whether a folder of bins, lmtrain's or nanoGPT's, has that split."""
-    if is_complete(folder):
-        return split in load_meta(folder)["splits"]
-    return (folder / f"{split}.bin").exists()
-
-
 def open_bins(folder: Path, split: str) -> SplitBins:
-    """Opens the bins of split "train" or "val" in a folder of lmtrain's or nanoGPT's.
+    """Opens the bins of split "train" or "val" in a folder of lmtrain's.
 
     Raises:
         UserError: there are no such bins, or a file disagrees with meta.json.
     """
-    if not folder.is_dir():
-        raise UserError(f"data.path={folder}: no such folder; give the folder that holds train.bin or {META}")
-    if not has_split(folder, split):
-        names = ", ".join(sorted(p.name for p in folder.iterdir())[:10]) or "nothing"
-        raise UserError(f"{folder} holds no {split} bins, neither in {META} nor as {split}.bin (it holds {names})")
-    return _open_prepared(folder, split) if is_complete(folder) else _open_plain(folder, split)
-
-
-def _open_prepared(folder: Path, split: str) -> SplitBins:
     meta = load_meta(folder)
+    if split not in meta["splits"]:
+        raise UserError(f"{folder} holds no {split} bins")
     try:
         counts = meta["splits"][split]
         shards = open_shards(folder, meta["dtype"], counts)
@@ -145,63 +130,19 @@ def open_shards(folder: Path, dtype: str, split: SplitMeta) -> list[Shard]:
     """Opens the files of a split that a BinWriter wrote."""
     shards = []
     for entry in split["shards"]:
-        shards.append(Shard(folder / entry["file"], dtype, entry["tokens"], side_files(folder, entry)))
-        if shards[-1].documents != entry["documents"]:
+        parts = [Extent(folder / file, dt, offset, tokens) for file, dt, offset, tokens in entry.get("parts", ())]
+        path = parts[0].path if parts else folder / entry["file"]
+        shards.append(Shard(path, dtype, entry["tokens"], side_files(folder, entry), parts))
+        if shards[-1].documents != (entry["documents"] or 0):
             raise UserError(f"{shards[-1].docs} and {folder / META} disagree: delete {folder} and prepare again")
     return shards
 
 
 def side_files(folder: Path, entry: ShardMeta) -> dict[str, Path]:
     """Returns the side files of a shard: its document ends, and its loss mask, labels and texts if it has them."""
-    sides = [side for side in SIDES if side == "docs" or f"{side}_sha256" in entry]
+    has_ends = entry["documents"] is not None
+    sides = [side for side in SIDES if (has_ends if side == "docs" else f"{side}_sha256" in entry)]
     return {side: (folder / entry["file"]).with_suffix(f".{side}") for side in sides}
-
-
-def _open_plain(folder: Path, split: str) -> SplitBins:
-    file, dtype = folder / f"{split}.bin", "uint16"  # as nanoGPT writes it
-    tokens, rest = divmod(file.stat().st_size, np.dtype(dtype).itemsize)
-    if rest:
-        raise UserError(f"{file} is not a whole number of {dtype} tokens ({file.stat().st_size} bytes)")
-    if tokens == 0:
-        raise UserError(f"{file} is empty")
-    if (other := _other_layout(file)) is not None:
-        advice = f"write it as {dtype} without a header, or prepare the text with lmtrain.prepare"
-        raise UserError(f"{file} holds {other}, where nanoGPT's {dtype} is read: {advice}")
-    return SplitBins([Shard(file, dtype, tokens, {})], tokens, None, None, dtype, None)
-
-
-def _other_layout(file: Path) -> str | None:
-    """Returns what other programs' tokens a file without metadata looks like, or None for uint16.
-
-    Read as a wider type, tokens of uint16 are huge numbers: no tokenizer has so many ids.
-    """
-    start = np.fromfile(file, dtype="<u2", count=_LOOKED_AT)
-    magic = int(start[:2].view("<u4")[0]) if len(start) > 1 else 0
-    if magic in _HEADERS:
-        return f"the header of {_HEADERS[magic]} and then tokens"
-    is_small = int(start.max()) < _MOST_IDS >> 16  # the tokens of a vocabulary that small are of any width
-    for dtype in () if is_small else map(np.dtype, ("<u8", "<u4", ">u8", ">u4")):
-        size = len(start) * start.itemsize
-        ids = start[: size // dtype.itemsize * dtype.itemsize // start.itemsize].view(dtype)
-        if len(ids) >= _ENOUGH and int(ids.max()) < _MOST_IDS:
-            order = ", big endian" if dtype.str[0] == ">" else ""
-            return f"tokens of {dtype.itemsize} bytes each (such as {dtype.name} or int{8 * dtype.itemsize}{order})"
-    return None
-
-
-_LOOKED_AT = 1 << 20  # 16-bit words of a file without metadata
-_ENOUGH = 64  # tokens that tell a file's layout
-_MOST_IDS = 2**20  # no tokenizer has more
-_HEADERS = {20240520: "llm.c and modded-nanogpt", 20240801: "llm.c for Llama 3"}  # the first of 256 int32
-
-
-def largest_token(bins: SplitBins, chunk: int = 1 << 22) -> int:
-    """Returns the largest token id, reading chunk by chunk."""
-    return max(
-        int(shard.read(start, min(chunk, shard.tokens - start)).max())
-        for shard in bins.shards
-        for start in range(0, shard.tokens, chunk)
-    )
 
 
 def check_tokenizer(made_with: str, found: str, where: Path | str, tokenizer_name: str) -> None:
@@ -219,14 +160,15 @@ def check_tokenizer(made_with: str, found: str, where: Path | str, tokenizer_nam
 def recorded_hashes(meta: Meta) -> dict[str, str | None]:
     """Returns the SHA-256 recorded in meta.json for each file of a folder of token bins; None for files without one."""
     return {file: digest for split in meta["splits"].values() for shard in split["shards"]
-            for file, digest in _files(shard, split["documents"] is not None)}  # fmt: skip
+            for file, digest in _files(shard)}  # fmt: skip
 
 
-def _files(shard: ShardMeta, has_documents: bool) -> list[tuple[str, str | None]]:
-    """Returns a shard's file and its side files, in the order of SIDES, each with its recorded SHA-256."""
-    sides = side_files(Path(), shard) if has_documents else {}
-    recorded = [(str(file), shard.get(f"{side}_sha256")) for side, file in sides.items()]
-    return [(shard["file"], shard.get("sha256")), *recorded]  # type: ignore[list-item]
+def _files(shard: ShardMeta) -> list[tuple[str, str | None]]:
+    """Returns a shard's files and its side files, in the order of SIDES, each with its recorded SHA-256."""
+    tokens = (
+        [(part[0], None) for part in shard["parts"]] if "parts" in shard else [(shard["file"], shard.get("sha256"))]
+    )
+    return [*tokens, *((str(f), shard.get(f"{side}_sha256")) for side, f in side_files(Path(), shard).items())]
 
 
 def fingerprint(meta: Meta, hashes: dict[str, str]) -> str:
@@ -235,7 +177,7 @@ def fingerprint(meta: Meta, hashes: dict[str, str]) -> str:
     hashes: SHA-256 of the folder's files, by name.
     """
     return contents.fingerprint(
-        [[name, meta["dtype"], [[s["tokens"], *(hashes.get(file) for file, _ in _files(s, has_documents=True))]
+        [[name, meta["dtype"], [[s["tokens"], *(hashes.get(file) for file, _ in _files(s))]
                                 for s in split["shards"]]]
          for name, split in meta["splits"].items()]
     )  # fmt: skip

@@ -165,7 +165,7 @@ def check(
             what = f"was changed after it was prepared (sha256 {written[:16]}..., now {now[:16]}...)"
             advice = f"put the file back, or delete {folder} and prepare the data again"
             raise UserError(f"{folder / name} {what}: {advice}")
-    return {path.name: now for path, now in found.items()}
+    return {name: found[folder / name] for name in recorded}
 
 
 def remember(folder: Path, written: dict[str, str], cache_dir: str | Path) -> None:

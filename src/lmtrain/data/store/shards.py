@@ -1,4 +1,4 @@
-"""One file of tokens and its side files, read on demand with `pread`, never memory-mapped and never loaded whole.
+"""Tokens of one file or several and their side files, read on demand with `pread`, never memory-mapped or loaded whole.
 
 Resident memory doesn't grow with what was read, as it does with a memory map, and a truncated file leads to an error
 message instead of a SIGBUS.
@@ -6,9 +6,12 @@ message instead of a SIGBUS.
 
 import bisect
 import io
+import itertools
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +22,10 @@ SIDES = ("docs", "mask", "labels", "texts")  # suffixes of the side files of a f
 END_BYTES = 8  # one uint64 per document
 _OPEN_FILES = 256  # well under the usual limit of 1024 per process, whatever the number of shards
 _BLOCK_ENDS = 512  # document ends per read: 4 KiB
+
+
+def _little(dtype: str) -> str:
+    return np.dtype(dtype).newbyteorder("<").str
 
 
 @lru_cache(maxsize=_OPEN_FILES)
@@ -47,27 +54,42 @@ def _pread(path: Path, version: tuple[int, ...], offset: int, size: int) -> byte
     return b"".join(parts)
 
 
-class Shard:
-    """One file of tokens. Small, picklable, and safe to use after a fork: files are opened when they are read."""
+class Extent(NamedTuple):
+    """Tokens of a file, little endian, from byte `offset` to its end."""
 
-    def __init__(self, path: Path, dtype: str, tokens: int, sides: dict[str, Path]) -> None:
+    path: Path
+    dtype: str
+    offset: int
+    tokens: int
+
+
+class Shard:
+    """Tokens in sequence. Small, picklable, and safe to use after a fork: files are opened when they are read."""
+
+    def __init__(
+        self, path: Path, dtype: str, tokens: int, sides: dict[str, Path], parts: Sequence[Extent] = ()
+    ) -> None:
         """
         Args:
             sides: the side files that it has, by suffix, each one of SIDES.
+            parts: the files that hold the tokens, one after the other; without them `path` does, from its first byte.
 
         Raises:
             UserError: a file is missing or its size does not match `tokens`.
         """
         self.path, self.tokens = path, tokens
         self.docs, self.mask, self.labels, self.texts = (sides.get(suffix) for suffix in SIDES)
-        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.parts = [part._replace(dtype=_little(part.dtype)) for part in parts or [Extent(path, dtype, 0, tokens)]]
+        self._starts = [0, *itertools.accumulate(part.tokens for part in self.parts)]  # of the parts, in tokens
         try:
-            self._versions = {f: tuple(version_of(f)) for f in (path, *sides.values())}
+            self._versions = {f: tuple(version_of(f)) for f in (*(p.path for p in self.parts), *sides.values())}
         except OSError as error:
             raise UserError(f"token bin {error.filename} is missing or unreadable: {error.strerror}") from None
         self.documents = self._size(self.docs) // END_BYTES
         self._check_size(self.docs, f"the ends of {self.documents} documents", self.documents * END_BYTES)
-        self._check_size(self.path, f"{tokens} {dtype} tokens", tokens * self.dtype.itemsize)
+        for part in self.parts:
+            size = part.offset + part.tokens * np.dtype(part.dtype).itemsize
+            self._check_size(part.path, f"{part.tokens} {np.dtype(part.dtype).name} tokens", size)
         self._check_size(self.mask, f"the loss mask of {tokens} tokens", tokens)
         self._check_size(self.labels, f"labels of {self.documents} documents", self.documents * END_BYTES)
 
@@ -85,16 +107,24 @@ class Shard:
     def _size(self, file: Path | None) -> int:
         return 0 if file is None else self._versions[file][0]
 
-    def _array(self, file: Path | None, dtype: np.dtype | str, start: int, count: int) -> np.ndarray:
+    def _array(self, file: Path | None, dtype: str, start: int, count: int, offset: int = 0) -> np.ndarray:
         assert file is not None  # asked only for what the shard has
         size = np.dtype(dtype).itemsize
-        return np.frombuffer(_pread(file, self._versions[file], start * size, count * size), dtype=dtype)
+        return np.frombuffer(_pread(file, self._versions[file], offset + start * size, count * size), dtype=dtype)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Returns tokens start .. start + count - 1, as an array [count] of the shard's dtype."""
-        if start < 0 or count < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens {start}..{start + count} of {self.path}, which has {self.tokens}")
-        return self._array(self.path, self.dtype, start, count)
+        """Returns tokens start .. start + count - 1, as an array [count] of the dtype of their files."""
+        stop = start + count
+        if start < 0 or count < 0 or stop > self.tokens:
+            raise IndexError(f"tokens {start}..{stop} of {self.path}, which has {self.tokens}")
+        found = []
+        for number in range(bisect.bisect_right(self._starts, start, hi=len(self.parts)) - 1, len(self.parts)):
+            part, begin = self.parts[number], self._starts[number]
+            first, last = max(start - begin, 0), min(stop - begin, part.tokens)
+            found.append(self._array(part.path, part.dtype, first, last - first, part.offset))
+            if stop <= begin + part.tokens:
+                break
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def read_mask(self, start: int, count: int) -> np.ndarray:
         """Returns which of the tokens start .. start + count - 1 are learned, bool [count]; requires a mask."""

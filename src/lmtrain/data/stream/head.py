@@ -15,7 +15,6 @@ from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.stream.source import Place, StreamSource, open_stream, segments
 from lmtrain.data.text.encode import Encoder, make_encoder
-from lmtrain.data.text.prepare import kept
 from lmtrain.errors import UserError
 from lmtrain.files import read_regular
 
@@ -64,7 +63,7 @@ def prepare_head(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool
         def fill(folder: Path) -> None:
             watch = partial(show.watch, total_bytes=tokenizer_cfg.train_characters)
             made = tokenizers.load_or_train(tokenizer_cfg, lambda _: _text(source), named, watch)
-            tokenizer = kept(made, folder)
+            tokenizer = tokenizers.kept(made, folder)
             _write_head(folder, cfg, source, make_encoder(tokenizer, cfg), new_meta(tokenizer, key), show)
 
         prepared = prepare_folder(target, fill, lambda: refuse_changed(source), source.notes, cfg, show)

@@ -88,6 +88,8 @@ def fill_in_the_middle(data: DataConfig, shards: list[Shard], tokenizer: Any, se
         return None
     for shard in shards:
         shard.check_borders("data.fim.rate=0")
+        if shard.mask is not None:
+            raise UserError(f"data.fim.rate={fim.rate}: {shard.path} comes with a loss mask: set data.fim.rate=0")
     names = [fim.prefix_token, fim.suffix_token, fim.middle_token]
     vocabulary = tokenizer.get_vocab()
     missing = [name for name in names if name not in vocabulary]

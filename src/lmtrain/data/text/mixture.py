@@ -22,7 +22,7 @@ _CHANGES = 6  # maximum number of a source's shares over time that the plan show
 _MIXED = ("weight", "max_epochs")
 _KEYS = ("path", "val_path", "name", "config_name", "revision", "source", "format", "train_split", "val_split",
          "val_fraction", "min_val_rows", "num_samples", "streaming", "text_column", "column_separator", "sample_by",
-         "document_start", "min_length", "append_eos", "prepend_bos", *_MIXED)  # fmt: skip
+         "document_start", "min_length", "append_eos", "prepend_bos", "dtype", *_MIXED)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """Tokenizes source text into a folder with tokenizer and bins, found again by a hash of everything that shaped them.
 
-Existing bins (data=bins) are opened: a folder that lmtrain prepared, or nanoGPT's train.bin and val.bin.
+Existing tokens (data=bins) are opened: see ready.py.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ from transformers import PreTrainedTokenizerFast
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.sources import choose as sources
-from lmtrain.data.sources.addresses import is_address
 from lmtrain.data.sources.pieces import Piece
 from lmtrain.data.store import bins
-from lmtrain.data.store.contents import Facts
-from lmtrain.data.store.prepared import PreparedData, find_folder, folder_key, new_meta, open_folder, prepare_folder
+from lmtrain.data.store.prepared import PreparedData, find_folder, folder_key, new_meta, prepare_folder
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
 from lmtrain.data.text.encode import Encoder, make_encoder
+from lmtrain.data.text.ready import open_ready
 from lmtrain.data.text.repeats import RUN_BYTES, RepeatCounter, without_repeats
 from lmtrain.data.tokenizers import Identity
 from lmtrain.errors import UserError
@@ -40,7 +38,7 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
     """
     with PrepareProgress(progress) as show:
         if cfg.source == "bins":
-            return open_folder(*open_ready(cfg, tokenizer_cfg, show.say), [], cfg, show)
+            return open_ready(cfg, tokenizer_cfg, show)
         source = without_repeats(sources.open_source(cfg), cfg, show)
         named = tokenizers.identity(tokenizer_cfg)
         key = folder_key(
@@ -116,7 +114,7 @@ class _Filling:
             known, most = sources.expected_bytes(self.source, self.cfg, "train"), self.tokenizer_cfg.train_characters
             return self.show.watch(text, None if known is None else min(known, most or known))
 
-        return kept(tokenizers.load_or_train(self.tokenizer_cfg, texts, self.named, watch), folder)
+        return tokenizers.kept(tokenizers.load_or_train(self.tokenizer_cfg, texts, self.named, watch), folder)
 
     def write_split(
         self, folder: Path, name: str, encoder: Encoder, dtype: str, repeats: RepeatCounter
@@ -143,90 +141,3 @@ class _Filling:
             raise UserError(f"{source.label}: no text is left to train on ({filters}): a filter too strict?")
         show.say(f"{source.label}: no text is left for validation (data.val_fraction={cfg.val_fraction})")
         return None
-
-
-def kept(tokenizer: PreTrainedTokenizerFast, folder: Path) -> PreTrainedTokenizerFast:
-    """Saves a tokenizer in `folder`/tokenizer and loads it from there, as later runs will."""
-    tokenizers.save(tokenizer, folder / "tokenizer")
-    return tokenizers.load_folder(folder / "tokenizer")
-
-
-def open_ready(
-    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, say: Callable[[str], None]
-) -> tuple[Path, bins.Meta, PreTrainedTokenizerFast]:
-    """Opens existing bins; returns the folder, its metadata (made up if there is no meta.json) and their tokenizer.
-
-    Raises:
-        UserError: there are no bins, or they were made with another tokenizer than the requested one or hold ids it
-            lacks.
-    """
-    if not cfg.path or not isinstance(cfg.path, str):
-        raise UserError("data=bins needs data.path=<folder>: one that lmtrain prepared, or with train.bin and val.bin")
-    if is_address(cfg.path):
-        raise UserError(f"data.path={cfg.path}: bins are read from a disk: copy the folder to one and name it there")
-    folder = Path(cfg.path).expanduser()
-    train = bins.open_bins(folder, "train")
-    if train.meta is not None:
-        if any(shard.mask is not None for shard in train.shards):
-            raise UserError(f"{folder} holds examples with a loss mask, and data=bins reads text: name bins of text")
-        tokenizer = tokenizers.load_folder(folder / "tokenizer")
-        own = tokenizers.tokenizer_hash(tokenizer)
-        bins.check_tokenizer(train.meta["tokenizer_hash"], own, folder, f"{folder}/tokenizer")
-        _check_asked(train.meta, tokenizer, tokenizer_cfg, folder)
-        return folder, train.meta, tokenizer
-    return _open_plain(cfg, tokenizer_cfg, folder, train, say)
-
-
-def _check_asked(meta: bins.Meta, own: PreTrainedTokenizerFast, cfg: TokenizerConfig, folder: Path) -> None:
-    """Checks that a tokenizer requested by name is the bins' own; one that is made from a corpus is not made again."""
-    if cfg.kind in ("bpe", "char"):
-        return
-    named = tokenizers.identity(cfg)
-    if cfg.kind == "hub" and named.unreachable and meta["key"].get("made_with") == named.settings:
-        return
-    asked = tokenizers.tokenizer_hash(tokenizers.load_or_train(cfg, lambda _: iter(()), named))
-    bins.check_tokenizer(tokenizers.tokenizer_hash(own), asked, folder, f"tokenizer {named.label}")
-
-
-def _open_plain(
-    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, folder: Path, train: bins.SplitBins, say: Callable[[str], None]
-) -> tuple[Path, bins.Meta, PreTrainedTokenizerFast]:
-    """Opens nanoGPT's layout. Its meta.pkl is never read: unpickling can run any code."""
-    splits = {"train": train}
-    if bins.has_split(folder, "val"):
-        splits["val"] = bins.open_bins(folder, "val")
-    facts = Facts(cfg.cache_dir)
-    largest = max(facts.of(s.shards[0].path, "largest_token", partial(bins.largest_token, s)) for s in splits.values())
-    tokenizer = _plain_tokenizer(tokenizer_cfg, folder, largest, say)
-    meta = new_meta(tokenizer, {}) | {"dtype": train.dtype}
-    for name, split in splits.items():
-        file: bins.ShardMeta = {"file": split.shards[0].path.name, "tokens": split.tokens, "documents": 0}
-        meta["splits"][name] = {"tokens": split.tokens, "documents": None, "bytes": None, "shards": [file]}
-    return folder, meta, tokenizer
-
-
-def _plain_tokenizer(
-    cfg: TokenizerConfig, folder: Path, largest: int, say: Callable[[str], None]
-) -> PreTrainedTokenizerFast:
-    """Returns the folder's tokenizer, or the requested one if it needs no corpus, or one that shows ids as numbers."""
-    reason = f"tokenizer.kind={cfg.kind} can't be made without the text"
-    tokenizer: PreTrainedTokenizerFast | None = None
-    if (folder / "tokenizer").is_dir():
-        tokenizer, name = tokenizers.load_folder(folder / "tokenizer"), f"{folder}/tokenizer"
-    elif cfg.kind in ("hub", "bytes"):
-        named: Identity = tokenizers.identity(cfg)
-        name = named.label
-        try:
-            tokenizer = tokenizers.load_or_train(cfg, lambda _: iter(()), named)
-        except UserError as error:
-            if not named.unreachable:
-                raise
-            reason = str(error)
-    if tokenizer is None:
-        say(f"{folder} comes without a tokenizer ({reason}): samples will show token ids as numbers")
-        return tokenizers.numbers(largest + 1)
-    if largest >= tokenizers.vocab_size(tokenizer):
-        found = f"the bins in {folder} hold token id {largest}, but tokenizer {name} has only"
-        ids = tokenizers.vocab_size(tokenizer)
-        raise UserError(f"{found} {ids} ids: they were made with another one; set tokenizer=... to that one")
-    return tokenizer

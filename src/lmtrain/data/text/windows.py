@@ -57,7 +57,11 @@ class Windows:
         if self.fim is not None:
             for b, (epoch, row) in enumerate(rows.tolist()):
                 block[b], ends[b] = self.fim.rearrange(block[b], ends[b], epoch, row)
-        return make_batch(block, ends if self.isolate_documents else None)
+        batch = make_batch(block, ends if self.isolate_documents else None)
+        for labels, (shard, start) in zip(batch["labels"], places, strict=True):
+            if shard.mask is not None:
+                labels[torch.from_numpy(~shard.read_mask(start + 1, self.seq_len))] = IGNORE
+        return batch
 
     def _locate(self, epoch: int, row: int) -> tuple[Shard, int]:
         """Returns the shard of a row, and the index of the row's first token in it."""
