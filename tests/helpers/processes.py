@@ -29,13 +29,17 @@ def read(pid: int) -> Process | None:
     return None if state in "ZX" else Process(pid, rest[17], int(parent), named.partition("(")[2], command)
 
 
+def everything() -> list[Process]:
+    """Returns all processes of this machine."""
+    found = [read(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()]
+    return [process for process in found if process is not None]
+
+
 def below(pid: int) -> list[Process]:
     """Returns all descendants of a process."""
-    everything = [read(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()]
     children: dict[int, list[Process]] = {}
-    for process in everything:
-        if process is not None:
-            children.setdefault(process.parent, []).append(process)
+    for process in everything():
+        children.setdefault(process.parent, []).append(process)
     found, todo = [], [pid]
     while todo:
         new = children.get(todo.pop(), [])
@@ -52,18 +56,19 @@ def started_by(parent: int, module: str) -> list[Process]:
 def ranks(parent: int) -> list[int]:
     """Returns the process ids of a launcher's ranks, rank 0 first."""
     found = started_by(parent, "lmtrain.run.launch")
-    numbers = {int(_variable(p.pid, "RANK")): p.pid for p in found}
+    numbers = {int(variable(p.pid, "RANK") or -1): p.pid for p in found}
     forked = [p for p in below(parent) if p.parent == parent and p.name.startswith("rank ")]  # by forked_ranks
     numbers |= {int(p.name.removeprefix("rank ")): p.pid for p in forked}
     return [pid for _, pid in sorted(numbers.items())]
 
 
-def _variable(pid: int, name: str) -> str:
+def variable(pid: int, name: str) -> str:
+    """Returns an environment variable of a process as it was started, or an empty text."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return "-1"
-    return next((v.partition("=")[2] for v in variables if v.startswith(f"{name}=")), "-1")
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return ""
+    return next((v.partition("=")[2] for v in variables if v.startswith(f"{name}=")), "")
 
 
 def wait_until_gone(processes: list[Process], seconds: float) -> None:
