@@ -31,6 +31,7 @@ from lmtrain.files import open_regular, read_regular
 MOST_IDS = 2**20  # no tokenizer has more
 _LOOKED_AT = 1 << 21  # bytes from which a dtype is decided
 _ENOUGH = 16  # tokens that decide it
+_MOSTLY = 0.9  # share of zeros (or as small) at every second place with which these are no tokens of 16 bits
 CUT = "it was cut short or damaged: copy or write it again"
 
 
@@ -368,10 +369,11 @@ def _fitting(file: Path, most_ids: int) -> list[str]:
         ids = np.frombuffer(start[: len(start) // dtype.itemsize * dtype.itemsize], dtype)
         if len(ids) and int(ids.max()) < most_ids:
             fits.append((dtype.str, len(ids)))
-    words = np.frombuffer(start[: len(start) // 2 * 2], "<u2")
-    is_small = len(words) > 0 and int(words.max()) <= (most_ids - 1) >> 16
-    if fits and fits[0][1] >= _ENOUGH and not is_small:
-        return [fits[0][0]]
+    words = np.frombuffer(start[: len(start) // 4 * 4], "<u2")
+    if fits and fits[0][1] >= _ENOUGH and words.max() > (most_ids - 1) >> 16:
+        # Where an id of a wider type is damaged, only uint16 fits, with zeros at nearly every second place.
+        zeros = [float((words[at::2] <= min(3, (most_ids - 1) >> 16)).mean()) for at in (0, 1)]
+        return [] if fits[0][0] == "<u2" and max(zeros) > _MOSTLY and min(zeros) < 0.5 else [fits[0][0]]
     return [dtype for dtype, _ in fits if dtype[0] != ">"]
 
 
