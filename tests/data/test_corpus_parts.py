@@ -53,7 +53,7 @@ def test_a_fraction_that_holds_one_row_out_is_advised() -> None:
         "0.01", "0.5", "0.34", "0.2", "0.02", "0.01", "0.01", "0.01",
     ]  # fmt: skip
     assert advice(1) == "data.val_path"
-    assert advice(5, "bins") == "put"
+    assert advice(5, "bins") == "name"
 
 
 def test_scores_are_named_by_the_rows_that_they_are_measured_on() -> None:

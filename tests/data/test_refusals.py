@@ -20,7 +20,6 @@ from lmtrain.data.sources import choose, files, hub, stdlib
 from lmtrain.data.store import contents, prepared
 from lmtrain.data.stream import ring
 from lmtrain.data.text import mixture
-from lmtrain.data.text import prepare as text_prepare
 from lmtrain.errors import ReadError, RunError, UserError
 
 RING = ring.Ring(
@@ -57,9 +56,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "a prepared file that is gone": (
         lambda tmp: contents.check(tmp, {"train.bin": None}, tmp / "cache", print), UserError,
         r"train\.bin can't be read: No such file.*; delete .* and prepare the data again"),
-    "bins at an address": (
-        lambda tmp: text_prepare.open_ready(given(path="s3://bucket/bins"), given(), print), UserError,
-        "data.path=s3://bucket/bins: bins are read from a disk"),
     "rows of one token": (lambda tmp: TextPieces([], 1), UserError, "data.seq_len=1: a packed row needs two tokens"),
     "an example longer than a row": (
         lambda tmp: rows.example_rows(
