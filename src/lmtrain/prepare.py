@@ -12,35 +12,42 @@ from lmtrain.errors import UserError
 
 if TYPE_CHECKING:
     from lmtrain.config.schema import Config
+    from lmtrain.data.corpus import Corpus
     from lmtrain.data.store.prepared import PreparedData
 
 
 def prepare(config: "Config") -> int:
     """Prepares the data, or finds it in the cache, and prints a summary of its splits; returns the exit code."""
-    if config.data.rows != "text":
-        from lmtrain.data.corpus import prepare_corpus
-
-        corpus = prepare_corpus(config)
-        _print([*corpus.words, *corpus.notes])
-        return errors.FINISHED
-    if config.data.source == "bins":
+    if config.data.rows == "text" and config.data.source == "bins":
         raise UserError("data=bins is prepared already: train on it, or name text (data=text data.path=...)")
-    if config.data.ring_bytes is not None:
+    if config.data.rows == "text" and config.data.ring_bytes is not None:
         found = f"data.ring_bytes={config.data.ring_bytes} tokenizes while a run trains: there is nothing to prepare"
         raise UserError(f"{found}; set data.ring_bytes=null to have all of it on disk")
-    # Neither of these imports torch, which would take longer than tokenizing 100 MB.
-    from lmtrain.data.text import prepare as data
-    from lmtrain.data.text.mixture import prepare_mixture
+    from lmtrain.data.submit import Submitter
+    from lmtrain.data.tasks import prepare_all
 
-    if config.data.source == "mixture":
-        for _, part in prepare_mixture(config.data, config.tokenizer):
-            _show(part)
-    else:
-        _show(data.prepare(config.data, config.tokenizer))
+    if config.prepare.executor == "local" and config.prepare.tasks == 1:
+        _show(prepare_all(config))
+        return errors.FINISHED
+    submitter = Submitter(config, lambda line: _print([line]))
+    try:
+        _show(prepare_all(config, submitter))
+    except UserError:  # about what was encoded; after others, such as a full disk, the same command goes on with it
+        submitter.clean()
+        raise
+    submitter.clean()
     return errors.FINISHED
 
 
-def _show(prepared: "PreparedData") -> None:
+def _show(prepared: "Corpus | list[PreparedData]") -> None:
+    if not isinstance(prepared, list):
+        _print([*prepared.words, *prepared.notes])
+        return
+    for part in prepared:
+        _show_text(part)
+
+
+def _show_text(prepared: "PreparedData") -> None:
     from rich.table import Table
 
     table = Table("split", "tokens", "documents", "bytes", "shards", title=str(prepared.folder), title_justify="left")

@@ -6,6 +6,7 @@ The jobs of a scenario are tiny runs, one rank on each node, slowed down where a
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -227,3 +228,39 @@ def test_a_sweep_whose_trials_are_jobs(cluster: Cluster, corpus: Path, tmp_path:
     folder = tmp_path / "outputs" / "sweeps" / "mine"
     states = [json.loads((folder / str(n) / "summary.json").read_text())["status"] for n in (0, 1)]
     assert states == ["finished"] * 2, out
+
+
+def test_data_prepared_by_jobs(cluster: Cluster, tmp_path: Path) -> None:
+    """Two tasks, one of which is killed and then run again alone, by datatrove's executor: the bytes of one process."""
+    pytest.importorskip("datatrove", reason="needs datatrove")
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        rows = [json.dumps({"text": f"row {i} of file {number}"}) for i in range(200)]
+        (tmp_path / "text" / f"{number}.jsonl").write_text("\n".join(rows))
+    words = ["data=jsonl", f"data.path={tmp_path / 'text'}", "tokenizer=bpe", "tokenizer.vocab_size=300"]
+    jobs = [
+        "prepare.executor=slurm",
+        "prepare.tasks=2",
+        "prepare.slurm={partition: all, time: '10', mem_per_cpu_gb: 1}",
+    ]
+    prepare = [sys.executable, "-m", "lmtrain.prepare", *words]
+    first = subprocess.Popen(
+        [*prepare, *jobs, f"data.cache_dir={tmp_path / 'jobs'}"], env=cluster.env, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    cluster.wait(lambda: cluster.ask("squeue", "--noheader", "--name=lmtrain_prepare").strip() != "", 60, "job")
+    job = cluster.ask("squeue", "--noheader", "--name=lmtrain_prepare", "--format=%A").split()[0]
+    cluster.ask("scancel", f"{job}_1")
+    out = first.communicate(timeout=300)[0]
+    assert first.returncode == 1, out
+    assert "the same command makes only the parts that are missing" in out
+    (done,) = (tmp_path / "jobs").glob("*.tasks-2/part_?????")
+    assert done.name == "part_00000"
+    out = cluster.ask(*prepare, *jobs, f"data.cache_dir={tmp_path / 'jobs'}")
+    assert "encoding in 2 tasks (slurm, 1 are done already)" in out
+    cluster.ask(*prepare, f"data.cache_dir={tmp_path / 'one'}")
+    made = [
+        {p.name: p.read_bytes() for p in sorted(next((tmp_path / name).glob("text-*")).rglob("*")) if p.is_file()}
+        for name in ("jobs", "one")
+    ]
+    assert made[0] == made[1]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 from lmtrain.config.constraints import *  # the vocabulary of declarations
 from lmtrain.config.free_sections import LOGGERS, METRICS, MODEL_FIELDS, REWARDS
 from lmtrain.config.override_text import Command
-from lmtrain.config.schema_data import DataConfig, TokenizerConfig
+from lmtrain.config.schema_data import DataConfig, InspectConfig, PrepareConfig, TokenizerConfig
 
 FP8 = "fp8"
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", FP8)
@@ -318,15 +318,6 @@ class ChatConfig:
 
 
 @dataclass(kw_only=True)
-class InspectConfig:
-    split: Annotated[str, SHOWN, choice("train", "val")]
-    samples: Annotated[int, SHOWN, not_negative]
-    tokens: Annotated[int, SHOWN, at_least(1)]
-    text: Annotated[str | None, SHOWN, OPEN] = None  # if set, shows which memory chapters each token of this text reads
-    html: Annotated[str | None, SHOWN]
-
-
-@dataclass(kw_only=True)
 class EvaluateConfig:
     data: Annotated[str, SHOWN, choice("auto", "run", "named")]
     checkpoint: Annotated[str, SHOWN, OPEN]
@@ -439,6 +430,7 @@ class Config:
     tune: Annotated[TuneConfig, ReadBy(("tune",))]
     report: ReportConfig
     inspect: Annotated[InspectConfig, ReadBy(("inspect",))]
+    prepare: Annotated[PrepareConfig, ReadBy(("prepare",))]
     sweep: SweepConfig
     budget: Annotated[BudgetConfig, ReadBy(("train",))]
     debug: Annotated[dict[str, Any], SHOWN] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The part of the typed config on data and tokenizers; see schema.py."""
+"""The part of the typed config on data, tokenizers and the commands about data alone; see schema.py."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -188,3 +188,20 @@ class TokenizerConfig:
     train_characters: Annotated[int | None, PREPARED] = None
     # Special tokens to add, such as <|im_start|>.
     add_tokens: Annotated[list[str] | None, PREPARED, OPEN, no_secret] = None
+
+
+@dataclass(kw_only=True)
+class PrepareConfig:
+    executor: Annotated[str, SHOWN, choice("local", "slurm")]
+    tasks: Annotated[int, SHOWN, at_least(1)]
+    workers: Annotated[int | None, SHOWN, at_least(1)]
+    slurm: Annotated[dict[str, Any], SHOWN]  # arguments of datatrove's SlurmPipelineExecutor
+
+
+@dataclass(kw_only=True)
+class InspectConfig:
+    split: Annotated[str, SHOWN, choice("train", "val")]
+    samples: Annotated[int, SHOWN, not_negative]
+    tokens: Annotated[int, SHOWN, at_least(1)]
+    text: Annotated[str | None, SHOWN, OPEN] = None  # if set, shows which memory chapters each token of this text reads
+    html: Annotated[str | None, SHOWN]

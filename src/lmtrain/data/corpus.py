@@ -28,6 +28,7 @@ from lmtrain.data.examples.rows import example_rows
 from lmtrain.data.mixing import Mixture, MixtureSource
 from lmtrain.data.order import Rows
 from lmtrain.data.store.bins import SplitBins
+from lmtrain.data.store.parts import Tasks
 from lmtrain.data.store.prepared import PreparedData
 from lmtrain.data.store.shards import Shard
 from lmtrain.data.stream.head import Head, prepare_head
@@ -159,10 +160,13 @@ def build_corpus(config: Config) -> Corpus:
     return prepare_corpus(config)
 
 
-def prepare_corpus(config: Config) -> Corpus:
-    """Prepares the data as `build_corpus` does, but for any objective: the kind of rows is not checked."""
+def prepare_corpus(config: Config, tasks: Tasks | None = None) -> Corpus:
+    """Prepares the data as `build_corpus` does, but for any objective: the kind of rows is not checked.
+
+    tasks: what encodes rows in shares, see `prepare_examples`.
+    """
     if config.data.rows != "text":
-        corpus = _examples(config, row_format(config))
+        corpus = _examples(config, row_format(config), tasks)
     elif config.data.ring_bytes is not None:
         corpus = _stream(config)
     else:
@@ -319,12 +323,12 @@ def _summed(splits: list[SplitBins]) -> dict[str, Any]:
     return {name: None if None in found else sum(found) for name, found in counts.items()}
 
 
-def _examples(config: Config, encoder: type[RowEncoder]) -> Corpus:
+def _examples(config: Config, encoder: type[RowEncoder], tasks: Tasks | None) -> Corpus:
     def make(tokenizer: Any, data: DataConfig) -> RowEncoder:
         with building("data.rows", f"{encoder.__module__}.{encoder.__qualname__}"):
             return encoder(tokenizer, data)  # type: ignore[call-arg]  # a protocol's own constructor takes nothing
 
-    prepared = prepare_examples(config.data, config.tokenizer, make)
+    prepared = prepare_examples(config.data, config.tokenizer, make, tasks=tasks)
     train, val = prepared.split("train"), prepared.split("val")
     assert train is not None  # prepare_examples refuses data without it
     if len(train) == 0:

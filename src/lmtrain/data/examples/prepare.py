@@ -17,20 +17,25 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.chat.turns import BadRow
 from lmtrain.data.examples.documents import Examples
+from lmtrain.data.examples.parts import read_rows, recall_formats, write_formats, write_rows
 from lmtrain.data.examples.row_counts import Counts, check_lost, check_untrained, short, summary
 from lmtrain.data.examples.row_format import Encoded, Example, RowEncoder
 from lmtrain.data.fast_ids import TextIds
 from lmtrain.data.order import Repeats
 from lmtrain.data.sources.choose import MixturePart, min_val_rows, open_parts, refuse_changed_parts, split_records
+from lmtrain.data.sources.reading import note_reading, recall_reading
 from lmtrain.data.store import bins, contents
+from lmtrain.data.store.parts import Tasks, check_divisible
 from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, new_meta, prepare_folder, settings
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.store.writer import BinWriter
+from lmtrain.data.tokenizers import Identity
 from lmtrain.distributed.ranks import end_with_parent
 from lmtrain.errors import RunError, UserError
 
@@ -70,8 +75,12 @@ def prepare_examples(
     make_encoder: Callable[[Any, DataConfig], RowEncoder],
     progress: bool = True,
     splits: tuple[str, ...] = ("train", "val"),
+    tasks: Tasks | None = None,
 ) -> PreparedExamples:
     """Tokenizes the rows of `splits` that `cfg` names into <cache_dir>/<label>-<hash>, or reuses that folder.
+
+    Args:
+        tasks: what encodes the training files in shares, if it is to be several processes; the result is the same.
 
     Raises:
         UserError: there are no such rows, a row is bad (data.on_bad_row=raise), too many rows have no token to train
@@ -97,24 +106,12 @@ def prepare_examples(
     target = folder_of(cfg, f"{parts[0].source.label}-{named.label}", key)
     notes = [note for part in parts for note in part.source.notes]
     with PrepareProgress(progress) as show:
-
-        def fill(folder: Path) -> None:
-            nonlocal tokenizer, encoder
-            if is_made:
-                show.say(f"training tokenizer={tokenizer_cfg.kind} on the rows of {parts[0].source.label}")
-                whole = make_encoder(tokenizer, replace(cfg, max_length=None))
-                tokenizer = tokenizers.load_or_train(tokenizer_cfg, functools.partial(_texts, parts, whole, cfg), named)
-                encoder = make_encoder(tokenizer, cfg)
-            meta: Any = new_meta(tokenizer, key) | {"notes": []}
-            rows = _RowWriter(folder, cfg, parts, encoder, meta, show)
-            rows.write(splits)
-            encoder.finish_tokenizer(tokenizer)
-            tokenizers.save(tokenizer, folder / "tokenizer")
-            meta |= {"group": encoder.group, "words": encoder.words, "questions": rows.questions}
-            meta["notes"] += [note for part in parts for note in getattr(part.source, "notes_of_reading", list)()]
-            bins.save_meta(meta, folder)
-
-        found = dict(vars(prepare_folder(target, fill, lambda: refuse_changed_parts(parts), notes, cfg, show)))
+        filling = _ExampleFilling(cfg, tokenizer_cfg, parts, named, tokenizer, encoder, make_encoder, splits, show)
+        if tasks is not None and not bins.is_complete(target):
+            _check_divisible(parts, encoder)
+            filling.encoded = tasks.encode(target, filling.begin, filling.encode_part)
+        changed = functools.partial(refuse_changed_parts, parts)
+        found = dict(vars(prepare_folder(target, lambda folder: filling.fill(folder, key), changed, notes, cfg, show)))
     # The weights change how often examples are seen, not what is stored.
     weights = [part.weight for part in parts]
     if any(weight != 1 for weight in weights):
@@ -124,6 +121,71 @@ def prepare_examples(
         check_untrained(Counts(**counts), cfg, name, prepared.meta["group"])
         check_lost(Counts(**counts), cfg, name)
     return prepared
+
+
+@dataclass
+class _ExampleFilling:
+    """Fills an empty folder with the examples of some sources, or with a task's part of them."""
+
+    cfg: DataConfig
+    tokenizer_cfg: TokenizerConfig
+    parts: list[MixturePart]
+    named: Identity
+    tokenizer: PreTrainedTokenizerFast  # one of bytes, if one is made from the rows
+    encoder: RowEncoder
+    make_encoder: Callable[[Any, DataConfig], RowEncoder]
+    splits: tuple[str, ...]
+    show: PrepareProgress
+    encoded: Path | None = None  # the folder of the training rows that tasks have encoded
+
+    @property
+    def is_made(self) -> bool:
+        return self.tokenizer_cfg.kind in ("bpe", "char")
+
+    def make_tokenizer(self) -> PreTrainedTokenizerFast:
+        """Makes a tokenizer from the rows."""
+        self.show.say(f"training tokenizer={self.tokenizer_cfg.kind} on the rows of {self.parts[0].source.label}")
+        whole = self.make_encoder(self.tokenizer, replace(self.cfg, max_length=None))
+        texts = functools.partial(_texts, self.parts, whole, self.cfg)
+        return tokenizers.load_or_train(self.tokenizer_cfg, texts, self.named)
+
+    def begin(self, folder: Path) -> None:
+        """Saves a tokenizer that is made from the rows, for all tasks."""
+        if self.is_made:
+            tokenizers.save(self.make_tokenizer(), folder)
+
+    def encode_part(self, folder: Path, rank: int, tasks: int) -> None:
+        """Encodes a share of the training rows of each source, those that will be held out included."""
+        encoder = self.encoder
+        if self.is_made:
+            encoder = self.make_encoder(tokenizers.load_folder(folder.with_name("shared")), self.cfg)
+        rows: Iterator[Row] = (
+            (number, *row)
+            for number, part in enumerate(self.parts)
+            for row in part.source.share(rank, tasks).records("train") or ()  # type: ignore[attr-defined]
+        )
+        with _Encoding(encoder, [part.cfg for part in self.parts], self.cfg.num_proc) as encoding:
+            write_rows(folder, encoding.of(rows, None), len(self.parts))
+        write_formats(folder, encoder.formats)  # type: ignore[attr-defined]
+        note_reading(folder)
+
+    def fill(self, folder: Path, key: dict[str, Any]) -> None:
+        tokenizer, encoder = self.tokenizer, self.encoder
+        if self.is_made:
+            shared = self.encoded / "shared" if self.encoded is not None else None
+            tokenizer = self.make_tokenizer() if shared is None else tokenizers.load_folder(shared)
+            encoder = self.make_encoder(tokenizer, self.cfg)
+        if self.encoded is not None:
+            recall_reading(self.encoded)
+            recall_formats(self.encoded, encoder.formats)  # type: ignore[attr-defined]
+        meta: Any = new_meta(tokenizer, key) | {"notes": []}
+        rows = _RowWriter(folder, self.cfg, self.parts, encoder, meta, self.show, self.encoded)
+        rows.write(self.splits)
+        encoder.finish_tokenizer(tokenizer)
+        tokenizers.save(tokenizer, folder / "tokenizer")
+        meta |= {"group": encoder.group, "words": encoder.words, "questions": rows.questions}
+        meta["notes"] += [note for part in self.parts for note in getattr(part.source, "notes_of_reading", list)()]
+        bins.save_meta(meta, folder)
 
 
 def _texts(parts: list[MixturePart], in_bytes: RowEncoder, cfg: DataConfig, name: str) -> Iterator[str]:
@@ -141,6 +203,14 @@ def _rows(parts: list[MixturePart], name: str) -> Iterator["Row"]:
     return ((i, *row) for i, part in enumerate(parts) for row in split_records(part, name) or ())
 
 
+def _check_divisible(parts: list[MixturePart], encoder: RowEncoder) -> None:
+    for part in parts:
+        check_divisible(part.source, part.cfg)
+    if not vars(type(encoder)).get("independent", False):
+        found = f"{type(encoder).__name__} (data.rows) doesn't declare that it encodes each by itself (`independent`)"
+        raise UserError(f"prepare.tasks encodes rows apart from one another, and {found}: leave prepare.tasks out")
+
+
 @dataclass
 class _RowWriter:
     """Tokenizes splits of some sources into a folder."""
@@ -151,6 +221,7 @@ class _RowWriter:
     encoder: RowEncoder
     meta: Any  # of the folder; the splits' counts are added to it
     show: PrepareProgress
+    encoded: Path | None = None  # the folder of the training rows that tasks have encoded
     questions: list[dict[str, Any]] = field(default_factory=list)  # the first MAX_QUESTIONS of the validation rows
 
     def write(self, splits: tuple[str, ...]) -> None:
@@ -166,7 +237,10 @@ class _RowWriter:
         counts, written, asked = Counts(), [0] * len(self.parts), name == "val"
         self.show.start(name, None)
         with BinWriter(self.folder, name, self.meta["dtype"], _SHARD_TOKENS, masked=True) as writer:
-            rows = encoding.of(_rows(self.parts, name), self.questions if asked else None)
+            if self.encoded is not None and name == "train":
+                rows = read_rows(self.encoded, self.parts)
+            else:
+                rows = encoding.of(_rows(self.parts, name), self.questions if asked else None)
             for (i, where, _), encoded in rows:
                 before = writer.documents
                 self.write_row(where, encoded, self.parts[i].cfg, writer, counts, asked)

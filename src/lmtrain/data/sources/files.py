@@ -1,5 +1,6 @@
 """Data files, local or at an address: finding them, telling their formats, and reading their documents and rows."""
 
+import copy
 import glob
 import hashlib
 import itertools
@@ -18,6 +19,7 @@ from lmtrain.data.sources.lines import COMPRESSED, decoded_blocks, encoding_note
 from lmtrain.data.sources.pieces import Piece, join_rows
 from lmtrain.data.sources.tables import Record, columns_of, read_otherwise, read_table, text_of
 from lmtrain.data.store.contents import Content, Facts, joined_digest
+from lmtrain.data.store.parts import share_of
 from lmtrain.errors import UserError, nearest
 
 FORMATS = {
@@ -57,6 +59,12 @@ class FileSource:
         self.content.refuse_changed()
         for part in self.splits.values():
             addresses.refuse_changed([path for path, _ in part if isinstance(path, Address)])
+
+    def share(self, rank: int, tasks: int) -> "FileSource":
+        """Returns a source of the files of share `rank` of `tasks`; those of all shares, in their order, are all."""
+        part = copy.copy(self)
+        part.splits = {name: share_of(files, rank, tasks) for name, files in self.splits.items()}
+        return part
 
     def pieces(self, name: str) -> Iterator[Piece] | None:
         return read_pieces(self.splits[name], self.cfg) if name in self.splits else None

@@ -5,6 +5,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class Piece(NamedTuple):
     """A piece of a document's text; `ends` is true for the last piece of a document."""
@@ -86,6 +89,11 @@ def plan_split(pieces: Iterable[Piece], fraction: float, few: int) -> tuple[floa
         documents += piece.ends
         if documents >= math.ceil(1 / fraction) and length * fraction >= few * CHARACTERS:
             return fraction, None
+    return split_of(documents, length, fraction, few)
+
+
+def split_of(documents: int, length: int, fraction: float, few: int) -> tuple[float, int | None]:
+    """Returns what `plan_split` does for a corpus of so many documents with `length` characters in all."""
     if length * fraction < few * CHARACTERS:
         in_documents = documents >= math.ceil(1 / fraction)
         fraction = enough(fraction, documents, few) if in_documents else enough(fraction, length, few * CHARACTERS)
@@ -111,3 +119,8 @@ def is_held_out(index: int, fraction: float) -> bool:
     """Returns whether item `index` is held out: where index * fraction passes a whole number, evenly and exactly."""
     passed = [math.floor(number * fraction + 1e-9) for number in (index, index + 1)]  # 49 * (1 / 49) is less than 1
     return passed[1] > passed[0]
+
+
+def are_held_out(index: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
+    """Returns `is_held_out` of each item [n]."""
+    return np.floor((index + 1) * fraction + 1e-9) > np.floor(index * fraction + 1e-9)

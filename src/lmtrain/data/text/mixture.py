@@ -13,6 +13,7 @@ from lmtrain.data.mixing import Mixture, check_weights
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.store import contents
 from lmtrain.data.store.cache import build_once
+from lmtrain.data.store.parts import Tasks
 from lmtrain.data.store.prepared import PreparedData, folder_key, folder_of, settings
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.text.prepare import pieces_of, prepare
@@ -95,15 +96,17 @@ def _max_epochs(entry: dict[str, Any], where: str) -> float | None:
     return most
 
 
-def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig) -> PreparedSources:
+def prepare_mixture(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, tasks: Tasks | None = None) -> PreparedSources:
     """Prepares each source in a folder of its own, which is reused by other mixtures and by runs on that source alone.
+
+    tasks: what tokenizes each source in shares, see `prepare`.
 
     Raises:
         UserError: see `prepare`; also if sources are bins of different tokenizers.
     """
     found = text_sources(cfg)
     tokenizer_cfg = _shared_tokenizer(cfg, tokenizer_cfg, found)
-    parts = [(source, prepare(source.cfg, tokenizer_cfg)) for source in found]
+    parts = [(source, prepare(source.cfg, tokenizer_cfg, tasks=tasks)) for source in found]
     for source, part in parts:
         if part.meta["tokenizer_hash"] != parts[0][1].meta["tokenizer_hash"]:
             raise UserError(f"data.mixture: {source.label} has another tokenizer than {found[0].label}: use one")

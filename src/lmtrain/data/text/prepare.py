@@ -4,8 +4,9 @@ Existing tokens (data=bins) are opened: see ready.py.
 """
 
 import os
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from lmtrain.config.schema_data import DataConfig, TokenizerConfig
 from lmtrain.data import tokenizers
 from lmtrain.data.sources import choose as sources
 from lmtrain.data.sources.pieces import Piece
+from lmtrain.data.sources.reading import recall_reading
 from lmtrain.data.store import bins
+from lmtrain.data.store.parts import Tasks, check_divisible
 from lmtrain.data.store.prepared import PreparedData, find_folder, folder_key, new_meta, prepare_folder
 from lmtrain.data.store.progress import PrepareProgress
-from lmtrain.data.store.writer import BinWriter
+from lmtrain.data.store.writer import BinWriter, dtype_for
 from lmtrain.data.text.encode import Encoder, make_encoder
+from lmtrain.data.text.parts import TextParts, encode_part
 from lmtrain.data.text.ready import open_ready
 from lmtrain.data.text.repeats import RUN_BYTES, RepeatCounter, without_repeats
 from lmtrain.data.tokenizers import Identity
@@ -29,8 +33,13 @@ from lmtrain.errors import UserError
 PREPARE_VERSION = 2
 
 
-def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True) -> PreparedData:
+def prepare(
+    cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = True, tasks: Tasks | None = None
+) -> PreparedData:
     """Tokenizes the text that `cfg` names into <cache_dir>/<label>-<hash>, or opens it there; opens existing bins.
+
+    Args:
+        tasks: what tokenizes the files in shares, if it is to be several processes; the result is the same.
 
     Raises:
         UserError: the text, a column, the tokenizer or the bins are missing or wrong, or the cache can't be written.
@@ -52,6 +61,9 @@ def prepare(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, progress: bool = Tr
         )
         target = find_folder(cfg, f"{source.label}-{named.label}", key, show)
         filling = _Filling(cfg, tokenizer_cfg, source, named, show)
+        if tasks is not None and not bins.is_complete(target):
+            check_divisible(source, cfg)
+            filling = replace(filling, parts=tasks.encode(target, filling.tokenizer, filling.encode_part))
 
         def refuse_changed() -> None:
             sources.refuse_changed(source)
@@ -78,9 +90,22 @@ class _Filling:
     source: sources.Source
     named: Identity
     show: PrepareProgress
+    parts: Path | None = None  # the folder of what tasks have tokenized
+
+    def encode_part(self, folder: Path, rank: int, tasks: int) -> None:
+        """Tokenizes share `rank` of the source into an empty folder beside that of what all tasks read."""
+        tokenizer = tokenizers.load_folder(folder.with_name("shared") / "tokenizer")
+        part: sources.Source = self.source.share(rank, tasks)  # type: ignore[attr-defined]  # check_divisible
+        encoder = make_encoder(tokenizer, self.cfg)
+        encode_part(folder, part, self.cfg, encoder, dtype_for(tokenizers.vocab_size(tokenizer)))
 
     def fill(self, folder: Path, key: dict[str, Any]) -> None:
-        tokenizer = self.tokenizer(folder)
+        if self.parts is None:
+            tokenizer = self.tokenizer(folder)
+        else:
+            shutil.copytree(self.parts / "shared" / "tokenizer", folder / "tokenizer")
+            tokenizer = tokenizers.load_folder(folder / "tokenizer")
+            recall_reading(self.parts)
         encoder, meta = make_encoder(tokenizer, self.cfg), new_meta(tokenizer, key)
         repeats = RepeatCounter()
         for name in ("train", "val"):
@@ -121,19 +146,13 @@ class _Filling:
     ) -> bins.SplitMeta | None:
         """Tokenizes one split and returns its counts, or None if there is no such split or no text is left in it."""
         cfg, source, show = self.cfg, self.source, self.show
-        pieces = sources.pieces(source, cfg, name)
-        if pieces is None:
-            return None
-        if name == "train":
-            pieces = repeats.watch(pieces)
-        show.start(name, sources.expected_bytes(source, cfg, name))
+        write = self._encode if self.parts is None else self._join
         with BinWriter(folder, name, dtype, cfg.shard_tokens or 2**30) as writer:
-            for part in encoder.encode(pieces):
-                writer.append(part.ids, ends_document=part.ends, text_bytes=part.text_bytes)
-                show.advance(part.text_bytes, len(part.ids))
+            if not write(name, writer, encoder, repeats):
+                return None
             counts = writer.close()
         if counts["tokens"] > 0:
-            show.finish(encoder.ids.by)
+            show.finish(encoder.ids.by if self.parts is None else "")
             return counts
         if name == "train":
             keys = ("min_length", "num_samples", "val_fraction")
@@ -141,3 +160,35 @@ class _Filling:
             raise UserError(f"{source.label}: no text is left to train on ({filters}): a filter too strict?")
         show.say(f"{source.label}: no text is left for validation (data.val_fraction={cfg.val_fraction})")
         return None
+
+    def _encode(self, name: str, writer: BinWriter, encoder: Encoder, repeats: RepeatCounter) -> bool:
+        """Tokenizes a split into the writer; returns False if there is no such split."""
+        pieces = sources.pieces(self.source, self.cfg, name)
+        if pieces is None:
+            return False
+        if name == "train":
+            pieces = repeats.watch(pieces)
+        self.show.start(name, sources.expected_bytes(self.source, self.cfg, name))
+        for part in encoder.encode(pieces):
+            writer.append(part.ids, ends_document=part.ends, text_bytes=part.text_bytes)
+            self.show.advance(part.text_bytes, len(part.ids))
+        return True
+
+    def _join(self, name: str, writer: BinWriter, encoder: Encoder, repeats: RepeatCounter) -> bool:
+        """Does the same with what tasks have tokenized."""
+        assert self.parts is not None
+        parts = TextParts(self.parts, self.cfg, str(writer.dtypes["bin"]), getattr(self.source, "left_out", []))
+        blocks = parts.blocks(name)
+        if blocks is None:
+            return False
+        self.show.start(name, None, doing="join")
+        for block in blocks:
+            for ids, ends, fact in parts.segments(block):
+                text_bytes = int(fact["bytes"]) if ends else 0
+                writer.append(ids, ends_document=ends, text_bytes=text_bytes)
+                self.show.advance(text_bytes, len(ids))
+                if ends and name == "train":
+                    repeats.add(int(fact["digest"]))
+            encoder.unknown += int(block.facts["unknown"][block.kept].sum())
+            encoder.written_ends += int(block.facts["written_ends"][block.kept].sum())
+        return True

@@ -154,6 +154,15 @@ class _Deduplicated:
     def refuse_changed(self) -> None:
         refuse_changed(self.source)
 
+    @property
+    def left_out(self) -> list[int]:
+        """Numbers of the training documents that are left out, of those that pass data.min_length."""
+        return list(self._repeats["left_out"])
+
+    def share(self, rank: int, tasks: int) -> Source:
+        """Returns a share of the source with its repeats, as `left_out` counts the documents of all shares."""
+        return self.source.share(rank, tasks)  # type: ignore[attr-defined]
+
     def pieces(self, name: str) -> Iterator[Piece] | None:
         found = filtered(self.source, self.cfg, name)
         return _without(found, set(self._repeats["left_out"])) if name == "train" and found is not None else found
@@ -230,9 +239,14 @@ class RepeatCounter:
                 continue
             digest = hash((digest, piece.text))  # 64 bits, and in a quarter of BLAKE2b's time
             if piece.ends:
-                self.seen.add(digest)
-                self.documents += 1
+                self.add(digest)
                 digest = 0
+
+    def add(self, digest: int) -> None:
+        """Counts a document by the hash of its text."""
+        if self.documents < _COUNTED:
+            self.seen.add(digest)
+            self.documents += 1
 
     def notes(self, train: Sequence[Shard], length: int) -> list[str]:
         """Returns notes for the plan if _MANY of the documents or more are exact copies, or near copies in addition.
