@@ -1,41 +1,37 @@
 """The step of datatrove's pipelines that makes a part; `python -m lmtrain.data.task_step TASKS RANK JOB...` runs it."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
-from datatrove.pipeline.base import PipelineStep
 
 from lmtrain.data.tasks import run_task
 from lmtrain.errors import RunError, UserError, print_error
 
 
-class EncodeShare(PipelineStep):
-    """Makes a part of a prepared folder: the documents and rows of a share of the files, encoded."""
+@dataclass
+class EncodeShare:
+    """Makes a part of a prepared folder: the documents and rows of a share of the files, encoded.
 
-    name = "encode a share of the files"
-    type = "lmtrain"
+    job: as `run_task` reads it.
+    """
 
-    def __init__(self, job: list[str]) -> None:
-        """job: as `run_task` reads it."""
-        super().__init__()
-        self.job = job
+    job: list[str]
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        """Is called by datatrove for each task."""
         try:
-            with self.track_time():
-                run_task(self.job, rank, world_size)
+            run_task(self.job, rank, world_size)
         except (UserError, RunError) as error:
             print_error(str(error))
             sys.exit(error.exit_code)
         return data
 
 
-def slurm_executor(
-    job: list[str], tasks: int, workers: int | None, folder: Path, options: dict[str, Any]
-) -> SlurmPipelineExecutor:
-    """Returns an executor whose jobs run in this Python's environment."""
+def slurm_executor(job: list[str], tasks: int, workers: int | None, folder: Path, options: dict[str, Any]) -> Any:
+    """Returns a SlurmPipelineExecutor whose jobs run in this Python's environment; `options` are its arguments."""
+    from datatrove.executor import SlurmPipelineExecutor
+
     path = f"export PATH={Path(sys.executable).parent}:$PATH"
     given = {"job_name": "lmtrain_prepare", "qos": "", "env_command": path, **options}
     return SlurmPipelineExecutor(
@@ -44,6 +40,8 @@ def slurm_executor(
 
 
 def main(words: list[str]) -> None:
+    from datatrove.executor import LocalPipelineExecutor
+
     tasks, rank, *job = words
     folder = Path(job[0]).with_name("datatrove")
     LocalPipelineExecutor(
