@@ -1,6 +1,6 @@
-"""Measures preference optimisation: lmtrain and TRL's DPOTrainer, interleaved.
+"""Measures learning from preferences: lmtrain and TRL's DPOTrainer, KTOTrainer or RewardTrainer, interleaved.
 
-python benchmarks/dpo.py            what is measured, and how, is in benchmarks/README.md
+python benchmarks/dpo.py [--objective kto]            what is measured, and how, is in benchmarks/README.md
 """
 
 import sys
@@ -11,16 +11,18 @@ from typing import Any
 import finetune
 from finetune import Contender, Task, lmtrain_leg, trl_leg
 from legs import Leg
-from workload import made_pairs
+from workload import Row, made_pairs
 
 
 def lmtrain(precomputed: bool) -> Contender:
     def leg(task: Task, folder: Path) -> Leg:
+        objective = task.options.objective
         online = "adapter_off" if task.options.peft else "frozen_copy"
+        reference = {"objective.reference": "precomputed" if precomputed else online}
         settings = {
-            "objective": "dpo",
-            "objective.reference": "precomputed" if precomputed else online,
-            "data": "preference_jsonl",
+            "objective": objective,
+            **({} if objective == "reward" else reference),
+            "data": "unpaired_jsonl" if objective == "kto" else "preference_jsonl",
             "data.train_on": "completion",  # as in TRL: everything that the template writes after the prompt
             "data.on_too_long": "drop",
             "data.global_batch_size": task.options.pairs,
@@ -36,7 +38,7 @@ def trl(**settings: Any) -> Contender:
         pairs = task.options.pairs
         micro = task.options.trl_micro_batch_size or task.options.micro_batch_size or pairs
         batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": pairs // micro}
-        return trl_leg(task, folder, "dpo", {**batch, **settings}, lambda row: row["step"] * pairs)
+        return trl_leg(task, folder, task.options.objective, {**batch, **settings}, lambda row: row["step"] * pairs)
 
     return leg
 
@@ -50,15 +52,27 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def task_of(folder: Path, options: Any) -> Task:
+    if options.objective == "kto":
+        return finetune.prepare(folder, options, made_answers, ["prompt", "completion", "label"])
     return finetune.prepare(folder, options, made_pairs, ["prompt", "chosen", "rejected"])
+
+
+def made_answers(count: int) -> list[Row]:
+    """Returns the pairs' answers in turn: the chosen one of the first pair, the rejected one of the second."""
+    return [
+        {"prompt": pair["prompt"], "completion": pair["rejected" if i % 2 else "chosen"], "label": i % 2 == 0}
+        for i, pair in enumerate(made_pairs(count))
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = finetune.parser(__doc__, CONTENDERS, steps=40)
-    parser.add_argument("--pairs", type=int, default=8, help="per optimizer step (%(default)s)")
+    parser.add_argument("--objective", choices=("dpo", "kto", "reward"), default="dpo", help="default: %(default)s")
+    parser.add_argument("--pairs", type=int, default=8, help="or answers, of kto, per optimizer step (%(default)s)")
     options = finetune.parse(parser, CONTENDERS, argv)
+    unit = "answers" if options.objective == "kto" else "pairs"
     with tempfile.TemporaryDirectory(prefix="lmtrain_benchmark_") as name:
-        return finetune.main(task_of, CONTENDERS, options, "pairs", Path(name))
+        return finetune.main(task_of, CONTENDERS, options, unit, Path(name))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""TRL's SFTTrainer or DPOTrainer, in a separate environment (`make env-trl`).
+"""TRL's SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer or GRPOTrainer, in a separate environment (`make env-trl`).
 
-Run by sft.py and dpo.py: python leg_trl.py spec.json
+Run by sft.py, dpo.py and grpo.py: python leg_trl.py spec.json
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import transformers
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 # TRL checkpoints activations by default. The option was renamed after transformers 5.17.
 FIELDS = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
@@ -27,8 +27,28 @@ class Report(transformers.TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if logs and "loss" in logs:
-            row = {"step": state.global_step, "time": time.time(), "tokens": logs["num_tokens"]}
+            row = {"step": state.global_step, "time": time.time(), "tokens": logs.get("num_tokens")}
             print(json.dumps(row), flush=True)
+
+
+def trainer_of(spec: dict[str, Any], args: dict[str, Any], given: dict[str, Any]) -> transformers.Trainer:
+    match spec["objective"]:
+        case "sft":
+            return trl.SFTTrainer(args=trl.SFTConfig(assistant_only_loss=True, **args), **given)
+        case "dpo":
+            return trl.DPOTrainer(args=trl.DPOConfig(**args), **given)
+        case "kto":
+            return trl.KTOTrainer(args=trl.KTOConfig(**args), **given)
+        case "reward":
+            return trl.RewardTrainer(args=trl.RewardConfig(**args), **given)
+        case _:
+            del args["max_length"]  # GRPO's rows are prompts
+            return trl.GRPOTrainer(args=trl.GRPOConfig(**args), reward_funcs=has_an_e, **given)
+
+
+def has_an_e(completions: list[Any], **_: Any) -> list[float]:
+    """The same reward as reward=regex reward.pattern=e reward.whole=false."""
+    return [float("e" in completion[0]["content"]) for completion in completions]
 
 
 def main() -> None:
@@ -36,9 +56,14 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     tokenizer.chat_template = spec["template"]
-    lora = LoraConfig(task_type="CAUSAL_LM", **spec["lora"]) if spec["lora"] else None
+    dtype, scores = getattr(torch, spec["weights"]), spec["objective"] == "reward"
+    lora = LoraConfig(task_type="SEQ_CLS" if scores else "CAUSAL_LM", **spec["lora"]) if spec["lora"] else None
+    if scores:
+        model = AutoModelForSequenceClassification.from_pretrained(spec["model"], num_labels=1, dtype=dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype)
     given = {
-        "model": AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec["weights"])),
+        "model": model,
         "train_dataset": Dataset.from_list([json.loads(line) for line in Path(spec["data"]).read_text().splitlines()]),
         "processing_class": tokenizer,
         "peft_config": lora,
@@ -56,11 +81,7 @@ def main() -> None:
         "disable_tqdm": True,
         **spec["arguments"],
     }
-    if spec["objective"] == "sft":
-        trainer = trl.SFTTrainer(args=trl.SFTConfig(assistant_only_loss=True, **args), **given)
-    else:
-        trainer = trl.DPOTrainer(args=trl.DPOConfig(**args), **given)
-    trainer.train()
+    trainer_of(spec, args, given).train()
     if cuda:
         print(json.dumps({"gpu_gib": torch.cuda.max_memory_allocated() / 2**30}), flush=True)
 

@@ -59,7 +59,6 @@ def step_when_asked(name: str) -> None:
     from lmtrain.distributed import spinning
 
     if name == "watch":
-        spinning.limit()
         spinning.watch()
     import torch
 

@@ -91,7 +91,8 @@ def _words(random: np.random.Generator, count: int) -> str:
 def write_model(folder: Path, shape_of: Path | None, rows: list[Row], dtype: torch.dtype = torch.float32) -> None:
     """Writes a model of random weights (speed doesn't depend on them), of the shape in `shape_of` or a small Llama."""
     if shape_of is None:
-        texts = (turn["content"] for row in rows for turns in row.values() for turn in turns)
+        talks = (turns for row in rows for turns in row.values() if isinstance(turns, list))
+        texts = (turn["content"] for turns in talks for turn in turns)
         tokenizer = chatml_tokenizer(texts, vocab_size=4096)
         shape = LlamaConfig(
             vocab_size=len(tokenizer),

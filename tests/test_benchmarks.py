@@ -52,11 +52,18 @@ def test_the_benchmark_of_ranks_prints_its_table(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "contenders", "unit"),
-    [("sft", "lmtrain,lmtrain_padded,trl_padded", "tokens"), ("dpo", "lmtrain,trl", "pairs")],
+    [
+        ("sft", "lmtrain,lmtrain_padded,trl_padded", "tokens"),
+        ("dpo", "lmtrain,trl", "pairs"),
+        ("dpo --objective=kto", "lmtrain", "answers"),
+        ("dpo --objective=reward", "lmtrain", "pairs"),
+        ("grpo", "lmtrain,trl", "completions"),
+    ],
 )
 def test_the_fine_tuning_benchmarks_print_their_tables(script: str, contenders: str, unit: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(REPO / "benchmarks" / f"{script}.py"), "--rounds=1", "--steps=2", "--warmup=1"]
-    command += [f"--contenders={contenders}", "--lora", f"--json={tmp_path / 'numbers.json'}"]
+    name, *words = script.split()
+    command = [sys.executable, str(REPO / "benchmarks" / f"{name}.py"), *words, "--rounds=1", "--steps=2", "--warmup=1"]
+    command += [f"--contenders={contenders}", "--lora", "--made=200", f"--json={tmp_path / 'numbers.json'}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     numbers = json.loads((tmp_path / "numbers.json").read_text())

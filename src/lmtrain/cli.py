@@ -178,7 +178,6 @@ def run(verb: str, action: Callable[..., int], argv: list[str] | None = None) ->
 
     The action of `train` is also given a function that composes the config once more, with further overrides.
     """
-    spinning.limit()
     spinning.watch()
     words = sys.argv[1:] if argv is None else argv
     with preempted_by_signals() if verb == "train" else contextlib.nullcontext():

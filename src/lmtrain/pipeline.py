@@ -3,7 +3,6 @@
 import argparse
 
 from lmtrain import cli, errors
-from lmtrain.distributed import spinning
 from lmtrain.secrets import hide
 
 
@@ -34,7 +33,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    spinning.limit()
     parser = argparse.ArgumentParser(prog="python -m lmtrain.pipeline", add_help=False, allow_abbrev=False)
     cli.add_flags(parser)
     args = parser.parse_intermixed_args(argv)

@@ -1,11 +1,11 @@
-"""How long waiting OpenMP threads spin: long on an idle machine, briefly while other programs need its cores.
+"""Lets waiting OpenMP threads spin briefly while other programs need the cores of this machine.
 
-Threads of libgomp (GCC's OpenMP, which torch uses on Linux) spin at a barrier before they sleep. On idle cores this
-saves up to a quarter of a small step; beside a busy program it takes the time that the awaited thread needs, and a step
-takes many times as long. libgomp reads the number of rounds once, when torch is loaded. But while a process has more
-OpenMP threads than there are cores, they spin a hundred rounds only (gomp_throttled_spin_count_var in GCC's
-libgomp/env.c), so `watch` keeps a second team of threads, asleep, for as long as others need the cores. Imports no
-torch.
+Threads of libgomp (GCC's OpenMP, which torch uses on Linux) spin at a barrier for some milliseconds before they sleep.
+On idle cores this saves up to a quarter of a small step; beside a busy program it takes the time that the awaited
+thread needs, and a step takes many times as long. libgomp reads the number of rounds once, when torch is loaded. But
+while a process has more OpenMP threads than there are cores, they spin a hundred rounds only
+(gomp_throttled_spin_count_var in GCC's libgomp/env.c), so `watch` keeps a second team of threads, asleep, for as long
+as others need the cores. Imports no torch.
 """
 
 import contextlib
@@ -13,12 +13,10 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic, process_time
 
-ROUNDS = "30000"  # a fraction of a millisecond
-_OF_THE_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _EVERY_S = 0.5
 # Cores that others use beyond those that are left to them: above the first they need them, below the second no longer.
 _NEEDED, _FREE = 0.25, 0.1
@@ -27,16 +25,10 @@ _started_in: int | None = None  # the process whose thread watches; a forked pro
 _threads = os.cpu_count() or 1
 
 
-def limit(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sets how long threads of this process and its children spin, unless the user did; call before importing torch."""
-    if not any(name in environ for name in _OF_THE_USER):
-        environ["GOMP_SPINCOUNT"] = ROUNDS
-
-
 def watch() -> None:
     """Shortens spinning while others need the cores, until the process ends; not where the user has set a limit."""
     global _started_in
-    theirs = os.environ.get("GOMP_SPINCOUNT") != ROUNDS or "OMP_WAIT_POLICY" in os.environ
+    theirs = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
     alone = os.environ.get("OMP_NUM_THREADS") == "1"  # a single thread waits for no other
     if sys.platform == "linux" and not (theirs or alone) and _started_in != os.getpid():
         _started_in = os.getpid()

@@ -24,7 +24,7 @@ from lmtrain.config import trust
 from lmtrain.config.override_text import Command
 from lmtrain.config.schema import Config
 from lmtrain.distributed import process_group as world
-from lmtrain.distributed import ranks, spinning
+from lmtrain.distributed import ranks
 from lmtrain.errors import RunError, UserError
 from lmtrain.files import write_atomic
 from lmtrain.run_folder.folder import RunDir, continue_after_restart
@@ -80,7 +80,6 @@ def _launch(module: str, folder: Path, processes: int, max_restarts: int, words:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code prints its stack
     world.write_traces_to(folder)
-    spinning.limit()  # needed if Python code, not the command line, starts the run
 
     # A rendezvous on this machine alone.
     settings = LaunchConfig(
