@@ -226,7 +226,10 @@ def test_several_files_splits_and_empty_ones(tmp_path: Path, opened: Any) -> Non
     assert read(opened(tmp_path)) == given
     (tmp_path / "validation").mkdir()
     token_layouts.datatrove(tmp_path / "validation", given[:5])
+    (tmp_path / "test").mkdir()
+    token_layouts.datatrove(tmp_path / "test", given[:3])
     both = opened(tmp_path)
+    assert both.notes[0] == f"{tmp_path}: not read: 00000_unshuffled.ds, 1 file in all"
     assert (read(both), read(both, "val")) == (given, given[:5])
     laid_out("megatron", tmp_path.parent / f"{tmp_path.name}_more", given[5:9])
     assert read(opened(tmp_path, val_path=f"{tmp_path}_more"), "val") == given[5:9]

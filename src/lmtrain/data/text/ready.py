@@ -22,7 +22,9 @@ from lmtrain.data.store.prepared import PreparedData, open_folder, prepare_folde
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.text.token_index import TokenIndex, explained
 from lmtrain.errors import UserError
+from lmtrain.terminal import counted
 
+_TOKENS = (".bin", ".npy", ".ds", ".mds", ".parquet", ".arrow")
 _LAYOUTS = [
     *token_files.LAYOUTS,
     (token_rows.is_mds, token_rows.mds),
@@ -50,9 +52,12 @@ def open_ready(cfg: DataConfig, tokenizer_cfg: TokenizerConfig, show: PreparePro
     if cfg.val_path:
         held_out = _layout(_local(cfg.val_path, "data.val_path", cfg, show), cfg, most_ids)
         splits["val"] = held_out, [file for files in held_out.files.values() for file in files]
+    read = {file for layout, files in splits.values() for file in (*files, *layout.also)}
+    unread = [file.name for file in _files(path) if file.suffix in _TOKENS and file not in read]
     index = TokenIndex(cfg, path, tokenizer, named, lacking, splits, show)
+    notes = [f"{path}: not read: {', '.join(unread[:5])}, {counted(len(unread), 'file')} in all"] if unread else []
     index_key, target = index.key(tokenizer_cfg)
-    return prepare_folder(target, lambda folder: index.fill(folder, index_key), index.refuse_changed, [], cfg, show)
+    return prepare_folder(target, lambda folder: index.fill(folder, index_key), index.refuse_changed, notes, cfg, show)
 
 
 def _local(path: Any, key: str, cfg: DataConfig, show: PrepareProgress) -> Path:
@@ -112,15 +117,20 @@ def _tokenizer(cfg: TokenizerConfig, folder: Path) -> tuple[PreTrainedTokenizerF
         return None, named.label, str(error)
 
 
+def _files(path: Path) -> list[Path]:
+    """Returns the file, or those of the folder but hidden ones and its tokenizer's, sorted."""
+    inside = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    shown = [p for p in inside if p == path or "/." not in f"/{p.relative_to(path).as_posix()}"]
+    return [p for p in shown if path / "tokenizer" not in p.parents]
+
+
 def _layout(path: Path, cfg: DataConfig, most_ids: int) -> TokenLayout:
     """Recognises the layout of a folder, or of one file, by its content.
 
     Raises:
         UserError: no layout fits, or several do, or the files are incomplete.
     """
-    inside = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    files = [p for p in inside if path.is_file() or "/." not in f"/{p.relative_to(path).as_posix()}"]
-    files = [p for p in files if path / "tokenizer" not in p.parents]
+    files = _files(path)
     with explained(path):
         found = [make(files) for fits, make in _LAYOUTS if fits(files)]
         if len(found) > 1:
