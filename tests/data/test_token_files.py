@@ -103,7 +103,7 @@ def test_damaged_files_are_refused_or_read_whole(layout: str, tmp_path: Path, op
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_files_that_are_missing_are_named(layout: str, tmp_path: Path, opened: Any) -> None:
+def test_files_that_are_missing_are_not_overlooked(layout: str, tmp_path: Path, opened: Any) -> None:
     whole = tmp_path / "whole"
     laid_out(layout, whole, documents(16))
     files = sorted(whole.iterdir())
@@ -116,6 +116,18 @@ def test_files_that_are_missing_are_named(layout: str, tmp_path: Path, opened: A
             with pytest.raises(UserError, match=r"missing|no tokens|not named"):
                 opened(broken)
         shutil.rmtree(broken)
+
+
+def test_chunks_of_litdata_are_not_taken_for_tokens(tmp_path: Path, opened: Any, tokenizer_config: Any) -> None:
+    laid_out("litdata", tmp_path / "lit", documents())
+    index = tmp_path / "lit" / "index.json"
+    for raw in (b"", b'{"chunks": [', b'{"chunks": []}'):
+        index.write_bytes(raw)
+        with pytest.raises(UserError, match="can't be read"):
+            opened(tmp_path / "lit", tokenizer_config("bpe"))
+    index.unlink()
+    with pytest.raises(UserError, match=r"index\.json is missing, which names litdata's chunk-0-0\.bin"):
+        opened(tmp_path / "lit", tokenizer_config("bpe"))
 
 
 def settings(folder: Path, cache: Path) -> list[str]:

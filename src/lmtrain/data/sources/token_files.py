@@ -193,9 +193,10 @@ _LITDATA = {
 
 def _litdata(files: list[Path]) -> TokenLayout:
     chunks, dtypes = {}, {}
-    indexes = _holding(files, "data_format")
-    for index, content in indexes.items():
-        config = content["config"] if isinstance(content.get("config"), dict) else {}
+    indexes = _indexes(files)
+    for index in indexes:
+        content = parsed(index)
+        config = content["config"]
         packed = next((key for key in ("compression", "encryption") if config.get(key)), None)
         if packed:
             advice = f"write the chunks again with optimize(..., {packed}=None)"
@@ -215,14 +216,10 @@ def _litdata(files: list[Path]) -> TokenLayout:
     )
 
 
-def _holding(files: list[Path], word: str) -> dict[Path, dict[str, Any]]:
-    """Returns the content of each index.json that has this word; UserError if it can't be read."""
-    named = [f for f in files if f.name == "index.json" and word.encode() in f.read_bytes()]
-    found = {file: parsed(file) for file in named}
-    for file, content in found.items():
-        if not isinstance(content, dict):
-            raise UserError(f"{file} holds no JSON object: {CUT}")
-    return found
+def _indexes(files: list[Path]) -> list[Path]:
+    """Returns each index.json with chunks beside it."""
+    chunks = {f.parent for f in files if f.suffix == ".bin"} - {f.parent for f in files if f.suffix == ".mds"}
+    return [f for f in files if f.name == "index.json" and f.parent in chunks]
 
 
 def _read_litdata(file: Path, chunk: dict[str, Any], dtype: str) -> TokenFile:
@@ -294,6 +291,8 @@ def plain(files: list[Path], dtype: str | None, most_ids: int) -> TokenLayout:
 
 
 def _kind(file: Path) -> str:
+    if re.fullmatch(r"chunk-\d+-\d+.*\.bin", file.name):
+        raise UserError(f"{file.parent / 'index.json'} is missing, which names litdata's {file.name}: {CUT}")
     start = _start_of(file, 1024)
     if len(start) == 1024 and int.from_bytes(start[:4], "little") in _LLMC:
         return "llm.c"
@@ -394,7 +393,7 @@ def with_suffix(*suffixes: str) -> Callable[[list[Path]], bool]:
 LAYOUTS: list[tuple[Callable[[list[Path]], bool], Callable[[list[Path]], TokenLayout]]] = [
     (with_suffix(".ds"), _datatrove),
     (with_suffix(".idx"), _megatron),
-    (lambda files: bool(_holding(files, "data_format")), _litdata),
+    (lambda files: bool(_indexes(files)), _litdata),
     (with_suffix(".npy", ".csv.gz"), _dolma),
 ]
 
