@@ -272,7 +272,7 @@ def shard(tokens: int, ends: tuple[int, ...] = ()) -> Any:
         return np.arange(start, start + count)
 
     inside = lambda start, stop: np.array([e for e in ends if start <= e < stop], dtype=np.int64)  # noqa: E731
-    return SimpleNamespace(tokens=tokens, read=read, document_ends=inside, path="x.bin")
+    return SimpleNamespace(tokens=tokens, read=read, document_ends=inside, path="x.bin", mask=None)
 
 
 @pytest.mark.parametrize("seed", [None, 3])

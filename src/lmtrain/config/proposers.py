@@ -235,10 +235,14 @@ def _suffix_there(path: str) -> str:
     return next((suffix for suffix in known if suffix not in (".md", ".rst")), next(iter(known), ""))
 
 
+_TOKENS = re.compile(r"(?<![a-z])(train|val|valid|validation|tokens|chunk)(?![a-z])")
+
+
 def holds_tokens(path: Path) -> bool:
     """Returns whether a folder, or a file, holds token ids instead of text or rows, by names and columns.
 
-    Files such as a .bin count only where nothing lies beside them that could be read as text or rows.
+    A .bin or .npy counts only where nothing lies beside it that could be read as text or rows, and a .bin, which may be
+    anything, only if its name says train, val, tokens or chunk, as of nanoGPT, llm.c and litdata.
     """
     if any((path / name).is_file() for name in ("train.bin", "meta.json")):
         return True
@@ -255,7 +259,8 @@ def holds_tokens(path: Path) -> bool:
             return "input_ids" in column_names(columnar)
         except (OSError, ValueError):  # its reader says what is wrong with it
             return False
-    return bool(suffixes & {".bin", ".npy"}) and not (suffixes & READ_AS.keys()) - {".json", ".md"}
+    named = any(f.suffix == ".npy" or (f.suffix == ".bin" and _TOKENS.search(f.stem)) for f in files)
+    return named and not (suffixes & READ_AS.keys()) - {".json", ".md"}
 
 
 def column_names(file: Path) -> list[str]:
