@@ -19,6 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from machine import machine
 
 from lmtrain.config.compose import check, compose, to_yaml
@@ -176,7 +177,43 @@ def prepare(*overrides: str) -> Callable[[Path], None]:
     return work
 
 
+def make_documents(folder: Path, size: int) -> None:
+    """Writes the index of so many documents of 15 tokens on average, and their tokens, all alike."""
+    ends = np.cumsum(np.random.default_rng(1).integers(1, 30, size)).astype("<u8")
+    ends.tofile(folder / "train_00000.docs")
+    np.zeros(int(ends[-1]), "<u2").tofile(folder / "train_00000.bin")
+
+
+def documents_in(folder: Path) -> Any:
+    from lmtrain.data.store.shards import Shard
+
+    path = folder / "train_00000.bin"
+    return Shard(path, "uint16", path.stat().st_size // 2, {"docs": path.with_suffix(".docs")})
+
+
+def read_windows(folder: Path) -> None:
+    """Reads a step of 64 windows at the start and one from the middle of the second epoch, as after a resume."""
+    from lmtrain.data.order import step_rows
+    from lmtrain.data.text.windows import Windows
+
+    windows = Windows([documents_in(folder)], 1024, seed=1, isolate_documents=True)
+    for step in (0, 3 * len(windows) // 128):
+        windows.read(step_rows(step, rows=len(windows), global_batch_size=64, seed=1))
+
+
+def lay_out(folder: Path) -> None:
+    """Packs whole documents into rows, and reads a step of them."""
+    from lmtrain.data.corpus import text_rows
+    from lmtrain.data.order import step_rows
+
+    config = check(compose(["data=text", "data.path=x", "data.packing=best_fit_decreasing", "data.seq_len=256"]))
+    rows, _ = text_rows([documents_in(folder)], config, 1)
+    rows.read(step_rows(3, rows=len(rows), global_batch_size=64, seed=1))
+
+
 CASES = {
+    "windows of documents": Case("documents", 10_000_000, make_documents, read_windows, flat=True),
+    "documents packed into rows": Case("documents", 10_000_000, make_documents, lay_out),
     "two starts on a source of files": Case("files", 100_000, make_files, start_on_files),
     "going on: logs cut back": Case("rows", 1_000_000, make_log, go_on, flat=True),
     "the page at the end": Case("rows", 100_000, make_log, report, flat=True),

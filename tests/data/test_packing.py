@@ -50,8 +50,9 @@ def test_the_same_lengths_and_seed_give_the_same_rows(method: str) -> None:
     assert all(np.array_equal(getattr(a, f), getattr(b, f)) for f in ("first", "example", "start", "stop"))
 
 
-def test_first_fit_and_best_fit_against_their_definition() -> None:
-    lengths = some_lengths(200, seed=5)
+@pytest.mark.parametrize("longest", [3, 20, CAPACITY])
+def test_first_fit_and_best_fit_against_their_definition(longest: int) -> None:
+    lengths = np.random.default_rng(5).integers(1, longest + 1, 200)
 
     def by_definition(order: list[int], best: bool) -> list[list[int]]:
         rows: list[list[int]] = []

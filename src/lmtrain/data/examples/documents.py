@@ -133,7 +133,11 @@ class TextPieces(Examples):
             shard.check_borders("data.packing=null")
         super().__init__(shards)
         # A document that continues in the next shard is cut at the border.
-        ends = np.union1d(self._begin + self._count, self._shard_starts[1:])
+        ends, borders = self._begin + self._count, np.unique(self._shard_starts[1:])
+        ends = ends[np.diff(ends, prepend=-1) > 0]  # ascending as they are: np.union1d would hash them all
+        at = np.searchsorted(ends, borders)
+        is_end = np.append(ends, -1)[at] == borders
+        ends = np.insert(ends, at[~is_end], borders[~is_end])
         starts = np.concatenate([[0], ends[:-1]])
         pieces = np.maximum(1, -(-(ends - starts - 1) // (longest - 1)))
         number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)

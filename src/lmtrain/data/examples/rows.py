@@ -51,9 +51,10 @@ def pack(lengths: np.ndarray, capacity: int, method: str, seed: int | None) -> P
     if method == "concat":
         return _concat(lengths, capacity, order)
     if method == "best_fit_decreasing":
-        order = order[np.argsort(-lengths[order], kind="stable")]
+        shorter = (capacity - lengths[order]).astype(np.min_scalar_type(capacity))  # 16 bits are sorted by radix
+        order = order[np.argsort(shorter, kind="stable")]
     place = {"greedy": _next_fit, "first_fit": _first_fit, "best_fit_decreasing": _best_fit}[method]
-    row = np.array(place(lengths[order].tolist(), capacity), dtype=np.int64)
+    row = place(lengths[order], capacity)
     by_row = np.argsort(row, kind="stable")
     example = order[by_row]
     rows = int(row.max(initial=-1)) + 1
@@ -73,24 +74,24 @@ def _concat(lengths: np.ndarray, capacity: int, order: np.ndarray) -> Packing:
     return Packing(first, order[holder], begin - begins[holder], end - begins[holder], capacity)
 
 
-def _next_fit(lengths: list[int], capacity: int) -> list[int]:
+def _next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     rows = []
     row = -1
     room = 0
-    for length in lengths:
+    for length in lengths.tolist():
         if length > room:
             row, room = row + 1, capacity
         room -= length
         rows.append(row)
-    return rows
+    return np.array(rows, dtype=np.int64)
 
 
-def _first_fit(lengths: list[int], capacity: int) -> list[int]:
+def _first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Finds the first row with room in O(log(rows)) steps, by a tree of the largest room in each range of rows."""
     leaves = 1 << max(0, len(lengths) - 1).bit_length()
     tree = [capacity] * (2 * leaves)
     rows = []
-    for length in lengths:
+    for length in lengths.tolist():
         node = 1
         while node < leaves:
             node = 2 * node if tree[2 * node] >= length else 2 * node + 1
@@ -99,31 +100,40 @@ def _first_fit(lengths: list[int], capacity: int) -> list[int]:
         while node > 1:
             node //= 2
             tree[node] = max(tree[2 * node], tree[2 * node + 1])
-    return rows
+    return np.array(rows, dtype=np.int64)
 
 
-def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Finds the fullest row with room in a sorted list of the room that rows have left, at most `capacity` values."""
+def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Finds the fullest row with room in a sorted list of the room that rows have left, at most `capacity` values.
+
+    Lengths descend. Examples of one length are placed at once: the fullest row with room takes as many as it holds, and
+    so do all others with as much room.
+    """
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []
-    rows, opened = [], 0
-    for length in lengths:
-        at = bisect.bisect_left(rooms, length)
-        if at == len(rooms):
-            row, room = opened, capacity
-            opened += 1
-        else:
-            room = rooms[at]
-            row = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[at]
-        rows.append(row)
-        left = room - length
-        if left not in with_room:
-            with_room[left] = []
-            bisect.insort(rooms, left)
-        with_room[left].append(row)
-    return rows
+    placed, opened = [np.empty(0, dtype=np.int64)], 0
+    for length, count in zip(*(some[::-1].tolist() for some in np.unique(lengths, return_counts=True)), strict=True):
+        while count:
+            at = bisect.bisect_left(rooms, length)
+            room = rooms[at] if at < len(rooms) else capacity
+            each = min(count, room // length if length else count)
+            if at < len(rooms):
+                held = with_room[room]
+                rows = held[: -1 - max(1, count // each) : -1]
+                del held[-len(rows) :]
+                if not held:
+                    del with_room[room], rooms[at]
+            else:
+                rows = list(range(opened, opened + max(1, count // each)))
+                opened += len(rows)
+            placed.append(np.repeat(rows, each))
+            count -= each * len(rows)
+            left = room - each * length
+            if left not in with_room:
+                with_room[left] = []
+                bisect.insort(rooms, left)
+            with_room[left] += rows
+    return np.concatenate(placed)
 
 
 _MULTIPLE = 8  # the length of padded rows is rounded up to this, which is faster on matrix units
