@@ -298,7 +298,7 @@ def _kind(file: Path) -> str:
         return "llm.c"
     if start[:6] == b"\x93NUMPY":
         return "NumPy"
-    if len(start) == 1024 and not any(start[12:]):
+    if len(start) == 1024 and any(start[:12]) and not any(start[12:]):
         raise UserError(f"{file} begins with a header that is not llm.c's ({start[:12].hex(' ')}, then zeros): {CUT}")
     return "nanoGPT"
 
