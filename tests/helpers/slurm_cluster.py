@@ -149,9 +149,21 @@ class Cluster:
         for node in NODES:
             self.kill_node(node)
         _kill(int((self.folder / "slurmctld.pid").read_text()))
+        for pid in _working_in(self.folder):  # step daemons whose tasks have ended
+            _kill(pid)
         if self.munged is not None:
             self.munged.kill()
             self.munged.wait()
+
+
+def _working_in(folder: Path) -> list[int]:
+    """Returns the processes whose working directory is `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").readlink() == folder:
+                found.append(int(process.name))
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def _kill(pid: int) -> None:
