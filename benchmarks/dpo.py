@@ -4,7 +4,6 @@ python benchmarks/dpo.py [--objective kto]            what is measured, and how,
 """
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=8, help="or answers, of kto, per optimizer step (%(default)s)")
     options = finetune.parse(parser, CONTENDERS, argv)
     unit = "answers" if options.objective == "kto" else "pairs"
-    with tempfile.TemporaryDirectory(prefix="lmtrain_benchmark_") as name:
-        return finetune.main(task_of, CONTENDERS, options, unit, Path(name))
+    return finetune.main(task_of, CONTENDERS, options, unit)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -209,10 +210,10 @@ def main(
     contenders: dict[str, Contender],
     options: argparse.Namespace,
     unit: str,
-    folder: Path,
 ) -> int:
     warn_if_busy()
-    results, missing = measure(task_of(folder, options), contenders, folder)
+    with tempfile.TemporaryDirectory(prefix="lmtrain_benchmark_") as name:
+        results, missing = measure(task_of(Path(name), options), contenders, Path(name))
     if not results:
         return 1
     show(results, missing, options, unit)

@@ -4,7 +4,6 @@ python benchmarks/grpo.py            what is measured, and how, is in benchmarks
 """
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--group", type=int, default=8, help="completions per prompt (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="longest completion (%(default)s)")
     options = finetune.parse(parser, CONTENDERS, argv)
-    with tempfile.TemporaryDirectory(prefix="lmtrain_benchmark_") as name:
-        return finetune.main(task_of, CONTENDERS, options, "completions", Path(name))
+    return finetune.main(task_of, CONTENDERS, options, "completions")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python benchmarks/sft.py            what is measured, and how, is in benchmarks/
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = finetune.parser(__doc__, CONTENDERS, steps=40)
     parser.add_argument("--rows", type=int, default=8, help="conversations per optimizer step (%(default)s)")
     options = finetune.parse(parser, CONTENDERS, argv)
-    with tempfile.TemporaryDirectory(prefix="lmtrain_benchmark_") as name:
-        return finetune.main(task_of, CONTENDERS, options, "tokens", Path(name))
+    return finetune.main(task_of, CONTENDERS, options, "tokens")
 
 
 if __name__ == "__main__":

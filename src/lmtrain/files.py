@@ -96,6 +96,17 @@ def read_regular(path: Path) -> str:
         return file.read().decode("utf-8")
 
 
+def shown_files(path: Path) -> list[Path]:
+    """Returns the file, or those below a folder, sorted; hidden ones and those in hidden folders are left out."""
+    if path.is_file():
+        return [path]
+    found = list[Path]()
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(file for file in found if file.is_file())
+
+
 def temporary_beside(path: Path) -> Path:
     """Returns the temporary path under which this process writes the replacement of `path`, a file or a folder.
 

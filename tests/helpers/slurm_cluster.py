@@ -159,11 +159,11 @@ class Cluster:
 def _working_in(folder: Path) -> list[int]:
     """Returns the processes whose working directory is `folder`."""
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
+    for process in processes.everything():
         with contextlib.suppress(OSError):
-            if (process / "cwd").readlink() == folder:
-                found.append(int(process.name))
-    return [pid for pid in found if pid != os.getpid()]
+            if Path(f"/proc/{process.pid}/cwd").readlink() == folder:
+                found.append(process.pid)
+    return found
 
 
 def _kill(pid: int) -> None:

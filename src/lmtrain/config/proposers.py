@@ -22,6 +22,7 @@ from lmtrain.config.keys import at
 from lmtrain.config.override_text import as_typed, shell_word
 from lmtrain.config.overrides import Word, parse
 from lmtrain.errors import UserError
+from lmtrain.files import shown_files
 
 ROW = 1024  # default data.seq_len, in tokens, with model=<name or folder>; less if the model has fewer positions
 EPOCHS = {"text": 15, "rows": 3}  # maximum over a user's file if no run length is typed; more epochs rarely help
@@ -248,10 +249,9 @@ def holds_tokens(path: Path) -> bool:
         return True
     if path.is_dir() and path.resolve() == Path(path.anchor or "/").resolve():
         return False
-    inside = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    files = [p for p in inside if p == path or "/." not in f"/{p.relative_to(path).as_posix()}"]
-    suffixes = {file.suffix for file in files}
-    if suffixes & {".ds", ".mds"} or any(f.suffix == ".idx" and f.with_suffix(".bin") in files for f in files):
+    files = shown_files(path)
+    suffixes, there = {file.suffix for file in files}, set(files)
+    if suffixes & {".ds", ".mds"} or any(f.suffix == ".idx" and f.with_suffix(".bin") in there for f in files):
         return True
     columnar = next((file for file in files if file.suffix in (".parquet", ".arrow")), None)
     if columnar is not None:

@@ -50,7 +50,7 @@ class Submitter:
         write_atomic(folder / "config.yaml", compose.dump(self.config))
         command = [trust.as_word(trust.granted(self.config)), json.dumps([*self.config.command.words])]
         job = [str(folder / "config.yaml"), target.name, *command]
-        missing = [rank for rank in range(options.tasks) if not part_of(folder, rank).is_dir()]
+        missing = self._missing(folder)
         there = f", {options.tasks - len(missing)} are done already" if len(missing) < options.tasks else ""
         self.say(f"encoding in {options.tasks} tasks ({options.executor}{there}); logs in {folder}")
         if options.executor == "local":
@@ -59,6 +59,10 @@ class Submitter:
             self._slurm(folder, job)
         self.folders.append(folder)
         return folder
+
+    def _missing(self, folder: Path) -> list[int]:
+        """Returns the tasks whose parts are not there."""
+        return [rank for rank in range(self.config.prepare.tasks) if not part_of(folder, rank).is_dir()]
 
     def clean(self) -> None:
         """Removes the parts, of which the prepared folders have been made."""
@@ -98,23 +102,21 @@ class Submitter:
 
         options = self.config.prepare
         executor = slurm_executor(job, options.tasks, options.workers, folder / "datatrove", options.slurm)
-        for rank in range(options.tasks):  # datatrove's own mark of a task whose part is gone, or that never had one
-            if not part_of(folder, rank).is_dir():
-                (folder / "datatrove" / "completions" / f"{rank:05d}").unlink(missing_ok=True)
+        for rank in self._missing(folder):  # datatrove's own mark of a task whose part is gone, or that never had one
+            (folder / "datatrove" / "completions" / f"{rank:05d}").unlink(missing_ok=True)
         executor.run()
-        self.say(f"submitted as job {executor.job_id}; waiting for its tasks")
-        while missing := [r for r in range(options.tasks) if not part_of(folder, r).is_dir()]:
-            if not _is_queued(str(executor.job_id)):
-                time.sleep(_SECONDS_BETWEEN_LOOKS)  # of a shared file system, which may be late
-                missing = [r for r in missing if not part_of(folder, r).is_dir()]
-                if missing:
-                    logs = sorted((folder / "datatrove" / "slurm_logs").glob(f"{executor.job_id}_*.out"))
-                    why = next((_why(log, missing[0], 1) for log in logs if "error: " in log.read_text()), "")
-                    found = why or f"job {executor.job_id} has ended without the parts of {len(missing)} tasks"
-                    where = folder / "datatrove" / "slurm_logs"
-                    raise RunError(f"{found} (logs in {where}){_AGAIN}")
-                break
+        job_id = str(executor.job_id)
+        self.say(f"submitted as job {job_id}; waiting for its tasks")
+        while self._missing(folder) and _is_queued(job_id):
             time.sleep(_SECONDS_BETWEEN_LOOKS)
+        if self._missing(folder):
+            time.sleep(_SECONDS_BETWEEN_LOOKS)  # of a shared file system, which may be late
+        if missing := self._missing(folder):
+            where = folder / "datatrove" / "slurm_logs"
+            logs = sorted(where.glob(f"{job_id}_*.out"))
+            why = next((_why(log, missing[0], 1) for log in logs if "error: " in log.read_text()), "")
+            found = why or f"job {job_id} has ended without the parts of {len(missing)} tasks"
+            raise RunError(f"{found} (logs in {where}){_AGAIN}")
 
 
 def _check_slurm(options: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from lmtrain.data.store.prepared import PreparedData, open_folder, prepare_folde
 from lmtrain.data.store.progress import PrepareProgress
 from lmtrain.data.text.token_index import TokenIndex, explained
 from lmtrain.errors import UserError
+from lmtrain.files import shown_files
 from lmtrain.terminal import counted
 
 _TOKENS = (".bin", ".npy", ".ds", ".mds", ".parquet", ".arrow")
@@ -119,9 +120,7 @@ def _tokenizer(cfg: TokenizerConfig, folder: Path) -> tuple[PreTrainedTokenizerF
 
 def _files(path: Path) -> list[Path]:
     """Returns the file, or those of the folder but hidden ones and its tokenizer's, sorted."""
-    inside = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    shown = [p for p in inside if p == path or "/." not in f"/{p.relative_to(path).as_posix()}"]
-    return [p for p in shown if path / "tokenizer" not in p.parents]
+    return [p for p in shown_files(path) if path / "tokenizer" not in p.parents]
 
 
 def _layout(path: Path, cfg: DataConfig, most_ids: int) -> TokenLayout:

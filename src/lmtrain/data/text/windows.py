@@ -58,9 +58,9 @@ class Windows:
             for b, (epoch, row) in enumerate(rows.tolist()):
                 block[b], ends[b] = self.fim.rearrange(block[b], ends[b], epoch, row)
         batch = make_batch(block, ends if self.isolate_documents else None)
-        for labels, (shard, start) in zip(batch["labels"], places, strict=True):
+        for b, (shard, start) in enumerate(places):
             if shard.mask is not None:
-                labels[torch.from_numpy(~shard.read_mask(start + 1, self.seq_len))] = IGNORE
+                batch["labels"][b, torch.from_numpy(~shard.read_mask(start + 1, self.seq_len))] = IGNORE
         return batch
 
     def _locate(self, epoch: int, row: int) -> tuple[Shard, int]:
