@@ -298,7 +298,7 @@ def test_windows_take_what_has_room_for_a_label_and_an_offset(seed: int | None) 
 
 def test_windows_of_several_shards_are_numbered_through() -> None:
     rows = Windows([shard(9), shard(3), shard(17)], 4, seed=None, isolate_documents=False)
-    assert rows.first_row.tolist() == [0, 2, 2, 6]
+    assert rows.first_row == [0, 2, 2, 6]
     assert [rows._locate(0, row)[1] for row in range(6)] == [0, 4, 0, 4, 8, 12]
     assert [rows._locate(0, row)[0].tokens for row in range(6)] == [9, 9, 17, 17, 17, 17]
 

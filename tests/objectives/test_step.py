@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import lmtrain
 from inprocess import train_tiny
 from lmtrain.optim.skipping import StepGuard
-from support import rows
+from support import TINY, rows
 
 
 def test_a_resumed_run_takes_its_rate_from_its_config(corpus: Path, tmp_path: Path) -> None:
@@ -55,3 +59,48 @@ def test_without_a_factor_only_gradients_that_are_not_finite_are_bad() -> None:
     assert guard.counts() == (1, 1, 4)
     assert not bool(guard.judge(5, None, torch.ones(())))
     assert guard.counts() == (1, 0, 4)
+    assert [int(count) for count in guard.tensors()] == [1, 0, 4]
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Counted(pl.Callback):
+    """Counts the operations of the third step, and of the same step in a bare loop."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            pl_module.first_steps = []  # the checks of a run's beginning, which end at a logged step
+            self.step = Operations()
+            self.step.__enter__()
+        elif trainer.global_step == 3:
+            self.step.__exit__(None, None, None)
+            (batch,) = trainer.train_dataloader.dataset[3]["micro_batches"]  # type: ignore[union-attr]
+            model, optimizer = pl_module.model, pl_module.optimizers().optimizer
+            with Operations() as self.bare:
+                (model(**batch).loss_sum / batch["labels"].numel()).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            trainer.should_stop = True
+
+
+def test_a_step_takes_few_operations_more_than_a_bare_loops(corpus: Path, tmp_path: Path) -> None:
+    """After a forward pass each costs ten times what it costs in a loop of its own, as it is in no cache any more."""
+    data = ["data=text", f"data.path={corpus}", "data.isolate_documents=false", "data.global_batch_size=2"]
+    length = ["trainer.max_steps=200", "trainer.log_every_n_steps=100", "trainer.limit_val_batches=1"]  # a row is rare
+    words = [*TINY, *data, *length]
+    run = lmtrain.build(lmtrain.compose([*words, f"run.dir={tmp_path / 'run'}"]))
+    counted = Counted()
+    run.trainer.callbacks.append(counted)  # type: ignore[attr-defined]
+    run.fit()
+    assert counted.step.count - counted.bare.count <= 32, "it was 65 when a step first was looked through"

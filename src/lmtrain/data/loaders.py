@@ -28,7 +28,8 @@ from lmtrain.errors import UserError
 
 def rows_of_step(rows: Rows, step: int, *, sizes: Stages, seed: int, max_epochs: int | None = None) -> np.ndarray:
     """Returns a step's (epoch, row) pairs, int64 [n, 2] (see `order.stream_rows`); `sizes` has the rows per step."""
-    first, stop = sizes.before(step), sizes.before(step + 1)
+    first = sizes.before(step)
+    stop = first + sizes.at(step)
     mixture: Mixture | None = getattr(rows, "mixture", None)
     if mixture is not None:
         return mixture.stream_rows(first, stop, seed=seed, max_epochs=max_epochs)
@@ -71,11 +72,6 @@ def spread_rows(rows: Rows, count: int) -> ChosenRows:
     return ChosenRows(rows, np.arange(count) * len(rows) // max(1, count))
 
 
-def coupled(rows: Rows, chosen: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Returns (epoch, row, other row), int64 [n, 3], if the rows are `coupled`; else `chosen`, (epoch, row) pairs."""
-    return np.column_stack([chosen, others]) if getattr(rows, "coupled", False) else chosen
-
-
 @dataclass(eq=False)
 class StepDataset(Dataset):
     """A dataset whose item s is this rank's share of step s: {"step": s, "rows": hash, "micro_batches": [...]}.
@@ -105,10 +101,12 @@ class StepDataset(Dataset):
 
     def shares(self, step: int, chosen: np.ndarray) -> list[np.ndarray]:
         """Returns this rank's micro-batches of a step's `row_ids`, as arguments of `Rows.read`; some may be empty."""
-        # If a last step has a single row, its other row is the last row of the previous step.
-        alone = len(chosen) == 1 and step > 0
-        others = self.row_ids(step - 1)[-1:, 1] if alone else np.roll(chosen[:, 1], 1)
-        chosen, size = self.by_length(coupled(self.rows, chosen, others)), self.micro_batch_size
+        if getattr(self.rows, "coupled", False):
+            # If a last step has a single row, its other row is the last row of the previous step.
+            alone = len(chosen) == 1 and step > 0
+            others = self.row_ids(step - 1)[-1:, 1] if alone else np.roll(chosen[:, 1], 1)
+            chosen = np.column_stack([chosen, others])
+        chosen, size = self.by_length(chosen), self.micro_batch_size
         shares = order.rank_share(chosen, self.rank, self.world_size, size)
         lengths = getattr(self.rows, "lengths", None)
         if lengths is None or self.joined_tokens is None:
@@ -194,7 +192,8 @@ class ValidationDataset(Dataset):
         """Returns this rank's `index`-th micro-batch, as an argument of `Rows.read`; the last ones may be empty."""
         places = self.places(index)
         rows, others = (at % self.total * len(self.rows) // self.total for at in (places, places - 1))
-        return coupled(self.rows, np.stack([np.zeros_like(rows), rows], axis=1), others)
+        chosen = [np.zeros_like(rows), rows, *([others] if getattr(self.rows, "coupled", False) else [])]
+        return np.stack(chosen, axis=1)
 
     def __getitem__(self, index: int) -> MicroBatch:
         share = self.share(index)

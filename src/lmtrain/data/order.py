@@ -92,14 +92,16 @@ def stream_rows(first: int, stop: int, *, rows: int, seed: int, max_epochs: int 
     """Returns the (epoch, row) pairs at positions first .. stop - 1 of the stream, in the format of `step_rows`."""
     if max_epochs is not None:
         stop = min(stop, rows * max_epochs)
-    found = [np.empty((0, 2), dtype=np.int64)]
-    while first < stop:
-        epoch, index = divmod(first, rows)
+    found = np.empty((max(0, stop - first), 2), dtype=np.int64)
+    done = 0
+    while first + done < stop:
+        epoch, index = divmod(first + done, rows)
         block, at = divmod(index, _BLOCK)
-        row = _permuted(block, rows, seed, epoch)[at : at + stop - first]
-        found.append(np.stack([np.full_like(row, epoch), row], axis=1))
-        first += len(row)
-    return np.concatenate(found)
+        row = _permuted(block, rows, seed, epoch)[at : at + len(found) - done]
+        found[done : done + len(row), 0] = epoch
+        found[done : done + len(row), 1] = row
+        done += len(row)
+    return found
 
 
 @lru_cache(maxsize=2)

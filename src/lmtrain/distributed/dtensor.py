@@ -78,7 +78,7 @@ def _local_norm(tensors: list[Tensor]) -> Tensor:
 def clip(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor) -> None:
     """Scales the gradients of the optimizer's parameters down to `max_norm` if `norm`, their global norm, is larger."""
     # Else torch multiplies them by 1; a GPU would be waited for.
-    if norm.device.type == "cpu" and norm < max_norm - 1e-5:
+    if norm.device.type == "cpu" and float(norm) < max_norm - 1e-5:
         return
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):

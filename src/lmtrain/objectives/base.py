@@ -214,10 +214,15 @@ class Objective(pl.LightningModule):
             return batch if context is None else context.slice_of(batch)
         if context is not None:
             batch["micro_batches"] = [context.slice_of(mb) for mb in batch["micro_batches"]]
-        parts = [torch.stack([self.count_tokens(mb), self.count_seen(mb)]) for mb in batch["micro_batches"]]
-        counts, self.stop.agreed = agreed(self.trainer, torch.stack(parts).sum(0), self.stop.asked())
+        counted = [(int(self.count_tokens(mb)), int(self.count_seen(mb))) for mb in batch["micro_batches"]]
+        counts = torch.tensor([sum(each) for each in zip(*counted, strict=True)], dtype=torch.int64)
+        counts, self.stop.agreed = agreed(self.trainer, counts, self.stop.asked())
         batch["n_tokens"], batch["seen"] = counts
         return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        # Lightning would look at each value of the batch to find out that it is there.
+        return {**batch} if device.type == "cpu" else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """Trains a step; returns its mean loss on this rank, 0-dim, of which the mean over the ranks is train/loss."""
@@ -315,7 +320,7 @@ class Objective(pl.LightningModule):
         norm = layout.total_norm(gradients)
         if self.gradient_clip_val is not None:
             layout.clip(optimizer, self.gradient_clip_val, norm)
-        self.grad_norm = norm.detach().to(self.device)  # under fsdp.cpu_offload gradients are in host memory
+        self.grad_norm = norm.to(self.device)  # under fsdp.cpu_offload gradients are in host memory
         bad = self.guard.judge(self.trainer.global_step, self.step_loss, self.grad_norm)
         if norm.device.type == "cuda" and can_skip(optimizer):
             optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips the update without a host sync

@@ -6,6 +6,7 @@ once per step to know whether to step at all: custom optimizers, and bitsandbyte
 in Python, so that a step can't be undone on the device.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,12 @@ class StepGuard:
 
     def judge(self, step: int, loss: Tensor | None, grad_norm: Tensor) -> Tensor:
         """Returns whether step `step` (0-based) is bad, bool, 0-dim; `loss` is its mean, needed for spikes only."""
+        if grad_norm.device.type == "cpu" and self.spike_factor is None and math.isfinite(float(grad_norm)):
+            total, in_a_row, start = self.counts()
+            if in_a_row:
+                self.in_a_row = torch.zeros_like(self.in_a_row)
+            self._known = total, 0, start
+            return torch.tensor(False)
         self._known = None
         bad = ~torch.isfinite(grad_norm)
         if loss is not None and self.spike_factor is not None:

@@ -1,6 +1,9 @@
 """Rows of token bins: windows of `seq_len` tokens with their labels, and document starts within a micro-batch."""
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -28,7 +31,7 @@ class Windows:
         self.mixture: Mixture | None = None  # chooses the rows of each step if the shards are of several sources
         self.fim: FillInTheMiddle | None = None  # rearranges documents as they are read
         counts = [self._windows_in(s.tokens) for s in shards]
-        self.first_row = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.first_row = [0, *itertools.accumulate(counts)]  # of each shard, and the number of rows
         if len(self) == 0:
             tokens = max(s.tokens for s in shards)
             more = "use more text" if seed is not None else "hold out more with data.val_fraction"
@@ -36,7 +39,7 @@ class Windows:
             raise UserError(f"{found} (and a label): set data.seq_len={max(1, tokens - 1)} or less, or {more}")
 
     def __len__(self) -> int:
-        return int(self.first_row[-1])
+        return self.first_row[-1]
 
     def _shifts(self, tokens: int) -> bool:
         return self.seed is not None and tokens >= 4 * self.seq_len
@@ -48,11 +51,11 @@ class Windows:
     def _offset(self, shard: int, epoch: int) -> int:
         if self.seed is None or not self._shifts(self.shards[shard].tokens):
             return 0
-        return mix64(self.seed, 0x0FF5E7, epoch, shard) % self.seq_len
+        return _drawn(self.seed, epoch, shard) % self.seq_len
 
     def read(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
         """Reads a micro-batch from (epoch, row) pairs [B, 2]; see `make_batch`."""
-        places = [self._locate(int(epoch), int(row)) for epoch, row in rows]
+        places = [self._locate(epoch, row) for epoch, row in rows.tolist()]
         block, ends = read_places(places, self.seq_len, with_ends=self.isolate_documents or self.fim is not None)
         if self.fim is not None:
             for b, (epoch, row) in enumerate(rows.tolist()):
@@ -65,12 +68,18 @@ class Windows:
 
     def _locate(self, epoch: int, row: int) -> tuple[Shard, int]:
         """Returns the shard of a row, and the index of the row's first token in it."""
-        shard = int(np.searchsorted(self.first_row, row, side="right")) - 1
-        return self.shards[shard], (row - int(self.first_row[shard])) * self.seq_len + self._offset(shard, epoch)
+        shard = bisect_right(self.first_row, row) - 1
+        return self.shards[shard], (row - self.first_row[shard]) * self.seq_len + self._offset(shard, epoch)
 
     def empty(self) -> dict[str, torch.Tensor]:
         """Returns a row that trains nothing, for ranks that have no rows left in the last step."""
         return empty_window(self.seq_len, self.isolate_documents)
+
+
+@lru_cache(maxsize=1024)
+def _drawn(seed: int, epoch: int, shard: int) -> int:
+    """Returns the random number from which the offset of a shard in an epoch follows."""
+    return mix64(seed, 0x0FF5E7, epoch, shard)
 
 
 def read_places(
@@ -103,12 +112,8 @@ def make_batch(block: np.ndarray, ends: list[np.ndarray] | None) -> dict[str, to
         the document starts in the B * T flattened tokens and their end; a label that would cross a document border is
         IGNORE.
     """
-    tokens = torch.from_numpy(block)
     # Copies, even of a single row, which is already contiguous: labels are modified in place.
-    batch = {
-        "input_ids": tokens[:, :-1].clone(memory_format=torch.contiguous_format),
-        "labels": tokens[:, 1:].clone(memory_format=torch.contiguous_format),
-    }
+    batch = {"input_ids": torch.from_numpy(block[:, :-1].copy()), "labels": torch.from_numpy(block[:, 1:].copy())}
     return batch if ends is None else batch | _isolate(batch["labels"], ends)
 
 
