@@ -56,16 +56,16 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Head(torch.autograd.Function):
-    """`cross_entropy._ChunkedCrossEntropy` without bias, scale and further terms, with its logits in 8 bits."""
+    """`cross_entropy._ChunkedCrossEntropy` without bias, scale and soft cap, with its logits in 8 bits."""
 
     gradients_too = False
 
     @classmethod
     def forward(
         cls, ctx: Any, hidden: Tensor, weight: Tensor, bias: None, labels: Tensor, logits: Any, grad: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         assert bias is None
-        assert (logits.scale, logits.terms) == (1.0, cross_entropy.Terms(0.0, 0.0, None))
+        assert (logits.scale, logits.softcap) == (1.0, None)
         w = weight.to(logits.dtype)
         w8, w_scale = kernel(to_8_bits)(w)
         w8_t, one = kernel(transposed)(w8), hidden.new_tensor(1 / GRADIENT_SCALE, dtype=torch.float32)
@@ -88,11 +88,10 @@ class Head(torch.autograd.Function):
         if grad:
             grad_weight = grad_weight.to(weight.dtype) if cls.gradients_too else from_bf16.result()
             ctx.gradients = torch.cat(grad_hidden).to(hidden.dtype), grad_weight
-        total = torch.cat(losses).sum()
-        return total, total.detach().clone()
+        return torch.cat(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.gradients
         return hidden * grad_loss, weight * grad_loss, None, None, None, None
 

@@ -141,8 +141,8 @@ def test_an_output_layer_in_8_bits_is_near_the_plain_one(head: type[fp8_head.Hea
     for own in (True, False):
         hidden, weight = (x.clone().requires_grad_() for x in at_first)
         if own:
-            logits = cross_entropy.Logits(cross_entropy.Terms(0.0, 0.0, None), 1.0, 32, torch.float32, False)
-            loss, _ = head.apply(hidden, weight, None, labels, logits, True)
+            logits = cross_entropy.Logits(None, 1.0, 32, torch.float32, False)
+            loss = head.apply(hidden, weight, None, labels, logits, True)
         else:
             loss = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
         (3 * loss).backward()

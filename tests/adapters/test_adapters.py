@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from family_variants import Variant, build, config_of
-from helpers_models import objective
 from lmtrain.adapters import lora as adapters
 from lmtrain.adapters import lora_files
 from lmtrain.adapters.lora_merge import merged
@@ -72,7 +71,7 @@ def adapted(folder: Path, new_tokens: list[int] | None = None, **changes: Any) -
 
 
 def train(model: PreTrainedModel, steps: int, lr: float = 1e-2) -> None:
-    wrapped = LanguageModel(model, objective())
+    wrapped = LanguageModel(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     for _ in range(steps):
         out = wrapped(**BATCH)
@@ -126,7 +125,7 @@ def assert_gradients_equal(base: Path, new_tokens: list[int], changes: dict[str,
         for name, p in ours.named_parameters():
             if p.requires_grad:
                 p += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
-    out = LanguageModel(ours, objective())(**BATCH)
+    out = LanguageModel(ours)(**BATCH)
     (out.loss_sum / out.n_tokens).backward()
 
     cfg = adapter_of(ours)
@@ -151,7 +150,7 @@ def test_dropout_on_the_output_layer_is_pefts(bases: dict[str, Path]) -> None:
     ours = adapted(bases["untied"], target_modules=["lm_head"], dropout=0.5)
     ours.get_output_embeddings().lora_B["default"].weight.data.normal_()
     torch.manual_seed(1)
-    out = LanguageModel(ours, objective())(**BATCH)
+    out = LanguageModel(ours)(**BATCH)
     torch.manual_seed(1)
     ours.set_attn_implementation("sdpa")
     theirs = ours(input_ids=BATCH["input_ids"]).logits.flatten(0, 1)
@@ -180,7 +179,7 @@ def test_activation_checkpointing_changes_no_gradient(bases: dict[str, Path]) ->
         if checkpointing:
             enable_activation_checkpointing(model)
         torch.manual_seed(0)
-        LanguageModel(model, objective())(**BATCH).loss_sum.backward()
+        LanguageModel(model)(**BATCH).loss_sum.backward()
         found.append({name: p.grad for name, p in trained_state(model).items()})
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(g, found[1][name]) for name, g in found[0].items())
@@ -233,8 +232,8 @@ def test_disabled_is_the_base(bases: dict[str, Path]) -> None:
     assert not torch.allclose(logits(model), expected, atol=1e-3)
     with disabled(model):
         assert torch.allclose(logits(model), expected, atol=1e-5)
-        hidden = LanguageModel(model, objective())(**BATCH)
-    base = LanguageModel(pretrained(bases["tied"]), objective())(**BATCH)
+        hidden = LanguageModel(model)(**BATCH)
+    base = LanguageModel(pretrained(bases["tied"]))(**BATCH)
     assert torch.allclose(hidden.loss_sum, base.loss_sum, rtol=1e-6)
 
 

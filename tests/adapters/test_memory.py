@@ -9,7 +9,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from helpers_models import VOCAB, objective, packed, tiny
+from helpers_models import VOCAB, packed, tiny
 from lmtrain.adapters.memory import (
     TILE,
     MemoryBank,
@@ -153,7 +153,7 @@ def test_a_shared_bank_stands_once_and_others_once_a_layer() -> None:
 
 def test_documents_stay_apart() -> None:
     """Changing a token of one document changes no hidden state of another document."""
-    model = LanguageModel(with_memory(), objective()).eval()
+    model = LanguageModel(with_memory()).eval()
     batch = packed()
     changed = {**batch, "input_ids": batch["input_ids"].clone()}
     changed["input_ids"][0, 2] = (changed["input_ids"][0, 2] + 1) % VOCAB
@@ -167,8 +167,8 @@ def test_documents_stay_apart() -> None:
 
 @pytest.mark.parametrize("how", ["checkpointing", pytest.param("compilation", marks=pytest.mark.slow)])
 def test_other_ways_to_compute_change_no_gradient(how: str) -> None:
-    expected_model = LanguageModel(with_memory("gpt2", layers=(1,)), objective())
-    model = LanguageModel(copy.deepcopy(expected_model.model), objective())
+    expected_model = LanguageModel(with_memory("gpt2", layers=(1,)))
+    model = LanguageModel(copy.deepcopy(expected_model.model))
     expected_model.router_losses.z_loss = model.router_losses.z_loss = 0.1
     torch._dynamo.reset()
     counters.clear()
@@ -205,7 +205,7 @@ def test_groups_by_component() -> None:
 
 
 def test_router_losses_reach_the_loss() -> None:
-    model = LanguageModel(with_memory(), objective())
+    model = LanguageModel(with_memory())
     plain = model(**packed())
     model.router_losses.kinds["memory"] = model.router_losses.kinds["memory"]._replace(load_balance=0.5)
     weighted = model(**packed())

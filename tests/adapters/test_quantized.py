@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from helpers_models import objective
 from lmtrain.adapters import lora as adapters
 from lmtrain.adapters import quantized
 from lmtrain.adapters.lora_merge import merged
@@ -71,7 +70,7 @@ def test_learns_after_a_validation_and_merges(quantization: str, changes: dict[s
             quantised(base, quantization, **changes)
         return
     model = quantised(base, quantization, **changes)
-    wrapped = LanguageModel(model, objective())
+    wrapped = LanguageModel(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert all(p.dtype == torch.float32 and "lora_" in name for name, p in trainable.items())
     optimizer = torch.optim.AdamW(trainable.values(), lr=1e-2)
@@ -129,7 +128,7 @@ def test_layers_taken_apart_are_the_same_functions(quantization: str, double_qua
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
-        LanguageModel(model, objective())(**BATCH).loss_sum.backward()
+        LanguageModel(model)(**BATCH).loss_sum.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     assert gradients[0].keys() == gradients[1].keys()
     assert all(gradient.equal(gradients[1][name]) for name, gradient in gradients[0].items())

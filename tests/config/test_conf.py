@@ -254,9 +254,7 @@ def overrides_of(name: str, material: dict[str, Path]) -> list[str]:
                 f"model.name_or_path={material['pretrained']}", *(MEMORY if "memory" in option else [])]  # fmt: skip
     if group == "objective" and option != "causal_lm":
         if option == "custom":
-            own = ["z_loss=0.0", "label_smoothing=0.0"]
-            return [*tiny, *text, "objective._target_=lmtrain.objectives.causal_lm.CausalLM",
-                    *(f"+objective.{option}" for option in own)]  # fmt: skip
+            return [*tiny, *text, "objective._target_=lmtrain.objectives.causal_lm.CausalLM"]
         if option == "mdlm":
             return [*tiny, *text]
         if option == "distill":

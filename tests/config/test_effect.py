@@ -22,7 +22,6 @@ NO_EFFECT = {
     "trainer.deepspeed.stage=3": "set trainer.strategy=deepspeed",
     "trainer.fsdp.cpu_offload=true": "set trainer.strategy=fsdp",
     "trainer.fsdp.tensor_parallel_size=4": "set trainer.strategy=fsdp_tp",
-    "trainer.spike_window=8": "set trainer.spike_factor=2.0",
     "trainer.fp8_recipe=rowwise": "set trainer.precision=fp8",
     "data.fim.spm_rate=0.2": "set data.fim.rate=0.5",
     "data.name=wikitext": "names data of the hub",
@@ -211,9 +210,9 @@ def test_an_option_and_a_suffix_that_differ_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "typed",
-    [["objective.loss_chunk_tokens=0"], ["objective.loss_chunk_tokens=large"], ["objective.loss_chunk_tokens=2.5"],
-     ["objective.loss_chunk_tokens=true"], ["optimizer.eps=-1"], ["optimizer.momentum=1.0", "optimizer=muon"],
-     ["optimizer.ns_steps=0", "optimizer=muon"], ["optimizer.clip_threshold=0", "optimizer=adafactor"],
+    [["budget.updates=0"], ["budget.updates=large"], ["budget.updates=2.5"],
+     ["budget.updates=true"], ["optimizer.eps=-1"], ["optimizer.momentum=1.0", "optimizer=muon"],
+     ["optimizer.min_parameter_rms=-1", "optimizer=adafactor"],
      ["model.initializer_range=-1"], ["model.rope_theta=0", "model=llama_nano"], ["model.norm_eps=-1"]],
     ids=" ".join,
 )  # fmt: skip

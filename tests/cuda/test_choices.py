@@ -88,21 +88,6 @@ def test_an_old_driver_is_named(monkeypatch: pytest.MonkeyPatch, corpus: Any, tm
     )
 
 
-def test_fp32_products_are_rounded_only_where_asked_for(gpu: Any) -> None:
-    gpu()
-    before = torch.get_float32_matmul_precision()
-    try:
-        devices.set_matmul_precision(resolved("trainer.float32_matmul_precision=high").trainer)
-        assert torch.get_float32_matmul_precision() == "high"
-        devices.set_matmul_precision(resolved().trainer)
-        assert torch.get_float32_matmul_precision() == "highest"
-        cpu = resolved("trainer.float32_matmul_precision=medium", "trainer.accelerator=cpu")
-        devices.set_matmul_precision(cpu.trainer)
-        assert torch.get_float32_matmul_precision() == "highest"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def test_verify_says_what_a_gpu_promises(gpu: Any) -> None:
     gpu()
     assert "trainer.deterministic=true makes resuming exact" in verify.promise(resolved())

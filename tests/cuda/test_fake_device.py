@@ -36,7 +36,7 @@ PACKED = ["data.isolate_documents=true"]
 PLANTED = ["callbacks.extra=[{_target_: planted.ReadsEachStep}]", "run.allow_target=[planted]"]
 
 PRETRAINING = {  # the optimizer is Muon unless one is named
-    "gpt2": ["model.num_hidden_layers=2", "data.global_batch_size=16", "objective.loss_chunk_tokens=4096"],
+    "gpt2": ["model.num_hidden_layers=2", "data.global_batch_size=16"],
     "packed_adamw_8bit": [*LLAMA, *PACKED, "optimizer=adamw_8bit"],
     "packed_dropout_lion_planted": [*PACKED, "model.dropout=0.1", "optimizer=lion", *PLANTED],
     "qwen3": QWEN3,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from family_variants import Variant, build, config_of, variants
-from helpers_models import objective, packed
+from helpers_models import packed
 from lmtrain.distributed.ranks import leave
 from lmtrain.errors import UserError
 from lmtrain.models import context, probe
@@ -34,7 +34,7 @@ def compare(variant: Variant) -> str:
         context.check(model, dist.get_world_size())
     except UserError as error:
         return f"refused: {error}"
-    whole = LanguageModel(model, objective()).eval()
+    whole = LanguageModel(model).eval()
     shared = copy.deepcopy(whole)
     shared.context = context.Context(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     shared.context.mark(shared.model)

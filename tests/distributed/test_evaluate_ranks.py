@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from chats import write_chats, write_rows
 from inprocess import message, run
-from lmtrain.config.compose import check, compose
 from lmtrain.distributed import process_group as world
 from lmtrain.errors import UserError
 from lmtrain.evaluation import harness
@@ -34,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_parts_are_the_batches_that_one_would_make(models: list[Path]) -> None:
-    model = LanguageModel(AutoModelForCausalLM.from_pretrained(models[0]), check(compose([])).objective).eval()
+    model = LanguageModel(AutoModelForCausalLM.from_pretrained(models[0])).eval()
     lengths = np.random.default_rng(0).integers(2, 60, 130)
     stretches = [w for i, n in enumerate(lengths) for w in windows(np.arange(n) % 250, i, 20, 7)]
     whole = list(negative_log_likelihoods(model, stretches, 4))

@@ -15,7 +15,6 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chats import write_chats, write_rows
-from helpers_models import objective
 from inprocess import message, run, train_tiny
 from lmtrain.config import compose as rules
 from lmtrain.evaluation.results import Evaluated, Results, Scores, _label, interval
@@ -321,7 +320,7 @@ def test_half_a_context_is_the_default_stride(given: list[str], sizes: tuple[int
 
 
 def test_one_device_scores_all_windows_and_several_their_parts(model: Path) -> None:
-    wrapped = LanguageModel(AutoModelForCausalLM.from_pretrained(model).eval(), objective())
+    wrapped = LanguageModel(AutoModelForCausalLM.from_pretrained(model).eval())
     ids = [np.arange(length) * 7 % 200 for length in (5, 30, 12, 9, 21)]
     spans = [window for row, some in enumerate(ids) for window in windows(some, row, 16, 8)]
     whole = sorted(negative_log_likelihoods(wrapped, spans, 2))

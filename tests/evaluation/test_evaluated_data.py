@@ -84,7 +84,8 @@ def test_pairs_of_the_hub_are_those_of_the_run(
     for name in splits:
         columns = {key: [f"{key} of {name} {n}" for n in range(60)] for key in ("question", "chosen", "rejected")}
         pq.write_table(pa.table(columns), repository / "data" / f"{name}.parquet")
-    c = config("data=orca_dpo_pairs", f"data.name={repository}", "data.chat_template=zephyr", "data.max_length=null",
+    c = config("data=preference", f"data.name={repository}", "data.columns={prompt: question}",
+               "data.chat_template=zephyr", "data.max_length=null",
                "objective=dpo")  # fmt: skip
     made = prepare_examples(c.data, c.tokenizer, PairRowEncoder, False)
     held = made.split("val")

@@ -17,7 +17,9 @@ import yaml
 from safetensors.torch import load_file
 
 from inprocess import run, snapshot
+from lmtrain.config import fingerprint
 from lmtrain.config.compose import check, compose, dump
+from lmtrain.errors import UserError
 from support import rows
 
 EARLIER = Path(__file__).parent / "earlier"
@@ -89,4 +91,17 @@ def test_removed_keys_of_a_config_are_left_out() -> None:
     assert tree["data"]["_target_"]
     tree["data"]["ranking"], tree["debug"] = "best", {"name": "replay"}
     tree["data"]["curriculum"]["score"] = tree["optimizer"]["fused"] = None
+    tree["objective"]["label_smoothing"], tree["callbacks"]["progress"]["plain_every_seconds"] = 0.0, 5.0
     assert check(tree).data.rows == "conversations"
+
+
+def test_a_removed_key_that_shaped_the_run_is_not_dropped_in_silence() -> None:
+    config = check(compose(["optimizer=muon"]))
+    now = fingerprint.fingerprint(config, {})
+    for value, said in ((0.0, []), (1e-4, ["objective.z_loss (then 0.0001, now removed)"])):
+        then = {"keys": {**now["keys"], "objective.z_loss": value, "optimizer.ns_steps": 5}, "contents": {}}
+        assert [str(change) for change in fingerprint.changes(then, now, {}, config)] == said
+    fingerprint.check_names(["objective.z_loss"], now, config)
+    for typed in ("+objective.z_loss=1e-4", "+data.batch_warmup.lr_scaling=sqrt", "+optimizer.ns_steps=3"):
+        with pytest.raises(UserError, match="there is no key"):
+            check(compose(["optimizer=muon", typed]))

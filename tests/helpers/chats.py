@@ -42,16 +42,10 @@ def hh(number: int) -> dict[str, Any]:
     return {"chosen": start + answer["content"], "rejected": start + "I do not know that city."}
 
 
-def orca(number: int) -> dict[str, Any]:
-    ask, answer = conversation(3 * number)["messages"]
-    return {"system": "", "question": ask["content"], "chosen": answer["content"], "rejected": "I do not know."}
-
-
 # Row generators for the options of conf/data for conversations or preferences.
 ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "chat_jsonl": conversation, "ultrachat": conversation, "alpaca": alpaca, "code_alpaca": alpaca, "dolly": alpaca,
+    "chat_jsonl": conversation, "ultrachat": conversation, "alpaca": alpaca, "dolly": alpaca,
     "gsm8k": alpaca, "preference_jsonl": pair, "ultrafeedback": pair, "hh_rlhf": hh,
-    "orca_dpo_pairs": orca,
     "unpaired_jsonl": lambda i: {"prompt": f"What is {i} and 1?", "completion": f"{i + i % 2}.", "label": i % 2 == 1},
 }  # fmt: skip
 

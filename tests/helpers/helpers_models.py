@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmtrain.config.options import CausalLMConfig, ScratchModelConfig
+from lmtrain.config.options import ScratchModelConfig
 from lmtrain.models.build import build_model
 from lmtrain.models.language_model import LanguageModel
 
@@ -51,14 +51,8 @@ def tiny(family: str, **changes: Any) -> Any:
     return build_model(tiny_config(family, **changes), VOCAB, 0, seq_len=32)
 
 
-def objective(**changes: Any) -> CausalLMConfig:
-    values = {"loss_chunk_tokens": 10, "z_loss": 0.0, "label_smoothing": 0.0}
-    target = "lmtrain.objectives.causal_lm.CausalLM"
-    return CausalLMConfig(name="causal_lm", _target_=target, **{**values, **changes})
-
-
 def wrapped(family: str, **changes: Any) -> LanguageModel:
-    return LanguageModel(tiny(family, **changes), objective())
+    return LanguageModel(tiny(family, **changes))
 
 
 LENGTHS = [[5, 9, 2, 1, 3], [7, 7, 6], [20]]  # lengths of the documents in each of three rows of 20 tokens

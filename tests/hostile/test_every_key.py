@@ -45,7 +45,7 @@ HARMLESS = named(
     data.fim.suffix_token data.prompt_template data.response_template data.revision data.system_prompt
     data.text_column data.train_split data.val_split estimate.device evaluate.checkpoint evaluate.name
     export.checkpoint generate.checkpoint generate.prompt generate.system_prompt inspect.text memory.layers
-    model.attention model.family model.hidden_act model.name model.revision objective.loss_chunk_tokens
+    model.attention model.family model.hidden_act model.name model.revision
     objective.mask_token objective.name objective.stop_tokens optimizer.adamw_pattern optimizer.betas
     optimizer.full_state_pattern optimizer.name peft.init_weights peft.modules_to_save peft.target_modules run.name
     run.time_limit schedule.name sweep.name sweep.space tokenizer.add_tokens tokenizer.revision trainer.devices

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from helpers_models import FAMILIES, LENGTHS, VOCAB, objective, packed, tiny, wrapped
+from helpers_models import FAMILIES, LENGTHS, VOCAB, packed, tiny, wrapped
 from lmtrain.errors import UserError
 from lmtrain.models import attention
 from lmtrain.models.documents import Documents, Inputs, choose_method
@@ -330,7 +330,7 @@ def test_no_mask_is_built(family, monkeypatch):
 
 
 def test_the_models_own_attention_trains_but_refuses_packed_documents():
-    model = LanguageModel(tiny("gpt2", attention="transformers"), objective())
+    model = LanguageModel(tiny("gpt2", attention="transformers"))
     assert model.model.config._attn_implementation != attention.NAME
     batch = packed()
     expected = wrapped("gpt2")(batch["input_ids"], batch["labels"]).loss_sum

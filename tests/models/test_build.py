@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, RwkvConfig, RwkvF
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from family_variants import EXCLUDED
-from helpers_models import FAMILIES, VOCAB, objective, tiny
+from helpers_models import FAMILIES, VOCAB, tiny
 from lmtrain.config import compose as lmtrain_config
 from lmtrain.config.options import MODELS, LoadedModelConfig
 from lmtrain.config.schema import ModelConfig
@@ -288,7 +288,7 @@ def test_a_real_pretrained_model_writes_english_and_predicts_it():
         story = model.generate(ids, max_new_tokens=60, do_sample=False)
     text = tokenizer.decode(story[0], skip_special_tokens=True)
     assert "there was a" in text
-    wrapper = LanguageModel(model, objective(loss_chunk_tokens="auto"))
+    wrapper = LanguageModel(model)
     out = wrapper(story[:, :-1], story[:, 1:])
     assert out.nll_sum / out.n_tokens < 1.2
 

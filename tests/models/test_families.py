@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from family_variants import EXCLUDED, PROBED, Variant, build, config_of, variants
-from helpers_models import objective, packed
+from helpers_models import packed
 from lmtrain.data.examples.pair_rows import PairRows
 from lmtrain.errors import UserError
 from lmtrain.models import build as builder
@@ -31,7 +31,7 @@ def lmtrain_model(model) -> LanguageModel:
     builder._settle_config(model.config)
     builder._let_padding_learn(model)
     probe.set_attention("auto", model, ROW)
-    return LanguageModel(model, objective(loss_chunk_tokens="auto")).eval()
+    return LanguageModel(model).eval()
 
 
 def documents(batch) -> list[torch.Tensor]:

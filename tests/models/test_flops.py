@@ -172,7 +172,6 @@ def test_memory_by_part():
     assert memory["parameters"] == memory["gradients"] == 4 * total
     assert memory["optimizer"] == 8 * total
     assert memory["logits"] == 2 * 256 * 61 * 4
-    assert flops.memory_estimate(model, run_config("objective.loss_chunk_tokens=10"))["logits"] == 10 * 61 * 4
     assert flops.memory_estimate(model, run_config("optimizer=lion"))["optimizer"] == 4 * total
     theirs = {"torch.optim.SGD": 0, "torch.optim.RAdam": 8, "torch.optim.RMSprop": 4}  # bytes a weight, by their papers
     for target, each in theirs.items():

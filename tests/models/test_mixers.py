@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from family_variants import Variant, build, config_of
-from helpers_models import objective, packed
+from helpers_models import packed
 from lmtrain.models import mixers, probe
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
@@ -38,7 +38,7 @@ def both(variant: Variant) -> tuple[LanguageModel, LanguageModel]:
     probe.set_attention("auto", model, seq_len=20)
     assert model.unpacked_because is None
     assert bool(model.mixers) == (variant is not NONE)
-    return LanguageModel(model, objective()).train(), LanguageModel(theirs, objective()).train()
+    return LanguageModel(model).train(), LanguageModel(theirs).train()
 
 
 def a_row_each(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

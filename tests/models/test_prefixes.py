@@ -7,7 +7,7 @@ from test_attention import CPU_METHODS, assert_near_softmax, call, projections, 
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from example_files import ExampleWriter
-from helpers_models import FAMILIES, VOCAB, objective, tiny, wrapped
+from helpers_models import FAMILIES, VOCAB, tiny, wrapped
 from lmtrain.data.examples.documents import Examples
 from lmtrain.data.examples.pair_rows import PairRows, common_prompt, lay_answers
 from lmtrain.models import attention
@@ -94,7 +94,7 @@ def mistral(window: int, method: str) -> LanguageModel:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     model.documents_attention = method
-    return LanguageModel(model, objective())
+    return LanguageModel(model)
 
 
 @pytest.mark.parametrize("method", CPU_METHODS)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,8 +80,7 @@ def test_a_shared_prompt_counts_once_per_completion(mixture: Path) -> None:
     """As in transformers, where each completion is a row with its prompt; TRL adds this loss to GRPO's and DPO's."""
     model = AutoModelForCausalLM.from_pretrained(mixture)
     set_attention("auto", model, 64)
-    options = SimpleNamespace(loss_chunk_tokens="auto")
-    ours = LanguageModel(model, options, of_loaded())
+    ours = LanguageModel(model, of_loaded())
     prompt, completions = list(range(5, 25)), [[30, 31, 32], [40, 41], [50, 51, 52, 53, 54]]
     answers = [after_prompt(prompt, completion) for completion in completions]
     found = []
@@ -129,7 +127,7 @@ def test_padding_is_no_token_of_the_routers(layout: str, mixture: Path, tmp_path
     assert abs(expected - without) > 1e-3, "padding would show"
     expected.backward()
     set_attention("auto", model, 64)
-    ours = LanguageModel(model, SimpleNamespace(loss_chunk_tokens="auto"), of_loaded())
+    ours = LanguageModel(model, of_loaded())
     _, found = ours.hidden_states(inputs_of(batch))
     loss, _ = ours.router_losses(found)
     torch.testing.assert_close(loss, expected)

@@ -44,7 +44,7 @@ def typed(chats: Path, *argv: str) -> Any:
 def tiny_model(config: Any, tokenizer: Any) -> LanguageModel:
     torch.manual_seed(0)
     hf_model = build_model(config.model, len(tokenizer), tokenizer.eos_token_id, config.data.seq_len)
-    return LanguageModel(hf_model, config.objective)
+    return LanguageModel(hf_model)
 
 
 def whole_gradient(model: LanguageModel, corpus: Any) -> tuple[float, int, list[torch.Tensor]]:

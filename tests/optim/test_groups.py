@@ -51,7 +51,7 @@ def config(name: str = "adamw", groups: list[dict[str, Any]] | None = None) -> O
     common: dict[str, Any] = {"name": name, "lr": 1e-3, "weight_decay": 0.1, "groups": groups or []}
     if name != "muon":
         return OptimizerConfig(**common)
-    muon = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adamw_pattern": "embed|wte|wpe|lm_head"}
+    muon = {"momentum": 0.95, "adamw_pattern": "embed|wte|wpe|lm_head"}
     return MuonConfig(betas=[0.9, 0.95], eps=1e-8, **muon, **common)
 
 

@@ -135,7 +135,7 @@ class Threads:
 @pytest.mark.parametrize(("count", "ranks"), [(1, 2), (2, 2), (5, 2), (4, 3), (2, 3), (7, 4)])
 def test_matrices_are_shared_out_whatever_their_number(count: int, ranks: int) -> None:
     matrices = torch.randn(count, 6, 4, generator=torch.Generator().manual_seed(0))
-    whole, original, counts = muon.orthogonalize(matrices, 5), muon.orthogonalize, list[int]()
+    whole, original, counts = muon.orthogonalize(matrices), muon.orthogonalize, list[int]()
 
     def counting(some: Tensor, steps: int) -> Tensor:
         counts.append(len(some))
@@ -152,4 +152,4 @@ def test_matrices_are_shared_out_whatever_their_number(count: int, ranks: int) -
         parts = Threads(ranks).run(lambda rank: muon.orthogonalize_rows(wide.chunk(ranks, 1)[rank], 5, None))
         assert sum(counts) == count
         assert max(counts) == -(-count // ranks)
-    torch.testing.assert_close(torch.cat(parts, 1), muon.orthogonalize(wide, 5), rtol=0, atol=1e-2)
+    torch.testing.assert_close(torch.cat(parts, 1), muon.orthogonalize(wide), rtol=0, atol=1e-2)

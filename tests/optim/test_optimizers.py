@@ -387,13 +387,13 @@ class Count(TorchDispatchMode):
 def test_orthogonalize_keeps_singular_vectors(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     matrices = torch.randn(shape)
-    result = muon.orthogonalize(matrices, steps=5).float()
+    result = muon.orthogonalize(matrices).float()
     u, s, vh = torch.linalg.svd(matrices, full_matrices=False)
     along = torch.einsum("nik,nij,nkj->nk", u, result, vh)  # the new values of the singular values
     large = s > 0.05 * s.amax(-1, keepdim=True)
     assert ((along > 0.6) & (along < 1.3))[large].all()
-    assert torch.allclose(muon.orthogonalize(1000 * matrices, steps=5).float(), result, atol=0.05)  # scale-free
-    assert torch.equal(muon.orthogonalize(torch.zeros(shape), steps=5).float(), torch.zeros(shape))
+    assert torch.allclose(muon.orthogonalize(1000 * matrices).float(), result, atol=0.05)  # scale-free
+    assert torch.equal(muon.orthogonalize(torch.zeros(shape)).float(), torch.zeros(shape))
 
 
 def test_muon_in_small_batches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,9 +510,7 @@ def test_every_key_of_a_yaml_is_an_option_of_its_own(name: str) -> None:
         ("adamw", "eps=-1.0"),
         ("lion", "betas=[0.9,1.0]"),
         ("muon", "momentum=1.0"),
-        ("muon", "ns_steps=0"),
-        ("adafactor", "beta2_decay=0.8"),
-        ("adafactor", "clip_threshold=0.0"),
+        ("adafactor", "min_parameter_rms=-1.0"),
     ],
 )
 def test_values_out_of_range_are_explained(name: str, wrong: str) -> None:

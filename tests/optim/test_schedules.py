@@ -204,8 +204,6 @@ def test_schedules_that_do_not_depend_on_the_length(name: str) -> None:
         ("schedule=wsd schedule.decay_ratio=0.0", "schedule.decay_ratio=0.0"),
         ("schedule=wsd schedule.decay_shape=square", "options: linear, cosine, sqrt"),
         ("schedule.name=cosin", r"schedule\.name=cosin is not known; did you mean cosine.*constant, linear, cosine"),
-        ("schedule=range_test schedule.min_lr_ratio=0.0", "schedule.min_lr_ratio=0.0"),
-        ("schedule=range_test schedule.warmup_steps=3", "has no warmup"),
         ("schedule.name=wsd", r"needs schedule\.decay_ratio: choose schedule=wsd"),
         (
             "schedule.name=constant",

@@ -216,8 +216,9 @@ def test_on_a_cpu_the_memory_is_estimated_for_each_process(monkeypatch: pytest.M
     monkeypatch.setattr(
         estimation, "memory", lambda model, config: {"a": needed[0], "b": len(model) - 2 + model[1] - 3}
     )
-    monkeypatch.setattr(estimation, "device_of", lambda config: Device(str(config.estimate.device), 4 * 2**30, None))
-    asked = config("trainer.devices=2", "estimate.headroom=0.5", "estimate.device=h100")
+    card = int(2 * 2**30 / 0.9) + 1  # a tenth of which is left free
+    monkeypatch.setattr(estimation, "device_of", lambda config: Device(str(config.estimate.device), card, None))
+    asked = config("trainer.devices=2", "estimate.device=h100")
     assert tuning._estimated(asked, tmp_path) == (
         True, "1.00 GiB by the estimate, of 1.00 GiB that a process can use"
     )  # fmt: skip
@@ -279,11 +280,10 @@ def test_a_range_test_trains_from_the_lowest_to_the_highest_rate(
     monkeypatch.setattr(trial, "run", run)
     groups = "optimizer.groups=[{pattern: wpe, lr: 0.02}]"
     found = tuning.Found()
-    tuning.range_test(config("optimizer.lr=0.01", groups, "tune.steps=20", "tune.diverged=3", "tune.smoothing=0.1"),
-                      tmp_path, found)  # fmt: skip
+    tuning.range_test(config("optimizer.lr=0.01", groups, "tune.steps=20"), tmp_path, found)
     assert (seen["lr"], seen["floor"]) == (10.0, pytest.approx(1e-6))
     assert seen["groups"][0]["lr"] == 20.0
-    assert (seen["ends"]["diverged"], seen["ends"]["smoothing"], seen["ends"]["steps"]) == (3, 0.1, 20)
+    assert (seen["ends"]["diverged"], seen["ends"]["smoothing"], seen["ends"]["steps"]) == (4, 0.8, 20)
     assert found.suggestion is not None
     assert found.lr == float(f"{found.suggestion.lr:.2g}")
     assert found.groups is not None

@@ -12,7 +12,7 @@ from lmtrain.models.build import build_model
 from lmtrain.run import plan_costs
 
 GIB = 2**30
-SHAPE = ["model=llama_small", "model.max_position_embeddings=65536", "objective.loss_chunk_tokens=1024"]
+SHAPE = ["model=llama_small", "model.max_position_embeddings=65536"]
 
 
 def config_of(size: int) -> Config:

@@ -326,7 +326,7 @@ def test_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_optuna_on_two_ranks_a_trial(corpus: Path, tmp_path: Path) -> None:
     """Trials that are groups of processes have one folder each and leave nothing running; trials can be added later."""
     pytest.importorskip("optuna")
-    words = ["sweep=optuna", "sweep.name=mine", "sweep.startup_trials=1", "trainer.devices=2",
+    words = ["sweep=optuna", "sweep.name=mine", "trainer.devices=2",
              "data.global_batch_size=8", "optimizer.lr=tag(log,interval(1e-4,1e30))"]  # fmt: skip
     folder = tmp_path / "outputs" / "sweeps" / "mine"
     assert sweep(tmp_path, corpus, *words, "sweep.n_trials=2", "sweep.allow_failures=true").wait(600) == 0

@@ -37,9 +37,6 @@ class WeightAverage(pl.Callback):
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
-        step = trainer.global_step - 1  # counted from 0, as Lightning's average does
-        if step < self.cfg.update_starting_at_step or step % self.cfg.update_every_n_steps != 0:
-            return
         trained = _trained(pl_module)
         now = {name: p.detach().to(torch.promote_types(p.dtype, torch.float32)) for name, p in trained.items()}
         if self._average:
@@ -83,11 +80,8 @@ class Averaging(Feature):
         return [(Phase.CHANGES_WEIGHTS, average)]
 
     def plan_rows(self, model: PreTrainedModel, config: Config) -> list[tuple[str, str]]:
-        ema = config.callbacks.ema
-        since = f" from step {ema.update_starting_at_step:,} on" if ema.update_starting_at_step else ""
-        steps = "every step" if ema.update_every_n_steps == 1 else f"every {ema.update_every_n_steps:,} steps"
-        kept = f"of the weights, decay {ema.decay:g}, {steps}{since}"
-        return [("average", f"{kept}: validated and exported; training continues from the plain weights")]
+        kept = f"of the weights, decay {config.callbacks.ema.decay:g}: validated and exported"
+        return [("average", f"{kept}; training continues from the plain weights")]
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:

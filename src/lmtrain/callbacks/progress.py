@@ -34,7 +34,7 @@ _SHOWN = (  # (key of a row, label, format) of what follows the headline
     ("mfu", "mfu", "{:.1%}"),
 )
 _LABELS = {"val/loss": "val", "rewards/accuracy": "accuracy", "rewards/margin": "margin", "bits_per_byte": "bits/byte"}
-LINES = 7  # lines of a run in a log, not counting validations
+LINES, EVERY_SECONDS = 7, 10  # of a run in a log: most lines, not counting validations, and least time between them
 _SECONDS_BETWEEN_UPDATES = 0.2  # of the bar's position; more would not be visible, but slow down steps
 
 
@@ -194,8 +194,6 @@ class PlainLines(DependsOnLength, pl.Callback):
 
     def _pause(self, step: int, seconds: float) -> float:
         """Returns the seconds between lines: `every_seconds`, or more so that the run prints at most LINES lines."""
-        if self.every_seconds == 0:
-            return 0.0
         return max(self.every_seconds, self._step_seconds(step, seconds) * (self.total_steps - self._first) / LINES)
 
     def _step_seconds(self, step: int, seconds: float) -> float:
@@ -218,6 +216,6 @@ def progress_bar(config: Config, console: Console, total_steps: int) -> RichBar 
         return RichBar(console, total_steps, config.headline())
     if style == "plain":
         # A trial of a sweep prints only its validations.
-        every = math.inf if os.environ.get(TRIAL) == "1" else config.callbacks.progress.plain_every_seconds
+        every = math.inf if os.environ.get(TRIAL) == "1" else EVERY_SECONDS
         return PlainLines(console, total_steps, every, config.headline())
     return None

@@ -128,7 +128,5 @@ class Growing(Feature):
         if lengths is not None:
             found.append(("row length", f"{lengths.in_words()}: tokens; the tokens per step stay the same"))
         if len(sizes.values) > 1:
-            scaling = {"none": "the schedule's", "sqrt": "times (rows / {0})^(1/2)", "linear": "times rows / {0}"}
-            rate = scaling[config.data.batch_warmup.lr_scaling].format(sizes.last)
-            found.append(("rows a step", f"{sizes.in_words()}; their learning rate: {rate}"))
+            found.append(("rows a step", sizes.in_words()))
         return found

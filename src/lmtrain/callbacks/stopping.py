@@ -116,7 +116,7 @@ class BadSteps(pl.Callback):
         except RunError as error:  # the rows of a stream may be gone
             saved = f"The micro-batches of that step can't be saved: {error}."
         skipped = f"{in_a_row} updates in a row were skipped, {total} in all, from step {start} on"
-        often = "a lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true, objective.z_loss=1e-4"
+        often = "a lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true"
         why = "loss or gradient not finite, or a loss spike"
         raise RunError(f"{skipped} ({why}). {saved} What helps most often: {often}")
 

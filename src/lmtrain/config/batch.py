@@ -171,12 +171,6 @@ def check_reached(c: Config, total_steps: int) -> None:
             raise UserError(f"{late}: set {key}={max(1, total_steps // 2)} or less, or raise trainer.max_steps")
 
 
-def rate_factor(sizes: Stages, scaling: str, step: int) -> float:
-    """Returns the factor on the learning rate of a step for a value of data.batch_warmup.lr_scaling."""
-    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[scaling]
-    return float((sizes.at(step) / sizes.last) ** power)
-
-
 def horizon(max_steps: int | None, max_epochs: int | None, rows: int, sizes: Stages) -> int:
     """Returns the optimizer steps of the run, limited by max_steps and max_epochs; the last may have fewer rows."""
     by_epochs = None if max_epochs is None else sizes.steps_for(rows * max_epochs)

@@ -83,10 +83,11 @@ def composition(
     _check_model_name(facts.typed, composed, used, hydra)
     _refuse_removals(composed, used)
     _leave_to_replaced(composed, facts.typed)
-    for key in set(sections.GONE) & facts.typed.keys():
-        if "_target_" not in composed[key.partition(".")[0]]:
-            raise UserError(explain.unknown_key(key, ()))
     _complete_own_optimizer(composed)
+    for key in sections.GONE.keys() & facts.typed.keys():
+        own = key.startswith("optimizer.") and "_target_" in composed.optimizer
+        if not own and key not in sections.names_of(sections.classes(composed)):
+            raise UserError(explain.unknown_key(key, ()))
     for proposal in proposers.row_length(facts.typed, composed, is_named="model" in facts.replaced()):
         word = parse(proposal.override)
         OmegaConf.update(composed, word.key, word.value)
@@ -259,12 +260,12 @@ def check(composed: DictConfig | Mapping[str, Any], command: Command = Config.co
 def _converted(plain: Mapping[str, Any]) -> Config:
     """Returns plain values as the config, converted to the types of their keys; raises UserError if one can't be."""
     tree: Any = OmegaConf.create(interpolations.escaped(plain))
-    for key in sections.GONE:
+    found = sections.classes(tree)
+    for key in sections.GONE.keys() - set(sections.names_of(found)):
         section, _, name = key.rpartition(".")
         holder = OmegaConf.select(tree, section)
-        if isinstance(holder, DictConfig) and (section != "optimizer" or "_target_" not in holder):
+        if isinstance(holder, DictConfig):
             holder.pop(name, None)
-    found = sections.classes(tree)
     try:
         schema = OmegaConf.structured(Config)
         for section, options in found.items():

@@ -17,6 +17,7 @@ from lmtrain.config import environment
 from lmtrain.config.constraints import MACHINE, MODEL, PREPARED, RATE, TRAJECTORY, VALIDATION, Shapes
 from lmtrain.config.keys import annotations_of, flat, keys_in, unread, value_of, values
 from lmtrain.config.schema import Config
+from lmtrain.config.sections import GONE
 from lmtrain.errors import UserError, did_you_mean
 from lmtrain.secrets import same
 
@@ -72,6 +73,8 @@ def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], c
         for name, then in theirs["keys"].items()
         if name in ours["keys"] and not same(then, ours["keys"][name])
     ]
+    gone = {name: then for name, then in theirs["keys"].items() if name in GONE and name not in ours["keys"]}
+    found += [Difference(name, then, "removed") for name, then in gone.items() if GONE[name] not in (None, then)]
     for name in {**theirs["contents"], **{name: None for name in now if name.startswith(FEATURE)}}:
         then = theirs["contents"].get(name)
         if (name in now or name.startswith(FEATURE)) and not same(then, now.get(name)):
@@ -139,7 +142,7 @@ def trained_otherwise(before: dict[str, Any], config: Config, *shapes: Shapes) -
 
 def check_names(allowed: list[str], ours: Fingerprint, config: Config) -> None:
     """Raises UserError for a name in run.allow_change that is neither a config key nor an entry of `contents`."""
-    known = [*ours["contents"], *(key.name for key in keys_in(config))]
+    known = [*ours["contents"], *GONE, *(key.name for key in keys_in(config))]
     for name in allowed:
         if name not in known:
             hint = did_you_mean(name, known, most=2) or f": a key, or one of {', '.join(ours['contents'])}"

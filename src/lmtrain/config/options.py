@@ -31,8 +31,6 @@ _CHOOSES = ReadWhere(lambda c: c.objective.loss not in WITHOUT_REFERENCE, _PER_T
 class CausalLMConfig(ObjectiveConfig):
     headline: ClassVar[tuple[str, ...]] = ("bits_per_byte", "loss")
     may_stay_in_files: ClassVar[bool] = True
-    label_smoothing: Annotated[float, TRAJECTORY, share]
-    z_loss: Annotated[float, TRAJECTORY, not_negative]
 
 
 @dataclass(kw_only=True)
@@ -162,10 +160,7 @@ class AdamW8bitConfig(AdamWConfig):
 
 @dataclass(kw_only=True)
 class AdafactorConfig(OptimizerConfig):
-    beta2_decay: Annotated[float, TRAJECTORY, not_positive]
-    eps: Annotated[float, TRAJECTORY, not_negative]
     min_parameter_rms: Annotated[float, TRAJECTORY, not_negative]
-    clip_threshold: Annotated[float, TRAJECTORY, above_zero]
 
     def state_bytes(self, name: str, shape: Sequence[int], itemsize: int) -> float:
         return 0  # a number per row and column
@@ -176,8 +171,6 @@ class MuonConfig(AdamWConfig):
     """Keys of Muon, and of the AdamW that updates every parameter other than hidden matrices."""
 
     momentum: Annotated[float, TRAJECTORY, share]
-    nesterov: Annotated[bool, TRAJECTORY]
-    ns_steps: Annotated[int, TRAJECTORY, at_least(1)]
     adamw_pattern: Annotated[str, TRAJECTORY, OPEN, regular_expression]
 
     def state_bytes(self, name: str, shape: Sequence[int], itemsize: int) -> float:

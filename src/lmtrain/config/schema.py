@@ -50,7 +50,6 @@ class ObjectiveConfig:
     trains_on_rollouts: ClassVar[bool] = False  # on groups of its own completions, which `Objective.rollout` holds
     name: Annotated[str, TRAJECTORY, OPEN]
     _target_: Annotated[str, TRAJECTORY, classes("lmtrain.objectives")]
-    loss_chunk_tokens: Annotated[int | str, MACHINE, OPEN, auto_or_count]
 
     def check(self, config: "Config") -> None:
         """Raises UserError for incompatible keys; called after each key has passed its own constraints."""
@@ -157,7 +156,6 @@ _FSDP_ONLY = ReadWhere(lambda c: c.trainer.strategy == "fsdp", "set trainer.stra
 _FSDP_TP = ReadWhere(lambda c: c.trainer.strategy == "fsdp_tp", "set trainer.strategy=fsdp_tp")
 _SAMPLED = ReadWhere(lambda c: c.callbacks.samples.every_n_validations, "set callbacks.samples.every_n_validations=1")
 _FP8 = ReadWhere(lambda c: c.trainer.precision == FP8, "set trainer.precision=fp8 too")
-_SPIKES = ReadWhere(lambda c: c.trainer.spike_factor is not None, "set trainer.spike_factor=2.0 too")
 
 
 @dataclass(kw_only=True)
@@ -210,8 +208,6 @@ class TrainerConfig:
     gradient_clip_val: Annotated[float | None, TRAJECTORY, TRAINING]
     max_bad_steps: Annotated[int, RATE, at_least(1)]
     spike_factor: Annotated[float | None, RATE, above_one]
-    spike_window: Annotated[int, RATE, at_least(1), _SPIKES]
-    float32_matmul_precision: Annotated[str, MACHINE, choice("highest", "high", "medium")]
     deterministic: Annotated[bool | str, MACHINE, choice("warn")]
     compile: Annotated[bool | str, MACHINE, choice("auto")]
     activation_checkpointing: Annotated[bool | str, MACHINE, choice("auto", "selective", "offload")]
@@ -230,12 +226,10 @@ class EarlyStoppingConfig:
 
 @dataclass(kw_only=True)
 class EmaConfig:
-    """An exponential moving average of the weights; the keys are named as in Lightning's EMAWeightAveraging."""
+    """An exponential moving average of the weights; see callbacks/average.py."""
 
     enabled: Annotated[bool, RATE]
     decay: Annotated[float, RATE, share]
-    update_every_n_steps: Annotated[int, RATE, at_least(1)]
-    update_starting_at_step: Annotated[int, RATE, not_negative]
 
 
 @dataclass(kw_only=True)
@@ -255,7 +249,6 @@ class SamplesConfig:
 @dataclass(kw_only=True)
 class ProgressConfig:
     style: Annotated[str, SHOWN, choice("auto", "rich", "plain", "none")]
-    plain_every_seconds: Annotated[float, SHOWN]
 
 
 @dataclass(kw_only=True)
@@ -344,7 +337,6 @@ class EvaluateConfig:
 @dataclass(kw_only=True)
 class EstimateConfig:
     device: Annotated[str | None, SHOWN, OPEN]
-    headroom: Annotated[float, SHOWN, share]
     tokens_per_s: Annotated[float | None, SHOWN, above_zero]
     mfu: Annotated[float, SHOWN, above_zero]
 
@@ -362,8 +354,6 @@ class TuneConfig:
     steps: Annotated[int, SHOWN, at_least(20)]
     min_lr: Annotated[float | None, SHOWN, above_zero]
     max_lr: Annotated[float | None, SHOWN, above_zero]
-    smoothing: Annotated[float, SHOWN, share]
-    diverged: Annotated[float, SHOWN, above_one]
     dir: Annotated[str | None, SHOWN]
 
 
@@ -395,7 +385,6 @@ class SweepConfig:
     space: Annotated[dict[str, Any], SHOWN, OPEN]  # {key: values in Hydra's sweep syntax}
     n_trials: Annotated[int | None, SHOWN] = None  # this and the following keys: optuna only
     sampler: Annotated[str | None, SHOWN, choice("tpe", "random")] = None
-    startup_trials: Annotated[int | None, SHOWN] = None
     seed: Annotated[int | None, SHOWN] = None
 
 

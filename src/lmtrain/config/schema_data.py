@@ -25,7 +25,6 @@ class BatchWarmupConfig:
 
     start_size: Annotated[int | None, TRAJECTORY, at_least(1)] = None  # None: data.global_batch_size from step 0 on
     steps: Annotated[int | None, TRAJECTORY, at_least(1)] = None
-    lr_scaling: Annotated[str, RATE, choice("none", "sqrt", "linear")] = "none"
 
 
 @dataclass(kw_only=True)

@@ -28,8 +28,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Tree = Mapping[Any, Any]  # of OmegaConf's containers, or of plain ones
 
-# Removed keys, which only a config.yaml of an earlier version may still have.
-GONE = ("optimizer.fused", "data.ranking", "data.curriculum.score", "data.curriculum.buckets", "data.curriculum.model")
+# Removed keys, which only a config.yaml of an earlier version may still have, and what those that shaped a run are now.
+GONE: dict[str, Any] = {
+    **dict.fromkeys(("optimizer.fused", "data.ranking", "data.batch_warmup.lr_scaling")),
+    **dict.fromkeys(f"data.curriculum.{key}" for key in ("score", "buckets", "model")),
+    **dict.fromkeys(f"callbacks.ema.{key}" for key in ("update_every_n_steps", "update_starting_at_step")),
+    **dict.fromkeys(("callbacks.progress.plain_every_seconds", "estimate.headroom", "sweep.startup_trials")),
+    **dict.fromkeys(("trainer.float32_matmul_precision", "trainer.spike_window", "tune.diverged", "tune.smoothing")),
+    "objective.loss_chunk_tokens": "auto", "objective.z_loss": 0.0, "objective.label_smoothing": 0.0,
+    "optimizer.nesterov": True, "optimizer.ns_steps": 5,
+    "optimizer.beta2_decay": -0.8, "optimizer.eps": 1e-30, "optimizer.clip_threshold": 1.0,
+}  # fmt: skip
 
 
 def classes(tree: Tree) -> dict[str, type[Any]]:

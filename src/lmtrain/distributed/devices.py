@@ -160,11 +160,6 @@ def set_threads(num_threads: int | None, processes: int) -> None:
     spinning.use_threads(torch.get_num_threads())
 
 
-def set_matmul_precision(t: TrainerConfig) -> None:
-    """Sets what fp32 matrices are rounded to before a GPU multiplies them; a CPU never rounds them."""
-    torch.set_float32_matmul_precision(t.float32_matmul_precision if t.accelerator == "cuda" else "highest")
-
-
 def device_name(accelerator: str) -> str:
     """Returns a human-readable name of the device."""
     if accelerator == "cuda":

@@ -330,4 +330,4 @@ def reference_model(who: Subject, config: Config) -> tuple[LanguageModel, str]:
     pl.seed_everything(began.seed, verbose=False)
     hf_model = build_trainable_model(began, who.tokenizer)
     place(hf_model, config.trainer.accelerator)
-    return LanguageModel(hf_model, own.objective).eval(), f"{own.model.name_or_path}, which the run began with"
+    return LanguageModel(hf_model).eval(), f"{own.model.name_or_path}, which the run began with"

@@ -57,5 +57,5 @@ def load(name: str, which: str, config: Config) -> Subject:
     if not has_scalar_head(hf_model):
         check_causal(hf_model, "an evaluation")
     trained.place(hf_model, config.trainer.accelerator)
-    model = LanguageModel(hf_model, config.objective).eval()
+    model = LanguageModel(hf_model).eval()
     return Subject(name, label, model, tokenizer, source if path.exists() else name, folder, own)

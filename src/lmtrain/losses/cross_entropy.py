@@ -25,17 +25,8 @@ DEVICE_BLOCK_BYTES = 128 * 2**20
 class CrossEntropy(NamedTuple):
     """Sums over the tokens that carry a label; divide by `n_tokens` for means."""
 
-    loss_sum: Tensor  # 0-dim fp32, differentiable: negative log-likelihood, smoothing and z-loss
-    nll_sum: Tensor  # 0-dim fp32, detached: negative log-likelihood alone, as in perplexity
+    loss_sum: Tensor  # 0-dim fp32, differentiable
     n_tokens: Tensor  # 0-dim int64
-
-
-class Terms(NamedTuple):
-    """The options that, besides its label, determine the loss of a row of logits."""
-
-    z_loss: float
-    label_smoothing: float
-    logit_softcap: float | None
 
 
 @torch.compiler.disable
@@ -46,17 +37,11 @@ def chunked_cross_entropy(
     *,
     bias: Tensor | None = None,
     chunk_tokens: int,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
     logit_softcap: float | None = None,
     logit_scale: float = 1.0,
     compiled: bool = False,
 ) -> CrossEntropy:
     """Computes cross-entropy of `logit_scale * (hidden @ weight.T) + bias` and `labels`, never holding all the logits.
-
-    Per labelled token, with logits x, label y and `lse = logsumexp(x)`:
-    `(1 - label_smoothing) * (lse - x[y]) + label_smoothing * (lse - mean(x)) + z_loss * lse**2`
-    (label smoothing: Szegedy et al. 2016; z-loss: PaLM, Chowdhery et al. 2022, section 5).
 
     The gradient is computed in the forward and scaled in the backward, which can therefore run only once. Matrix
     products follow autocast; the softmax, the sums over tokens and the sum of the weight's gradient over chunks are in
@@ -72,18 +57,17 @@ def chunked_cross_entropy(
         logit_scale: logits are multiplied by it before the bias (Cohere's logit_scale, 1 / Granite's logits_scaling).
         compiled: run the part between the matrix products through torch.compile, one kernel instead of ten.
     """
-    terms = Terms(z_loss, label_smoothing, logit_softcap)
     n_tokens = (labels != IGNORE_INDEX).sum()
-    if 4 * hidden.shape[0] * weight.shape[0] <= CPU_BLOCK_BYTES and bias is None and terms == Terms(0.0, 0.0, None):
+    if 4 * hidden.shape[0] * weight.shape[0] <= CPU_BLOCK_BYTES and bias is None and logit_softcap is None:
         logits = F.linear(hidden if logit_scale == 1.0 else hidden * logit_scale, weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss_sum = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        return CrossEntropy(loss_sum, loss_sum.detach(), n_tokens)
-    head = Logits(terms, logit_scale, chunk_tokens, matmul_dtype(hidden, weight), compiled)
+        return CrossEntropy(loss_sum, n_tokens)
+    head = Logits(logit_softcap, logit_scale, chunk_tokens, matmul_dtype(hidden, weight), compiled)
     with_grad = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
-        loss_sum, nll_sum = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, head, with_grad)
-    return CrossEntropy(loss_sum, nll_sum, n_tokens)
+        loss_sum = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, head, with_grad)
+    return CrossEntropy(loss_sum, n_tokens)
 
 
 def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -97,8 +81,10 @@ def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 class Logits:
     """The computation of logits from hidden states, one chunk at a time."""
 
-    def __init__(self, terms: Terms, scale: float, chunk_tokens: int, dtype: torch.dtype, compiled: bool) -> None:
-        self.terms, self.scale, self.dtype, self.compiled = terms, scale, dtype, compiled
+    def __init__(
+        self, softcap: float | None, scale: float, chunk_tokens: int, dtype: torch.dtype, compiled: bool
+    ) -> None:
+        self.softcap, self.scale, self.dtype, self.compiled = softcap, scale, dtype, compiled
         self.chunk_tokens = chunk_tokens
 
     def chunks(
@@ -113,7 +99,7 @@ class Logits:
             hidden: [N, D].
             w: [V, D], in `dtype`.
             targets: [N]; those below 0 are read as 0.
-            losses: [2, N]; row 0 receives the losses with all their terms, row 1 the negative log-likelihoods.
+            losses: [N], receives the negative log-likelihoods.
             gradient: whether to compute the gradient; if not, what is yielded in its place has no meaning.
         """
         tokens = hidden.shape[0]
@@ -126,9 +112,9 @@ class Logits:
             if bias is not None:
                 logits += bias
             rows = logits.shape[0] if self.compiled else _block_rows(logits.shape[1], logits.device)
-            labels, outs = targets[chunk].clamp(min=0), losses[:, chunk]
-            for x, y, out in zip(logits.split(rows), labels.split(rows), outs.split(rows, dim=1), strict=True):
-                out[0], out[1] = (_compiled_block if self.compiled else _block)(x, y, self.terms, gradient)
+            labels, outs = targets[chunk].clamp(min=0), losses[chunk]
+            for x, y, out in zip(logits.split(rows), labels.split(rows), outs.split(rows), strict=True):
+                out.copy_((_compiled_block if self.compiled else _block)(x, y, self.softcap, gradient))
             yield chunk, h, logits
 
 
@@ -136,15 +122,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, logits: Logits, with_grad: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         need_hidden, need_weight, need_bias = (with_grad and need for need in ctx.needs_input_grad[:3])
         gradient = need_hidden or need_weight or need_bias
         dtype, w = logits.dtype, weight.to(logits.dtype)
         grad_hidden = hidden.new_empty(hidden.shape, dtype=dtype) if need_hidden else None
         grad_weight = WeightGradient(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
-        # Row 0: loss, row 1: negative log-likelihood.
-        losses = hidden.new_empty(2, hidden.shape[0], dtype=torch.promote_types(dtype, torch.float32))
+        losses = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(dtype, torch.float32))
 
         for chunk, h, grad_logits in logits.chunks(hidden, w, bias, labels, losses, gradient):
             # A row without a label has loss and gradient 0. Its gradient is masked in [c, D] instead of [c, V].
@@ -162,14 +147,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if grad_weight is None else grad_weight.result(),
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
         )
-        sums = losses.masked_fill_(labels == IGNORE_INDEX, 0.0).sum(1)
-        loss_sum, nll_sum = sums[0].clone(), sums[1].clone()
-        ctx.mark_non_differentiable(nll_sum)
-        return loss_sum, nll_sum
+        return losses.masked_fill_(labels == IGNORE_INDEX, 0.0).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("chunked_cross_entropy keeps its gradients for one backward; run the forward again")
@@ -230,12 +212,12 @@ def _block_rows(columns: int, device: torch.device) -> int:
     return max(1, block_bytes // (4 * columns))
 
 
-def _compiled_block(logits: Tensor, labels: Tensor, terms: Terms, gradient: bool) -> tuple[Tensor, Tensor]:
+def _compiled_block(logits: Tensor, labels: Tensor, softcap: float | None, gradient: bool) -> Tensor:
     """Runs `_block` as one kernel for any number of rows, which differs by micro-batch and in a step's last chunk."""
     torch._dynamo.maybe_mark_dynamic(logits, 0)
     torch._dynamo.maybe_mark_dynamic(labels, 0)
     with torch.autocast(logits.device.type, enabled=False):  # already disabled in forward, but not in backward
-        return _compile_block()(logits, labels, terms, gradient)
+        return _compile_block()(logits, labels, softcap, gradient)
 
 
 @cache
@@ -243,34 +225,24 @@ def _compile_block() -> Any:
     return torch.compile(_block)
 
 
-def _block(logits: Tensor, labels: Tensor, terms: Terms, gradient: bool) -> tuple[Tensor, Tensor]:
-    """Returns (losses, negative log-likelihoods) of rows [b, V], each [b]; if asked, `logits` receives the gradient."""
+def _block(logits: Tensor, labels: Tensor, softcap: float | None, gradient: bool) -> Tensor:
+    """Returns the negative log-likelihoods [b] of rows [b, V]; if asked, `logits` receives the gradient."""
     y = labels.unsqueeze(1)  # [b, 1]
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [b, V]
-    if terms.logit_softcap is not None:
-        x = terms.logit_softcap * torch.tanh(x / terms.logit_softcap)
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
     p, lse = _softmax(x)
-    nll = lse - x.gather(1, y)
-    eps = terms.label_smoothing
-    loss = nll
-    if eps:
-        loss = (1 - eps) * nll + eps * (lse - x.mean(1, keepdim=True))
-    if terms.z_loss:
-        loss = loss + terms.z_loss * lse.square()
+    nll = (lse - x.gather(1, y))[:, 0]
     if not gradient:
-        return loss[:, 0], nll[:, 0]
-    if terms.z_loss:
-        p = p * (1 + 2 * terms.z_loss * lse)
-    if eps:
-        p = p - eps / x.shape[1]
+        return nll
     if torch.compiler.is_compiling():
-        p = p - (1 - eps) * (torch.arange(x.shape[1], device=x.device) == y).to(p.dtype)
+        p = p - (torch.arange(x.shape[1], device=x.device) == y).to(p.dtype)
     else:
-        p.scatter_(1, y, p.gather(1, y) - (1 - eps))
-    if terms.logit_softcap is not None:
-        p = p * (1 - (x / terms.logit_softcap).square())
+        p.scatter_(1, y, p.gather(1, y) - 1)
+    if softcap is not None:
+        p = p * (1 - (x / softcap).square())
     logits.copy_(p)
-    return loss[:, 0], nll[:, 0]
+    return nll
 
 
 def _softmax(x: Tensor) -> tuple[Tensor, Tensor]:

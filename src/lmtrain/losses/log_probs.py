@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmtrain.losses.cross_entropy import Logits, Terms, WeightGradient, matmul_dtype
+from lmtrain.losses.cross_entropy import Logits, WeightGradient, matmul_dtype
 
 
 @torch.compiler.disable
@@ -42,7 +42,7 @@ def chunked_log_probs(
 
     Returns: [N] fp32 (fp64 for fp64 inputs), differentiable in hidden, weight and bias.
     """
-    logits = Logits(Terms(0.0, 0.0, logit_softcap), logit_scale, chunk_tokens, matmul_dtype(hidden, weight), compiled)
+    logits = Logits(logit_softcap, logit_scale, chunk_tokens, matmul_dtype(hidden, weight), compiled)
     with_grad = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
         return _ChunkedLogProbs.apply(hidden, weight, bias, targets, logits, with_grad)
@@ -57,7 +57,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         keep = with_grad and any(ctx.needs_input_grad[1:3]) and hidden.shape[0] <= logits.chunk_tokens
         w = weight.to(logits.dtype)
         unit_grad = hidden.new_empty(hidden.shape, dtype=logits.dtype) if need_hidden else None
-        losses = hidden.new_empty(2, hidden.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+        losses = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
         ctx.logits, ctx.only_chunk = logits, []
         for chunk, h, grad_logits in logits.chunks(hidden, w, bias, targets, losses, need_hidden or keep):
             if unit_grad is not None:
@@ -66,7 +66,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 ctx.only_chunk.append((chunk, h, grad_logits))
         # Weights are cast again in backward, so that no second [V, D] is kept from forward to backward.
         ctx.save_for_backward(hidden, weight, bias, targets, unit_grad)
-        return losses[1].neg_()
+        return losses.neg_()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -85,7 +85,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         )
         chunks = ctx.only_chunk
         if not chunks:
-            losses = hidden.new_empty(2, hidden.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+            losses = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
             chunks = logits.chunks(hidden, weight.to(logits.dtype), bias, targets, losses, gradient=True)
         for chunk, h, grad_logits in chunks:
             g = -grad[chunk]

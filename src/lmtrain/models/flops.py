@@ -310,7 +310,4 @@ def _block_activation_bytes(shape: Any, stream: int, product: int, mixed: bool, 
 
 def _logits_bytes(model: PreTrainedModel, config: Config, tokens: int, product: int, card_bytes: int | None) -> int:
     row = model.config.get_text_config().vocab_size * product
-    chunk = config.objective.loss_chunk_tokens
-    if isinstance(chunk, int):
-        return min(tokens, chunk) * row
     return min(tokens * row, auto_chunk_bytes(config.trainer.accelerator, card_bytes))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from lmtrain.config.schema import ObjectiveConfig, RouterConfig
+from lmtrain.config.schema import RouterConfig
 from lmtrain.distributed.dtensor import laid_out
 from lmtrain.errors import UserError
 from lmtrain.losses.cross_entropy import IGNORE_INDEX, CrossEntropy, chunked_cross_entropy
@@ -28,9 +28,9 @@ from lmtrain.models.rotary import Lengths
 from lmtrain.models.routers import Logits, RouterLosses, Routers
 from lmtrain.models.scalar_head import HEAD, has_scalar_head
 
-# For loss_chunk_tokens=auto: bytes of one chunk's logits, in the dtype of their matrix product. Smaller chunks cost
+# Bytes of one chunk's logits, in the dtype of their matrix product. Smaller chunks cost
 # time (the weight's gradient is summed once per chunk), larger ones only memory, of which a large GPU has enough.
-AUTO_CHUNK_BYTES, LARGEST_CHUNK_BYTES, CHUNKS_PER_CARD = 256 * 2**20, 2 * 2**30, 64
+SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES, CHUNKS_PER_CARD = 256 * 2**20, 2 * 2**30, 64
 # Families whose logits are known to be the output layer applied to the last hidden state; others are compared once.
 KNOWN_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
@@ -39,10 +39,10 @@ KNOWN_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen
 def auto_chunk_bytes(device_type: str, card_bytes: int | None = None) -> int:
     """Returns the bytes for one chunk's logits: 1.25 GiB on a GPU of 80 GiB (`card_bytes`; None: the current GPU's)."""
     if device_type != "cuda" or (card_bytes is None and not torch.cuda.is_available()):
-        return AUTO_CHUNK_BYTES
+        return SMALLEST_CHUNK_BYTES
     if card_bytes is None:
         card_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return min(LARGEST_CHUNK_BYTES, max(AUTO_CHUNK_BYTES, card_bytes // CHUNKS_PER_CARD))
+    return min(LARGEST_CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, card_bytes // CHUNKS_PER_CARD))
 
 
 class LanguageModelOutput(NamedTuple):
@@ -70,7 +70,7 @@ class LanguageModel(nn.Module):
 
     model: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, objective: ObjectiveConfig, router: RouterConfig | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, router: RouterConfig | None = None) -> None:
         super().__init__()
         self.has_scalar_head = has_scalar_head(model)
         has_head = self.has_scalar_head or model.get_output_embeddings() is not None
@@ -78,10 +78,6 @@ class LanguageModel(nn.Module):
             part = f"{model.base_model_prefix!r}, as transformers calls its decoder" if has_head else "output embedding"
             raise UserError(f"{type(model).__name__} has no {part}: it can't be trained")
         self.model = model
-        # Terms of the loss in `forward`; objectives with a loss of their own don't have these options.
-        self.z_loss = getattr(objective, "z_loss", 0.0)
-        self.label_smoothing = getattr(objective, "label_smoothing", 0.0)
-        self.chunk_tokens = objective.loss_chunk_tokens
         self.logit_scale, self.logit_softcap = _logit_transform(model)
         config = model.config.get_text_config()
         self.routers = Routers(model)
@@ -150,15 +146,13 @@ class LanguageModel(nn.Module):
         loss = at_head(self.model, partial(self._cross_entropy, labels=labels), hidden)
         router_loss, aux = self.router_losses(router_logits)
         loss_sum = loss.loss_sum if router_loss is None else loss.loss_sum + router_loss * loss.n_tokens
-        return LanguageModelOutput(loss_sum, loss.nll_sum, loss.n_tokens, aux)
+        return LanguageModelOutput(loss_sum, loss.loss_sum.detach(), loss.n_tokens, aux)
 
     def _cross_entropy(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> CrossEntropy:
         """Computes the loss of all tokens [N]; the ranks of `same_tokens`, if set, share the computation."""
         of_rows = partial(
             chunked_cross_entropy,
             chunk_tokens=self._chunk(weight, hidden),
-            z_loss=self.z_loss,
-            label_smoothing=self.label_smoothing,
             logit_softcap=self.logit_softcap,
             logit_scale=self.logit_scale,
             compiled=self._compiled(),
@@ -316,8 +310,6 @@ class LanguageModel(nn.Module):
         return self._has_compiled_blocks() and not (self.validates and self.model.device.type == "cpu")
 
     def _chunk(self, weight: Tensor, hidden: Tensor) -> int:
-        if isinstance(self.chunk_tokens, int):
-            return self.chunk_tokens
         return max(1, auto_chunk_bytes(hidden.device.type) // (weight.shape[0] * autocast_dtype(hidden).itemsize))
 
     @torch.no_grad()
@@ -379,8 +371,7 @@ def shared_cross_entropy(
     labels = F.pad(labels, (0, padding), value=IGNORE_INDEX).chunk(ranks)[mesh.get_local_rank()]
     bias = None if bias is None else _scaled_gradient(bias, ranks)
     own = of_rows(hidden, _scaled_gradient(weight, ranks), labels, bias=bias)
-    loss_sum, nll_sum = (laid_out(x, mesh, Partial(), Replicate()) for x in (own.loss_sum, own.nll_sum))
-    return CrossEntropy(loss_sum, nll_sum.detach(), n_tokens)
+    return CrossEntropy(laid_out(own.loss_sum, mesh, Partial(), Replicate()), n_tokens)
 
 
 def _scaled_gradient(x: Tensor, factor: int) -> Tensor:

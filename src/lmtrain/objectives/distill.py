@@ -100,7 +100,7 @@ class Distill(Objective):
         eos = corpus.tokenizer.eos_token_id
         model = build_model(cfg, len(corpus.tokenizer), eos, config.data.seq_len)
         self.fingerprint["contents"]["teacher"] = first_values_hash(model)
-        teacher = LanguageModel(model.eval().requires_grad_(False), config.objective, config.router)
+        teacher = LanguageModel(model.eval().requires_grad_(False), config.router)
         self._teacher = [teacher]  # in a list: not a submodule, so neither saved nor optimized
         if self.options.on_policy:
             self._check_room(corpus)

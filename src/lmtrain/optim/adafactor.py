@@ -12,12 +12,14 @@ from torch import Tensor
 from lmtrain.distributed.dtensor import like, whole
 from lmtrain.optim.skipping import SkippingOptimizer, factor, or_else
 
+_BETA2_DECAY, _EPS = -0.8, 1e-30  # the paper's: beta2 at step t is 1 - t^-0.8, and epsilon_1 is added to squares
+
 
 class Adafactor(SkippingOptimizer):
     """Algorithms 4 and 5 of the paper without momentum; the relative step size is the given `lr`.
 
     A parameter moves by `lr` times its own root mean square (at least `min_parameter_rms`, the paper's epsilon_2); its
-    update's root mean square is clipped to `clip_threshold`. Weight decay is decoupled: lr * weight_decay, as in AdamW.
+    update's root mean square is clipped to 1. Weight decay is decoupled: lr * weight_decay, as in AdamW.
     State in float32: `step`, and `row` [..., rows] and `column` [..., columns] of a matrix or `square` of a vector
     (that of a half-precision vector: see half.py).
     """
@@ -26,21 +28,10 @@ class Adafactor(SkippingOptimizer):
         self,
         params: Any,
         lr: float = 1e-2,
-        beta2_decay: float = -0.8,
-        eps: float = 1e-30,
         min_parameter_rms: float = 1e-3,
-        clip_threshold: float = 1.0,
         weight_decay: float = 0.0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "beta2_decay": beta2_decay,
-            "eps": eps,
-            "min_parameter_rms": min_parameter_rms,
-            "clip_threshold": clip_threshold,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": lr, "min_parameter_rms": min_parameter_rms, "weight_decay": weight_decay})
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:
@@ -56,16 +47,16 @@ class Adafactor(SkippingOptimizer):
         kept = factor(self)
         (gradient,) = or_else(self, [gradient], [torch.zeros_like(gradient)])
         state["step"] += kept
-        weight = _share_of_new(state["step"], group["beta2_decay"]) * kept
-        square, eps = gradient.square(), group["eps"]
+        weight = _share_of_new(state["step"]) * kept
+        square = gradient.square()
         if parameter.ndim >= 2:
-            row = state["row"].lerp_(square.mean(-1) + eps, weight)  # [..., rows]
-            column = state["column"].lerp_(square.mean(-2) + eps, weight)  # [..., columns]
+            row = state["row"].lerp_(square.mean(-1) + _EPS, weight)  # [..., rows]
+            column = state["column"].lerp_(square.mean(-2) + _EPS, weight)  # [..., columns]
             row_factor = (row / row.mean(-1, keepdim=True)).rsqrt().unsqueeze(-1)
             update = (gradient * row_factor).mul_(column.rsqrt().unsqueeze(-2))
         else:
-            update = gradient * state["square"].lerp_(square + eps, weight).rsqrt()
-        clip = (whole(_rms(update)) / group["clip_threshold"]).clamp(min=1)
+            update = gradient * state["square"].lerp_(square + _EPS, weight).rsqrt()
+        clip = whole(_rms(update)).clamp(min=1)
         scale = whole(_rms(parameter.float())).clamp(min=group["min_parameter_rms"])
         change = update.mul_(group["lr"] * scale / clip)
         (change,) = or_else(self, [change], [torch.zeros_like(change)])  # not finite if the first step is skipped
@@ -73,11 +64,11 @@ class Adafactor(SkippingOptimizer):
         parameter.sub_(like(change, parameter))
 
 
-def _share_of_new(step: Tensor, beta2_decay: float) -> Tensor | float:
+def _share_of_new(step: Tensor) -> Tensor | float:
     """Returns 1 - beta2, the weight of the new squares in the means; on a GPU as 0-dim fp32, without a host sync."""
     if step.device.type == "cpu":
-        return float(max(step.item(), 1.0) ** beta2_decay)
-    return (step.double().clamp(min=1) ** beta2_decay).float()
+        return float(max(step.item(), 1.0) ** _BETA2_DECAY)
+    return (step.double().clamp(min=1) ** _BETA2_DECAY).float()
 
 
 def _initial_state(gradient: Tensor) -> dict[str, Tensor]:

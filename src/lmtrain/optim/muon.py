@@ -31,13 +31,12 @@ ADAMW_UPDATE_RMS = 0.2
 BATCH_ELEMENTS = 2**25
 
 
-def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Approximates U V^T for each matrix U S V^T of a batch, by a Newton-Schulz iteration.
 
     Args:
         matrices: [N, rows, columns], any floating dtype. A transposed (GPT-2's Conv1D) or fused (q, k and v in one)
             matrix works as well as any other.
-        steps: iterations; the coefficients were chosen for 5.
 
     Returns: [N, rows, columns] in bfloat16, or in float32 where bfloat16 isn't native.
     """
@@ -47,33 +46,33 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     if tall:  # the smaller Gram matrix is cheaper
         x = x.mT
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # singular values at most 1
-    for _ in range(steps):
+    for _ in range(5):  # which the coefficients were chosen for
         gram = x @ x.mT  # [N, n, n], n the smaller side
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
 
 
-def orthogonalize_together(matrices: Tensor, steps: int) -> Tensor:
+def orthogonalize_together(matrices: Tensor) -> Tensor:
     """Orthogonalizes matrices that all ranks hold: each rank computes its share of them and sends it to the others.
 
     The work is divided by the number of ranks; only the updates are sent, in the dtype they are computed in.
     """
     ranks, n = world.size(), len(matrices)
     if ranks == 1 or n == 1:
-        return orthogonalize(matrices, steps)
+        return orthogonalize(matrices)
     share = -(-n // ranks)  # the last ranks may have fewer, or none
     mine = matrices[world.rank() * share : (world.rank() + 1) * share]
     shape = (share, *matrices.shape[1:])
     found = torch.zeros(shape, dtype=_matmul_dtype(matrices.device.type), device=matrices.device)
     if len(mine):
-        found[: len(mine)] = orthogonalize(mine, steps)
+        found[: len(mine)] = orthogonalize(mine)
     gathered = found.new_empty((ranks * share, *matrices.shape[1:]))
     dist.all_gather_into_tensor(gathered, found)
     return gathered[:n]
 
 
-def orthogonalize_rows(rows: Tensor, steps: int, group: dist.ProcessGroup) -> Tensor:
+def orthogonalize_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Orthogonalizes matrices whose rows are sharded evenly over the ranks of a group.
 
     Each rank gets all rows of its share of the matrices, orthogonalizes these and sends every rank its rows of the
@@ -81,7 +80,6 @@ def orthogonalize_rows(rows: Tensor, steps: int, group: dist.ProcessGroup) -> Te
 
     Args:
         rows: [N, rows / ranks, columns], this rank's rows.
-        steps: as in `orthogonalize`.
 
     Returns: [N, rows / ranks, columns], this rank's rows of the results, in the dtype they are computed in.
     """
@@ -94,7 +92,7 @@ def orthogonalize_rows(rows: Tensor, steps: int, group: dist.ProcessGroup) -> Te
     dist.all_to_all_single(received, sent, group=group)
     matrices = received.unflatten(0, (ranks, share)).transpose(0, 1).flatten(1, 2)  # [share, rows, columns]
     if mine:
-        matrices[:mine] = orthogonalize(matrices[:mine], steps)
+        matrices[:mine] = orthogonalize(matrices[:mine])
     sent = matrices.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1).contiguous()
     found = torch.empty_like(sent)  # not `received`: with one matrix per rank, `sent` is a view of it
     dist.all_to_all_single(found, sent, group=group)
@@ -118,18 +116,9 @@ class Muon(SkippingOptimizer):
         params: Any,
         lr: float = 1e-3,
         momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
         weight_decay: float = 0.0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     def _step(self) -> None:
         for group in self.param_groups:
@@ -140,29 +129,29 @@ class Muon(SkippingOptimizer):
         """Updates parameters of one shape, with as many kernels for a hundred of them as for one."""
         directions, ranks = self._directions(parameters, group), rows_shared_over(parameters[0])
         if ranks is None:
-            parts = _of_whole_matrices(directions, parameters, group["ns_steps"])
+            parts = _of_whole_matrices(directions, parameters)
         else:
             rows = torch.stack([held(d) for d in directions])
-            parts = list(orthogonalize_rows(rows, group["ns_steps"], ranks).to(parameters[0].dtype))
+            parts = list(orthogonalize_rows(rows, ranks).to(parameters[0].dtype))
         scale = ADAMW_UPDATE_RMS * math.sqrt(max(parameters[0].shape[-2:]))
         change([held(p) for p in parameters], parts, group["lr"] * factor(self), group["weight_decay"], scale)
 
     def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Adds the new gradients to the momenta; returns the directions, with Nesterov the gradient added once more."""
+        """Adds the new gradients to the momenta; returns the directions, the gradient added once more (Nesterov)."""
         weight, (momenta, gradients) = group["momentum"], self._momenta_and_gradients(parameters)
         torch._foreach_lerp_(momenta, gradients, 1 - weight)
-        directions = torch._foreach_lerp(gradients, momenta, weight) if group["nesterov"] else momenta
+        directions = torch._foreach_lerp(gradients, momenta, weight)
         return [as_part_of(d, p) for d, p in zip(directions, parameters, strict=True)]
 
 
-def _of_whole_matrices(directions: list[Tensor], parameters: list[Tensor], steps: int) -> list[Tensor]:
+def _of_whole_matrices(directions: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
     """Returns this rank's shards of the orthogonalized matrices, gathering the directions first if they are sharded."""
     if is_part(parameters[0]):
         dtype = _matmul_dtype(parameters[0].device.type)  # they are rounded to it anyway, and half as much is sent
         directions = [whole(d.to(dtype)) for d in directions]
     stacked = torch.stack(directions)  # [P, ..., rows, columns]
     matrices = stacked.flatten(0, -3)  # [N, rows, columns]
-    updates = orthogonalize_together(matrices, steps).unflatten(0, stacked.shape[:-2]).to(parameters[0].dtype)
+    updates = orthogonalize_together(matrices).unflatten(0, stacked.shape[:-2]).to(parameters[0].dtype)
     return [held(like(update, p)) for update, p in zip(updates, parameters, strict=True)]
 
 

@@ -120,8 +120,7 @@ def _adamw_8bit(groups: Groups, cfg: AdamW8bitConfig) -> torch.optim.Optimizer:
 
 
 def _adafactor(groups: Groups, cfg: AdafactorConfig) -> torch.optim.Optimizer:
-    keys = ("beta2_decay", "eps", "min_parameter_rms", "clip_threshold")
-    return Adafactor(groups, **{key: getattr(cfg, key) for key in keys})
+    return Adafactor(groups, min_parameter_rms=cfg.min_parameter_rms)
 
 
 def _lion(groups: Groups, cfg: LionConfig) -> torch.optim.Optimizer:
@@ -129,8 +128,7 @@ def _lion(groups: Groups, cfg: LionConfig) -> torch.optim.Optimizer:
 
 
 def _muon(groups: Groups, cfg: MuonConfig) -> torch.optim.Optimizer:
-    muon = {"momentum": cfg.momentum, "nesterov": cfg.nesterov, "ns_steps": cfg.ns_steps}
-    optimizer = MuonWithAdamW(groups, muon=muon, adamw=_adamw_arguments(cfg))
+    optimizer = MuonWithAdamW(groups, muon={"momentum": cfg.momentum}, adamw=_adamw_arguments(cfg))
     optimizer.register_load_state_dict_pre_hook(_stay_fused)
     return optimizer
 

@@ -22,16 +22,16 @@ _NEVER = -1
 class StepGuard:
     """A detector of bad steps, whose updates are skipped: loss or gradient norm are not finite, or the loss is a spike.
 
-    A spike is a loss above `spike_factor` times the median of the last `spike_window` good losses; it is checked for
+    A spike is a loss above `spike_factor` times the median of the last `window` good losses; it is checked for
     once that many have been seen. All state stays on the device; `counts` reads it.
     """
 
-    def __init__(self, spike_factor: float | None, spike_window: int) -> None:
+    def __init__(self, spike_factor: float | None, window: int = 64) -> None:
         self.spike_factor = spike_factor
         self.total = torch.zeros((), dtype=torch.int64)
         self.in_a_row = torch.zeros((), dtype=torch.int64)
         self.streak_start = torch.full((), _NEVER, dtype=torch.int64)
-        self.recent = torch.full((spike_window,), float("nan"), dtype=torch.float64)
+        self.recent = torch.full((window,), float("nan"), dtype=torch.float64)
         self._known: tuple[int, int, int] | None = None  # what `counts` returns, once read
 
     def to(self, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class StepGuard:
         self.total = torch.tensor(state["total"], dtype=torch.int64)
         self.in_a_row = torch.tensor(state["in_a_row"], dtype=torch.int64)
         self.streak_start = torch.tensor(state["streak_start"], dtype=torch.int64)
-        if len(state["recent"]) == len(self.recent):  # else spike_window has changed: start empty
+        if len(state["recent"]) == len(self.recent):  # an earlier version could have another window
             self.recent = torch.tensor(state["recent"], dtype=torch.float64)
 
 

@@ -23,7 +23,7 @@ from lmtrain.data import tokenizers
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.models import flops
-from lmtrain.run.plan_costs import gib
+from lmtrain.run.plan_costs import HEADROOM, gib
 from lmtrain.terminal import si, time_in_words
 
 
@@ -222,7 +222,7 @@ def estimate(config: Config) -> int:
     model = build(config)
     console = terminal.console()
     console.print(terminal.facts(rows(model, config, device)))
-    room = device.bytes * (1 - config.estimate.headroom)
+    room = device.bytes * (1 - HEADROOM)
     chosen = sum(memory(model, config).values())
     console.print(memory_table(by_strategy(model, config), room))
     if chosen <= room:

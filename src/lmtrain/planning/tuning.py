@@ -17,11 +17,14 @@ from lmtrain.errors import RunError, UserError, writing
 from lmtrain.files import absolute, strict_json, write_atomic
 from lmtrain.optim.schedules import Suggestion, suggest
 from lmtrain.planning import estimation, trial
+from lmtrain.run.plan_costs import HEADROOM
 from lmtrain.run.start import start
 from lmtrain.run_folder import folder as run_dir
 from lmtrain.secrets import command
 
 _REACH = 1000.0  # by default, a range test extends by this factor below and above optimizer.lr
+_SMOOTHING = 0.8  # decay of the moving average of a range test's loss
+_DIVERGED = 4.0  # a range test ends when that average exceeds its minimum by this factor
 _PROBE_STEPS = 2  # from the second step on, optimizer state and gradients are in memory together
 
 
@@ -89,7 +92,7 @@ def _estimated(config: Config, _folder: Path) -> tuple[bool, str]:
     asked = copy.deepcopy(config)
     asked.estimate.device = None
     device = estimation.device_of(asked)
-    room = device.bytes * (1 - config.estimate.headroom) / int(config.trainer.devices)
+    room = device.bytes * (1 - HEADROOM) / int(config.trainer.devices)
     needed = sum(estimation.memory(estimation.build(asked, len(build_corpus(asked).tokenizer)), asked).values())
     words = f"{needed / 2**30:.2f} GiB by the estimate, of {room / 2**30:.2f} GiB that a process can use"
     return needed <= room, words
@@ -123,8 +126,7 @@ def range_test(config: Config, folder: Path, found: Found) -> None:
 
     # The test: the run's own steps, at a rate that rises from the lowest to the highest.
     print(f"a range test of {settings.steps} steps, optimizer.lr from {low:.2g} to {high:.2g}", flush=True)
-    ends = {"diverged": settings.diverged, "smoothing": settings.smoothing}
-    tried = trial.config_of(config, folder, settings.steps, **ends)
+    tried = trial.config_of(config, folder, settings.steps, diverged=_DIVERGED, smoothing=_SMOOTHING)
     tried.optimizer.lr = high
     tried.optimizer.groups = scaled(config.optimizer.groups, lr, high) or config.optimizer.groups
     tried.schedule = RangeTestConfig(name="range_test", warmup_steps=None, warmup_ratio=None, min_lr_ratio=low / high)
@@ -132,7 +134,7 @@ def range_test(config: Config, folder: Path, found: Found) -> None:
 
     # Where the loss falls fastest, and the rates that follow from it.
     rates, losses = ([row[name] for row in found.curve] for name in ("lr", "loss"))
-    found.suggestion = suggest(rates, losses, settings.smoothing)
+    found.suggestion = suggest(rates, losses, _SMOOTHING)
     if found.suggestion is None:
         level = f"the loss did not fall between optimizer.lr={low:.2g} and {high:.2g}"
         last = f"{len(rates)} steps, the last loss is {losses[-1]:.4g}"

@@ -19,20 +19,19 @@ from lmtrain.callbacks.metrics import Metrics
 from lmtrain.callbacks.parts import Parts
 from lmtrain.callbacks.records import Records
 from lmtrain.checkpoints.checkpoint_io import FolderCheckpointIO
-from lmtrain.config.batch import logged_every, rate_factor, row_lengths, step_sizes
+from lmtrain.config.batch import logged_every, row_lengths, step_sizes
 from lmtrain.config.checks import time_limit_seconds
 from lmtrain.config.fingerprint import Fingerprint, fingerprint
 from lmtrain.config.options import over_layers
 from lmtrain.config.schema import Config
-from lmtrain.config.schema_data import DataConfig
 from lmtrain.config.strategies import SHARING
 from lmtrain.config.targets import building, find_class
 from lmtrain.data.corpus import Corpus
 from lmtrain.data.loaders import check_descriptors
 from lmtrain.data.modules import TokenDataModule, module_class
 from lmtrain.data.val_sets import ValSet
-from lmtrain.distributed import devices, ranks
 from lmtrain.distributed import process_group as world
+from lmtrain.distributed import ranks
 from lmtrain.distributed.stop_signals import StopRequest
 from lmtrain.models.blocks import compile_model, enable_activation_checkpointing
 from lmtrain.models.language_model import LanguageModel
@@ -160,11 +159,11 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
         objective = cls(
             model,
             make_optimizer,
-            scaled_by_rows(config.data, build_schedule(config.schedule, total_steps, allowed)),
+            build_schedule(config.schedule, total_steps, allowed),
             seed=config.seed,
             total_steps=total_steps,
             gradient_clip_val=config.trainer.gradient_clip_val,
-            guard=StepGuard(config.trainer.spike_factor, config.trainer.spike_window),
+            guard=StepGuard(config.trainer.spike_factor),
             fingerprint=world.from_first(lambda: run_fingerprint(config, corpus, hf_model)),
             stop=stop,
         )
@@ -173,15 +172,9 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
     return objective
 
 
-def scaled_by_rows(data: DataConfig, schedule: Schedule) -> Schedule:
-    """Returns the schedule, its factor multiplied by that of data.batch_warmup.lr_scaling for steps of fewer rows."""
-    sizes, scaling = step_sizes(data), data.batch_warmup.lr_scaling
-    return lambda step, total_steps: schedule(step, total_steps) * rate_factor(sizes, scaling, step)
-
-
 def build_language_model(config: Config, tokenizer: Any, in_files: bool = False) -> LanguageModel:
     router = replace(config.router, over_layers=over_layers(config))
-    return LanguageModel(build_trainable_model(config, tokenizer, in_files), config.objective, router)
+    return LanguageModel(build_trainable_model(config, tokenizer, in_files), router)
 
 
 def run_fingerprint(config: Config, corpus: Corpus, hf_model: Any) -> Fingerprint:
@@ -219,7 +212,6 @@ def build_trainer(
 ) -> pl.Trainer:
     """Builds Lightning's Trainer; without `records` it logs and saves nothing."""
     t = config.trainer
-    devices.set_matmul_precision(t)
     precision, plugins = for_lightning(config)
     # How a rank finds the others: by variables that the elastic launcher, torchrun or ranks.py have set. It is set
     # explicitly, else Lightning takes any process of a SLURM job for a rank and saves in its signal handler.

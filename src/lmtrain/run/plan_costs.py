@@ -23,6 +23,7 @@ from lmtrain.terminal import si, time_in_words
 if TYPE_CHECKING:
     from lmtrain.run.build import Run
 
+HEADROOM = 0.1  # share of a device's memory left to the allocator and to kernels
 _NEWEST = 30  # sibling runs that are examined, newest first
 _STEP = 256  # tokens of a row per device; row lengths are multiples of this
 _MOST = 2**15  # multiples of _STEP: no row beyond 8 M tokens per device is tried
@@ -58,7 +59,7 @@ def plan_rows(run: "Run") -> list[tuple[str, str]]:
     return [
         ("compute", f"{si(per_token, 'FLOP')} a token, {si(compute, 'FLOP')} in all"),
         *memory_rows(model, c),
-        ("precision", f"{computed}{describe_products(c)}{describe_compiling(run)}{describe_checkpointing(c)}"),
+        ("precision", f"{computed}{describe_compiling(run)}{describe_checkpointing(c)}"),
         ("no GPU", devices.why_not_used() or ""),
     ]
 
@@ -115,14 +116,14 @@ def memory_rows(model: PreTrainedModel, c: Config) -> list[tuple[str, str]]:
 
 def describe_longest_row(model: PreTrainedModel, c: Config, card_bytes: int) -> str:
     """Describes how long rows may be with the config's context parallelism, and without it."""
-    room = int(card_bytes * (1 - c.estimate.headroom))
+    room = int(card_bytes * (1 - HEADROOM))
     key, size = "trainer.fsdp.context_parallel_size", context_parallel(c.trainer)
     alone = copy.deepcopy(c)
     alone.trainer.fsdp.context_parallel_size = 1
     tokens, by_itself = longest_row(model, c, room), longest_row(model, alone, room)
     words = (
         f"about {tokens:,} tokens with {key}={size} and {by_itself:,} with 1, by the same estimate, "
-        f"{c.estimate.headroom:.0%} of {gib(card_bytes)} left free"
+        f"{HEADROOM:.0%} of {gib(card_bytes)} left free"
     )
     positions = getattr(model.config.get_text_config(), MAX_POSITIONS, None)
     return words if positions is None or tokens <= positions else f"{words}; the model has {positions:,} positions"
@@ -160,11 +161,6 @@ def describe_compiling(run: "Run") -> str:
     if t.accelerator != "cuda" and (why is None or run.config.budget.minutes is None):
         return ""
     return f", not compiled: {why or 'trainer.compile=false'}"
-
-
-def describe_products(c: Config) -> str:
-    words = {"high": ", fp32 products in TF32", "medium": ", fp32 products in bf16"}
-    return words.get(c.trainer.float32_matmul_precision, "")
 
 
 def describe_replacement(c: Config) -> str:

@@ -15,6 +15,7 @@ from lmtrain.config.schema import SweepConfig
 from lmtrain.errors import UserError, needing
 from lmtrain.sweeps.trials import Trial
 
+_RANDOM = 8  # random trials before TPE begins to learn; failed ones don't count
 VALUES = 10_000  # most values of one key; each is composed and checked before the first trial
 
 
@@ -95,8 +96,7 @@ def propose(space: dict[str, Any], sweep: SweepConfig, mode: str, trials: list[T
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
         if sweep.sampler == "tpe":
-            first = sweep.startup_trials or 0
-            sampler = optuna.samplers.TPESampler(n_startup_trials=first, seed=seed, constant_liar=sweep.jobs > 1)
+            sampler = optuna.samplers.TPESampler(n_startup_trials=_RANDOM, seed=seed, constant_liar=sweep.jobs > 1)
         study = optuna.create_study(sampler=sampler, direction="maximize" if mode == "max" else "minimize")
         for trial in trials:
             _tell(study, trial, space)
