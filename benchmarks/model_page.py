@@ -27,6 +27,7 @@ every multimodal wrapper in it, a tiny random one goes through whole runs of lmt
 A tiny model shows that the code fits the family, not how well or how fast a large one learns.
 """
 AS_ROWS = "Their packed examples are laid out as padded rows"
+NOT_BUILT = "a tiny random model can't be made of its config, so this says nothing about it; the script prints why"
 VERDICTS = ("passes", "refused", "fails", "not tried")
 
 
@@ -43,7 +44,7 @@ def verdict(found: dict[str, str]) -> str:
 def reasons(found: dict[str, str]) -> str:
     """Returns what is otherwise than it should be, on one line of a table."""
     wrong = {key: words for key, words in found.items() if key in ("not built", *COLUMNS) and words not in GOOD}
-    named = (words if key == "not built" else f"*{key}*: {words}" for key, words in wrong.items())
+    named = (NOT_BUILT if key == "not built" else f"*{key}*: {words}" for key, words in wrong.items())
     return "; ".join(named).replace("|", "/").replace("refused: ", "").replace("<", "&lt;")
 
 
