@@ -165,7 +165,6 @@ steps_per_generation -> objective.updates_per_rollout
 generation_batch_size -> objective.rollout_batch_size
 mask_truncated_completions -> objective.mask_cut_off
 reward_funcs -> reward
-use_vllm -> objective.engine
 truncation_mode -> data.on_too_long
 packing -> data.packing=best_fit_decreasing
 padding_free -> data.packing=best_fit_decreasing

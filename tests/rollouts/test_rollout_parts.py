@@ -15,7 +15,6 @@ from lmtrain.data.order import mix64
 from lmtrain.errors import UserError
 from lmtrain.losses.policy import VARIANTS
 from lmtrain.rewards.scoring import ScoredCompletions
-from lmtrain.rollouts import vllm_engine
 from lmtrain.rollouts.engine import Request, SampledText, Sampling, _shifted, _signed, as_keys, draw, noise
 from lmtrain.rollouts.episodes import Episode, Limits, Player, answers, report_of_episode, written
 from lmtrain.rollouts.rollout import (
@@ -224,14 +223,6 @@ def test_an_episode_is_reported_and_shown_by_its_turns() -> None:
     assert written(turns) == "a\n[tool] b\nc"
     assert report_of_episode(episode) == {"turns": turns, "tool_calls": 1, "failed_tool_calls": 0}
     assert episode.completion() == SampledText([3], [-1.0], 0.5, True, [True])
-
-
-def test_a_completion_of_vllm_has_its_tokens_log_probabilities() -> None:
-    steps = [{5: SimpleNamespace(logprob=-0.5), 6: SimpleNamespace(logprob=-1.0)}, {7: SimpleNamespace(logprob=-2.0)}]
-    output = SimpleNamespace(token_ids=(5, 7), logprobs=steps)
-    found = vllm_engine._completion(output, Sampling(4, 1.0, 1.0, (7,)))
-    assert found == SampledText([5, 7], [-0.5, -2.0], 2.5, True)
-    assert not vllm_engine._completion(output, Sampling(4, 1.0, 1.0, (5,))).ended
 
 
 # Episodes

@@ -45,7 +45,6 @@ from lmtrain.rollouts.engine import Engine, Sampling
 from lmtrain.rollouts.episodes import PLAYED, Limits, Player
 from lmtrain.rollouts.in_process import InProcess
 from lmtrain.rollouts.rollout import Group, Maker, keep_old, pack_groups, report_of, tensors_of, unpack_groups
-from lmtrain.rollouts.vllm_engine import VLLM
 from lmtrain.strategies import sharding
 
 OF_TOKENS = ("entropy", "kl", "clip_fraction", "logps/sampler", "logps/trainer", "sampler_difference")
@@ -107,8 +106,6 @@ class GRPO(ReferenceObjective):
         self.has_signal = True  # whether some group of the step has a nonzero advantage
 
     def make_engine(self) -> Engine:
-        if self.options.engine == "vllm":
-            return VLLM(self.model.model)
         return InProcess(self.model.model, self.options.rollout_batch_size)
 
     def make_player(self, config: Config, chat: ChatEncoder, decoder: AnswerDecoder) -> Player | None:
@@ -160,7 +157,7 @@ class GRPO(ReferenceObjective):
         rows.append(("loss", f"{o.loss}{clip}, {to}"))
         updates = f", {o.updates_per_rollout} updates a rollout" if o.updates_per_rollout > 1 else ""
         rows.append(("rollouts", f"{o.group_size} completions a prompt, up to {o.max_new_tokens:,} tokens, temperature "
-                     f"{o.temperature:g}{updates}; by {o.engine}, {o.rollout_batch_size} at once"))  # fmt: skip
+                     f"{o.temperature:g}{updates}; {o.rollout_batch_size} at once"))  # fmt: skip
         if self.maker.player is not None:
             rows.append(("environment", self.maker.player.words()))
         parts = self.maker.scorer.parts

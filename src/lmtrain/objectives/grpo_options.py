@@ -49,7 +49,6 @@ class GRPOOptions(ObjectiveConfig):
     resample: Annotated[int | None, TRAJECTORY, not_negative]
     overlong_buffer: Annotated[int | None, TRAJECTORY, not_negative]
     mask_cut_off: Annotated[bool, TRAJECTORY]
-    engine: Annotated[str, MACHINE, choice("in_process", "vllm")]
     rollout_batch_size: Annotated[int, MACHINE, at_least(1)]
     reward_timeout: Annotated[float, SHOWN, above_zero]
     warn_after_steps: Annotated[int | None, SHOWN, at_least(1)]
