@@ -24,9 +24,9 @@ def trained(counts: list[int], lay_out: Callable[[Tensor], Tensor] = lambda tens
     """Returns parameters after three steps; `counts` collects the number of matrices per call of orthogonalize."""
     original = muon.orthogonalize
 
-    def counting(matrices: Tensor, steps: int) -> Tensor:
+    def counting(matrices: Tensor) -> Tensor:
         counts.append(len(matrices))
-        return original(matrices, steps)
+        return original(matrices)
 
     muon.orthogonalize = counting
     try:
@@ -137,19 +137,19 @@ def test_matrices_are_shared_out_whatever_their_number(count: int, ranks: int) -
     matrices = torch.randn(count, 6, 4, generator=torch.Generator().manual_seed(0))
     whole, original, counts = muon.orthogonalize(matrices), muon.orthogonalize, list[int]()
 
-    def counting(some: Tensor, steps: int) -> Tensor:
+    def counting(some: Tensor) -> Tensor:
         counts.append(len(some))
-        return original(some, steps)
+        return original(some)
 
     with mock.patch.object(muon, "orthogonalize", counting):
-        for found in Threads(ranks).run(lambda _: muon.orthogonalize_together(matrices, 5)):
+        for found in Threads(ranks).run(lambda _: muon.orthogonalize_together(matrices)):
             torch.testing.assert_close(found, whole, rtol=0, atol=1e-2)
             assert found.shape == whole.shape
         assert sum(counts) == (ranks if count == 1 else count), "each is computed once; one alone by all"
         counts.clear()
         rows = 12
         wide = torch.randn(count, rows, 4, generator=torch.Generator().manual_seed(1))
-        parts = Threads(ranks).run(lambda rank: muon.orthogonalize_rows(wide.chunk(ranks, 1)[rank], 5, None))
+        parts = Threads(ranks).run(lambda rank: muon.orthogonalize_rows(wide.chunk(ranks, 1)[rank], None))
         assert sum(counts) == count
         assert max(counts) == -(-count // ranks)
     torch.testing.assert_close(torch.cat(parts, 1), muon.orthogonalize(wide), rtol=0, atol=1e-2)
