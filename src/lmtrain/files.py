@@ -96,6 +96,13 @@ def read_regular(path: Path) -> str:
         return file.read().decode("utf-8")
 
 
+def is_arrow_stream(source: Any) -> bool:
+    """Returns whether an opened file of Arrow is a stream, as `datasets` writes; the next read begins at its start."""
+    start = source.read(6)
+    source.seek(0)
+    return bool(start != b"ARROW1")
+
+
 def shown_files(path: Path) -> list[Path]:
     """Returns the file, or those below a folder, sorted; hidden ones and those in hidden folders are left out."""
     if path.is_file():

@@ -65,7 +65,7 @@ def every_option() -> dict[str, list[str]]:
     for name, (_, options) in OBJECTIVES.items():
         reader = option_holding(options.rows, [REPO / "conf"]) or "text"
         found[f"objective={name}"] = [f"objective={name}", f"data={reader}", "data.path=x"]
-    for optimizer, schedule in itertools.zip_longest(OPTIMIZERS, SCHEDULES):
+    for optimizer, schedule in itertools.zip_longest(OPTIMIZERS, SCHEDULES.keys() - {"range_test"}):
         chosen = [f"optimizer={optimizer or 'adamw'}", f"schedule={schedule or 'cosine'}"]
         found[" ".join(chosen)] = ["data=text", "data.path=x", *chosen]
     return found

@@ -47,6 +47,8 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(language_model, "choose_method", lambda *_: "varlen")
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     monkeypatch.setattr(attention, "FEWER_KEY_HEADS", True)
+    monkeypatch.setattr(losses, "CPU_BLOCK_BYTES", 0)  # up to which the loss isn't in chunks, nor compiled
+    monkeypatch.setattr(LanguageModel, "_chunk", lambda *_: 10)
     monkeypatch.setattr(losses, "_compile_block", lambda: torch.compile(losses._block, backend="eager"))
     torch._dynamo.reset()
     counters.clear()

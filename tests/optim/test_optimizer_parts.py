@@ -225,7 +225,7 @@ def test_adafactors_first_step_is_clipped_and_scaled_by_the_weights() -> None:
 def test_the_share_of_new_squares_is_one_at_the_first_step() -> None:
     from lmtrain.optim.adafactor import _share_of_new
 
-    assert [_share_of_new(torch.tensor(float(n)), -0.8) for n in (0, 1, 2)] == [1.0, 1.0, 2**-0.8]
+    assert [_share_of_new(torch.tensor(float(n))) for n in (0, 1, 2)] == [1.0, 1.0, 2**-0.8]
 
 
 def test_what_a_pattern_might_have_meant_is_shown_from_all_over_the_model() -> None:

@@ -45,7 +45,7 @@ def test_what_is_validated_and_exported_is_the_average(corpus: Path) -> None:
     plain = train_tiny(corpus, *SIX, "run.dir=plain")
     ended = train_tiny(corpus, *EMA)
     assert (plain.code, ended.code) == (0, 0), ended.err
-    assert "decay 0.8, every step: validated and exported" in Path("run/plan.txt").read_text()
+    assert "decay 0.8: validated and exported" in Path("run/plan.txt").read_text()
     train = [[row for row in logged(name) if "train/loss" in row] for name in ("run", "plain")]
     assert train[0] == train[1]
     expected = averages("run")

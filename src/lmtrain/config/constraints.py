@@ -208,7 +208,6 @@ def auto_or_count(key: str, value: Any) -> None:
 
 
 not_negative = _number(lambda value: 0 <= value < math.inf, "a number from 0 up")
-not_positive = _number(lambda value: value <= 0, "a number of at most 0")
 above_zero = _number(lambda value: 0 < value < math.inf, "a number above 0")
 above_one = _number(lambda value: 1 < value < math.inf, "a number above 1")
 share = _number(lambda value: 0 <= value < 1, "a share from 0 up to (not including) 1")

@@ -22,7 +22,7 @@ from lmtrain.config.keys import at
 from lmtrain.config.override_text import as_typed, shell_word
 from lmtrain.config.overrides import Word, parse
 from lmtrain.errors import UserError
-from lmtrain.files import shown_files
+from lmtrain.files import is_arrow_stream, shown_files
 
 ROW = 1024  # default data.seq_len, in tokens, with model=<name or folder>; less if the model has fewer positions
 EPOCHS = {"text": 15, "rows": 3}  # maximum over a user's file if no run length is typed; more epochs rarely help
@@ -271,9 +271,7 @@ def column_names(file: Path) -> list[str]:
     if file.suffix == ".parquet":
         return list(pq.read_schema(file).names)
     with pa.OSFile(str(file)) as source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        return list((pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).schema.names)
+        return list((pa.ipc.open_stream if is_arrow_stream(source) else pa.ipc.open_file)(source).schema.names)
 
 
 def _is_a_models_name(name: str, folders: Sequence[Path]) -> bool:

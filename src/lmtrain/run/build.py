@@ -3,7 +3,6 @@
 Nothing else in lmtrain instantiates these.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,8 +46,6 @@ from lmtrain.run_folder.folder import RunDir
 from lmtrain.strategies import lightning_private, sharding
 from lmtrain.strategies.choose import build_strategy, for_lightning
 from lmtrain.terminal import quiet_libraries
-
-Schedule = Callable[[int, int], float]
 
 _JOINED_ON_CPU = 1024  # tokens; beyond, a CPU's caches are too small: benchmarks/RESULTS.md, "Short rows"
 

@@ -23,6 +23,7 @@ from lmtrain.data.sources.addresses import File, opened
 from lmtrain.data.sources.lines import data_lines, explained, located_data_lines, open_binary
 from lmtrain.data.sources.separated import read_separated
 from lmtrain.errors import ReadError, UserError
+from lmtrain.files import is_arrow_stream
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -300,13 +301,11 @@ def arrow_batches(path: File, columns: list[str] | None) -> Iterator["pa.RecordB
     import pyarrow as pa
 
     with pa.OSFile(str(path)) if isinstance(path, Path) else pa.PythonFile(opened(path), "r") as source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        if is_file:
-            reader = pa.ipc.open_file(source)
-            batches: Iterator[pa.RecordBatch] = map(reader.get_batch, range(reader.num_record_batches))
+        if is_arrow_stream(source):
+            batches: Iterable[pa.RecordBatch] = (reader := pa.ipc.open_stream(source))
         else:
-            reader = batches = pa.ipc.open_stream(source)
+            reader = pa.ipc.open_file(source)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
         _check_names(columns, reader.schema.names, str(path))
         yield from (batch.select(columns or reader.schema.names) for batch in batches)
 

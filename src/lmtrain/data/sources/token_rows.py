@@ -22,6 +22,7 @@ from lmtrain.config.proposers import column_names
 from lmtrain.data.sources.tables import arrow_batches, read_as
 from lmtrain.data.sources.token_files import CUT, TokenLayout, by_split, parsed, sized
 from lmtrain.errors import UserError
+from lmtrain.files import is_arrow_stream
 
 IDS = ("input_ids", "tokens")  # the column of token ids, the first of these that there is
 _MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks", "attention_mask")
@@ -97,9 +98,9 @@ def _columnar_rows(file: Path) -> Iterator[TokenRows]:
 def _check_end(file: Path) -> None:
     """Raises UserError if an Arrow stream stops between two batches, which readers take for its end."""
     with file.open("rb") as opened:
-        is_file = opened.read(6) == b"ARROW1"
+        is_stream = is_arrow_stream(opened)
         opened.seek(-min(8, file.stat().st_size), 2)
-        if not is_file and opened.read() != _END_OF_STREAM:
+        if is_stream and opened.read() != _END_OF_STREAM:
             raise UserError(f"{file} has no end of an Arrow stream after {file.stat().st_size:,} bytes: {CUT}")
 
 
