@@ -100,3 +100,15 @@ def test_a_date_that_python_does_not_have(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet can't be read as parquet: "):
         list(read_table(tmp_path / "a.parquet", "parquet"))
+
+
+def test_a_stream_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    path, table = tmp_path / "a.arrow", pa.table({"text": TEXTS * 2})
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)  # several batches: a cut between two is no error of pyarrow
+    whole = path.read_bytes()
+    assert [row["text"] for _, row in read_table(path, "arrow") if isinstance(row, dict)] == TEXTS * 2
+    for length in range(1, len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(UserError, match=r"a\.arrow "):
+            list(read_table(path, "arrow"))

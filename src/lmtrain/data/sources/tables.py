@@ -48,6 +48,7 @@ class ArrowRow(dict[str, Any]):
         return type(self), (dict(self), self.own_nulls)
 
 
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # a stream cut between two batches lacks it, and reads as a shorter one
 _ROWS = 256  # rows of a columnar file read at a time
 _NEEDED = "a list of objects, or an object per line, is needed"
 _BLANK = re.compile(r"[ \t\n\r]*")
@@ -295,13 +296,17 @@ def arrow_batches(path: File, columns: list[str] | None) -> Iterator["pa.RecordB
     """Yields the record batches of an Arrow stream or file, as they are stored: not validated.
 
     Raises:
-        UserError: the file lacks a column.
+        UserError: the file lacks a column, or is a stream without its end.
         pyarrow.ArrowException, OSError: it can't be read.
     """
     import pyarrow as pa
 
     with pa.OSFile(str(path)) if isinstance(path, Path) else pa.PythonFile(opened(path), "r") as source:
         if is_arrow_stream(source):
+            source.seek(-min(8, source.size()), 2)
+            if source.read() != _END_OF_STREAM:
+                raise UserError(f"{path} has no end of an Arrow stream: it was cut, or is still being written")
+            source.seek(0)
             batches: Iterable[pa.RecordBatch] = (reader := pa.ipc.open_stream(source))
         else:
             reader = pa.ipc.open_file(source)

@@ -27,7 +27,6 @@ from lmtrain.files import is_arrow_stream
 IDS = ("input_ids", "tokens")  # the column of token ids, the first of these that there is
 _MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks", "attention_mask")
 _NOT_LEARNED = -100  # in `labels`
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _ROWS = 1024  # rows of a columnar file read at a time
 
 
@@ -85,7 +84,6 @@ def _columnar_rows(file: Path) -> Iterator[TokenRows]:
         names = column_names(file)
     columns = [name for name in (IDS[0], *_MASKS) if name in names]
     if file.suffix == ".arrow":
-        _check_end(file)
         batches = arrow_batches(file, columns)
     else:
         batches = pq.ParquetFile(file).iter_batches(batch_size=_ROWS, columns=columns)
@@ -93,15 +91,6 @@ def _columnar_rows(file: Path) -> Iterator[TokenRows]:
         for batch in batches:
             batch.validate(full=True)
             yield block({name: _values(batch.column(name), f"{file}, {name}") for name in columns}, file)
-
-
-def _check_end(file: Path) -> None:
-    """Raises UserError if an Arrow stream stops between two batches, which readers take for its end."""
-    with file.open("rb") as opened:
-        is_stream = is_arrow_stream(opened)
-        opened.seek(-min(8, file.stat().st_size), 2)
-        if is_stream and opened.read() != _END_OF_STREAM:
-            raise UserError(f"{file} has no end of an Arrow stream after {file.stat().st_size:,} bytes: {CUT}")
 
 
 def _values(column: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
