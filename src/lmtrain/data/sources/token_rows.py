@@ -22,7 +22,6 @@ from lmtrain.config.proposers import column_names
 from lmtrain.data.sources.tables import arrow_batches, read_as
 from lmtrain.data.sources.token_files import CUT, TokenLayout, by_split, parsed, sized
 from lmtrain.errors import UserError
-from lmtrain.files import is_arrow_stream
 
 IDS = ("input_ids", "tokens")  # the column of token ids, the first of these that there is
 _MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks", "attention_mask")
