@@ -9,7 +9,7 @@ from lmtrain import cli, errors
 from lmtrain.errors import UserError, did_you_mean
 
 SKELETONS = Path(__file__).with_name("skeletons")  # <kind>.txt, <kind>_test.txt, trained.txt
-KINDS = ("reward", "dataset", "environment", "objective", "model", "optimizer")
+KINDS = ("objective", "model", "dataset", "optimizer")
 
 
 def write(kind: str, name: str) -> int:

@@ -263,8 +263,8 @@ ANSWERED: dict[str, tuple[str, ...]] = {
     "chat model=outputs/first": ("python -m lmtrain.chat outputs/first",),
     "report": ("which run? python -m lmtrain.report outputs/NAME",),
     "sweep_report": ("python -m lmtrain.sweep_report FOLDER",),
-    "new": ("python -m lmtrain.new reward my_thing",),
-    "new environment": ("python -m lmtrain.new environment my_thing",),
+    "new": ("python -m lmtrain.new objective my_thing",),
+    "new dataset": ("python -m lmtrain.new dataset my_thing",),
     "new objectiv x": ("did you mean objective?",),
     "pipeline": ("pipeline=laptop",),
     # values and spaces

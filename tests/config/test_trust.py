@@ -193,7 +193,7 @@ def test_a_sweeps_files_open_nothing(tmp_path: Path) -> None:
 
 def test_rows_of_a_search_that_set_other_keys_are_not_tried(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    typed = [*SMALL, "sweep=optuna_causal_lm", "sweep.n_trials=1", f"sweep.root={tmp_path}", "sweep.name=s",
+    typed = [*SMALL, "sweep=optuna", "sweep.n_trials=1", f"sweep.root={tmp_path}", "sweep.name=s",
              "optimizer.lr=interval(1e-4,1e-3)"]  # fmt: skip
     made = sweep_plan.make("train", typed, None, "config")
     made.folder.mkdir()

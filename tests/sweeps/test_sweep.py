@@ -181,26 +181,17 @@ def made(*words: str) -> SweepPlan:
     return plans.make("train", list(words), None, "config")
 
 
-@pytest.mark.parametrize("objective", ["causal_lm", "sft", "dpo"])
-def test_the_space_of_each_objective(objective: str) -> None:
-    """Each key exists, and each of its values is accepted."""
-    data = {"causal_lm": "text", "sft": "chat_jsonl", "dpo": "preference_jsonl"}[objective]
-    plan = made("sweep=optuna", f"objective={objective}", f"data={data}", "data.path=x", "data.seq_len=256")
-    assert plan.swept[0].key_or_group == "optimizer.lr"
-    assert len(plan.swept) > 1
-    assert not [o for o in plan.fixed if "sweep" in o]
-
-
-def test_an_objective_without_a_space() -> None:
-    with pytest.raises(UserError, match="no search space for objective=kto: type the keys to search"):
+def test_a_search_without_keys() -> None:
+    with pytest.raises(UserError, match="sweep=optuna: type the keys to search"):
         made("sweep=optuna", "objective=kto", "data=unpaired_jsonl", "data.path=x")
 
 
 def test_the_command_line_goes_before_the_space() -> None:
-    keys = [o.key_or_group for o in made("sweep=optuna_dpo", "optimizer.lr=1e-5").swept]
-    assert keys == ["schedule.warmup_ratio"]
-    keys = [o.key_or_group for o in made("sweep=optuna_dpo", "model.dropout=interval(0,0.2)").swept]
-    assert keys == ["model.dropout"]
+    space = 'sweep.space={optimizer.lr: "interval(1e-7,1e-5)", schedule.warmup_ratio: "choice(0.03,0.1)"}'
+    for typed, searched in (([], ["optimizer.lr", "schedule.warmup_ratio"]),
+                            (["optimizer.lr=1e-5"], ["schedule.warmup_ratio"]),
+                            (["model.dropout=interval(0,0.2)"], ["model.dropout"])):  # fmt: skip
+        assert [o.key_or_group for o in made("sweep=optuna", space, *typed).swept] == searched
 
 
 def test_a_grid_has_every_combination() -> None:

@@ -10,8 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lmtrain.config import compose as config
 from lmtrain.config import effect, environment, trust
-from lmtrain.config.config_files import composed_files, file_of, folders_of
-from lmtrain.config.defaults import options_of
+from lmtrain.config.config_files import composed_files, file_of
 from lmtrain.config.keys import flat
 from lmtrain.config.schema import Config
 from lmtrain.errors import UserError
@@ -63,12 +62,7 @@ def make(verb: str, typed: list[str], config_dir: str | None, config_name: str) 
 
     tree = compose([*fixed, *(search.choices(o)[0] for o in swept)])
     if tree.sweep.method == "optuna" and not tree.sweep.space and not swept:
-        space_of_objective = f"optuna_{tree.objective.name}"
-        if space_of_objective not in options_of("sweep", folders_of(config_dir, config_name)[0]):
-            found = f"sweep=optuna: there is no search space for objective={tree.objective.name}"
-            raise UserError(f"{found}: type the keys to search, 'optimizer.lr=tag(log,interval(1e-5,1e-3))'")
-        fixed = [*(o for o in fixed if not o.startswith("sweep=")), f"sweep={space_of_objective}"]
-        tree = compose(fixed)
+        raise UserError("sweep=optuna: type the keys to search, 'optimizer.lr=tag(log,interval(1e-5,1e-3))'")
     if not swept:  # the search space in the config, without the keys that the command line sets
         taken = {o.key_or_group for o in parsed}
         # Left unresolved, because each trial resolves its own interpolations.
