@@ -232,19 +232,6 @@ def test_values_that_are_rarely_meant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (["trainer.spike_factor=1.0"], "trainer.spike_factor=1.0: a number above 1 is needed"),
-        (["objective=dpo", "data=ultrafeedback", "objective.loss=robust", "objective.label_smoothing=0.1",
-          "data.seq_len=64", "trainer.spike_factor=2.0"], "the loss falls below 0"),
-    ],
-)  # fmt: skip
-def test_a_spike_is_a_multiple_of_losses_above_zero(typed: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        check(compose(typed))
-
-
-@pytest.mark.parametrize(
     ("text", "seconds"),
     [("5", 300), ("5:30", 330), ("11:50:00", 42600), ("1-12", 129600), ("1-12:30", 131400), ("2-0:0:1", 172801)],
 )

@@ -44,9 +44,7 @@ PRETRAINING = {  # the optimizer is Muon unless one is named
     "moe": MOE,
     "memory": [*MEMORY, *LLAMA[1:]],
     "16-mixed": ["trainer.precision=16-mixed"],
-    "bf16-true_spikes": [
-        "trainer.precision=bf16-true", "trainer.activation_checkpointing=true", "trainer.spike_factor=2.0",
-    ],
+    "bf16-true": ["trainer.precision=bf16-true", "trainer.activation_checkpointing=true"],
     "fsdp_adafactor": ["optimizer=adafactor", "trainer.strategy=fsdp"],
     "fp8_fsdp_two_ranks": [
         *LLAMA, "optimizer=adamw", "trainer.strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=2",

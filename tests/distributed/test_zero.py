@@ -145,7 +145,6 @@ def same(one: Path, other: Path) -> None:
             ["trainer.strategy=deepspeed", "trainer.deepspeed.offload_optimizer=nvme"],
             "=nvme needs trainer.deepspeed.stage=3",
         ),
-        (["trainer.strategy=deepspeed", "trainer.spike_factor=2.0"], "trainer.spike_factor=2.0 does not go with"),
         (["trainer.strategy=fsdp", "optimizer=adamw_8bit"], "Set optimizer=adamw"),
         (["trainer.strategy=fsdp", "trainer.precision=16-mixed"], "bf16-mixed"),
         (["trainer.strategy=zero"], "options: auto, ddp, fsdp, fsdp_tp, deepspeed"),

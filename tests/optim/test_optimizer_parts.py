@@ -140,31 +140,6 @@ def test_which_optimizers_can_leave_a_step_out() -> None:
     assert not skipping.can_skip(torch.optim.SGD(parameter))
 
 
-def test_the_guard_counts_bad_steps_in_a_row_and_where_they_began() -> None:
-    guard = skipping.StepGuard(spike_factor=2.0, window=3)
-    steps = [(1.0, 1.0), (2.0, 1.0), (3.0, 1.0), (4.1, 1.0), (9.0, 1.0), (3.9, 1.0), (1.0, math.inf), (math.nan, 1.0)]
-    found = [bool(guard.judge(i, torch.tensor(loss), torch.tensor(norm))) for i, (loss, norm) in enumerate(steps)]
-    assert found == [False, False, False, True, True, False, True, True]  # medians 2 and, after 3.9, 3
-    assert guard.counts() == (4, 2, 6)
-    assert guard.recent.tolist() == [2.0, 3.0, pytest.approx(3.9)]
-    assert [int(t) for t in guard.tensors()] == [4, 2, 6]
-    again = skipping.StepGuard(spike_factor=2.0, window=3)
-    again.load_state_dict(guard.state_dict())
-    assert (again.counts(), again.recent.tolist()) == (guard.counts(), guard.recent.tolist())
-    shorter = skipping.StepGuard(spike_factor=2.0, window=2)
-    shorter.load_state_dict(guard.state_dict())
-    assert shorter.counts() == (4, 2, 6)
-    assert all(map(math.isnan, shorter.recent.tolist()))
-    guard.know([7.0, 3.0, 2.0])
-    assert guard.counts() == (7, 3, 2), "as read together with others"
-    guard.judge(8, torch.tensor(3.0), torch.tensor(1.0))
-    assert guard.counts() == (4, 0, 6)
-    fresh = skipping.StepGuard(None, 1)
-    assert fresh.counts() == (0, 0, -1)
-    assert not fresh.judge(0, torch.tensor(math.nan), torch.tensor(1.0)), "losses are not looked at"
-    assert fresh.judge(1, None, torch.tensor(math.nan))
-
-
 def test_muons_matrices_of_a_shape_go_together_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon, "BATCH_ELEMENTS", 12)
     shapes = [(2, 3), (3, 2), (2, 3), (2, 3), (5, 5), (5, 5)]

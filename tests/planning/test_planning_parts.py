@@ -320,13 +320,13 @@ def test_what_was_found_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_trial_differs_in_what_is_shown_saved_and_validated(tmp_path: Path) -> None:
     asked = config("trainer.max_steps=500", "trainer.val_check_interval=7", "trainer.save_every_n_steps=5",
-                   "trainer.spike_factor=3", "trainer.max_bad_steps=4", "trainer.val_before_training=true",
+                   "trainer.max_bad_steps=4", "trainer.val_before_training=true",
                    "trainer.max_restarts=2", "checkpoint.async_save=true", "run.name=mine",
                    "run.time_limit=00:10:00")  # fmt: skip
     found = trial.config_of(asked, tmp_path, 9, smoothing=0.5)
     t, run = found.trainer, found.run
     assert (t.max_steps, t.max_epochs, t.val_check_interval, t.save_every_n_steps) == (10, None, None, None)
-    assert (t.spike_factor, t.max_bad_steps, t.val_before_training, t.max_restarts) == (None, 2**31 - 1, False, 0)
+    assert (t.max_bad_steps, t.val_before_training, t.max_restarts) == (2**31 - 1, False, 0)
     assert t.fast_dev_run is False
     assert (run.name, run.dir, run.resume, run.time_limit) == (None, str(tmp_path / "run"), "none", None)
     assert (found.export.enabled, found.report.enabled, found.checkpoint.async_save) == (False, False, False)

@@ -117,7 +117,7 @@ class BadSteps(pl.Callback):
             saved = f"The micro-batches of that step can't be saved: {error}."
         skipped = f"{in_a_row} updates in a row were skipped, {total} in all, from step {start} on"
         often = "a lower optimizer.lr, a longer schedule.warmup_steps, trainer.precision=32-true"
-        why = "loss or gradient not finite, or a loss spike"
+        why = "loss or gradient not finite"
         raise RunError(f"{skipped} ({why}). {saved} What helps most often: {often}")
 
     def _save(self, trainer: pl.Trainer, module: Objective, start: int) -> str:

@@ -209,7 +209,6 @@ def auto_or_count(key: str, value: Any) -> None:
 
 not_negative = _number(lambda value: 0 <= value < math.inf, "a number from 0 up")
 above_zero = _number(lambda value: 0 < value < math.inf, "a number above 0")
-above_one = _number(lambda value: 1 < value < math.inf, "a number above 1")
 share = _number(lambda value: 0 <= value < 1, "a share from 0 up to (not including) 1")
 less_than_half = _number(lambda value: 0 <= value < 0.5, "a share below 0.5 (else most labels would be wrong)")
 up_to_one = _number(lambda value: 0 <= value <= 1, "a share from 0 to 1")

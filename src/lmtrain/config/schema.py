@@ -207,7 +207,6 @@ class TrainerConfig:
     save_every_n_steps: Annotated[int | None, SHOWN, at_least(1), TRAINING]
     gradient_clip_val: Annotated[float | None, TRAJECTORY, TRAINING]
     max_bad_steps: Annotated[int, RATE, at_least(1)]
-    spike_factor: Annotated[float | None, RATE, above_one]
     deterministic: Annotated[bool | str, MACHINE, choice("warn")]
     compile: Annotated[bool | str, MACHINE, choice("auto")]
     activation_checkpointing: Annotated[bool | str, MACHINE, choice("auto", "selective", "offload")]

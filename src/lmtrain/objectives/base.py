@@ -82,7 +82,6 @@ class Objective(pl.LightningModule):
         self.most_lr = math.inf  # the largest factor of the learning rate until the schedule is below it
         self.gradient_clip_val = gradient_clip_val
         self.guard = guard
-        self.step_loss: Tensor | None = None  # mean loss of the current step, if the guard checks for spikes
         self.fingerprint = fingerprint  # plain containers: what a resumed run must have in common with this one
         self.logs_itself = True  # in lmtrain's own runs callbacks/metrics.py logs instead
         self.grad_norm = torch.zeros((), dtype=torch.float32)
@@ -257,13 +256,11 @@ class Objective(pl.LightningModule):
             name_unreached(self)
             if not placement.steps_itself:
                 fill_in(self.model.model, self.trainer.precision)
-        if self.guard.spike_factor is not None:
-            self.step_loss = total(self.trainer, sums["loss"]) / n_tokens.clamp(min=1)
         self.judged_step = -1
         optimizer.step()  # type: ignore[union-attr]  # clips first, in on_before_optimizer_step
         if placement.steps_itself:
             self.grad_norm = placement.grad_norm()
-            self.guard.judge(step, None, self.grad_norm)
+            self.guard.judge(step, self.grad_norm)
         else:
             check_judged(self._optimizer, step, self.judged_step)
             optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
@@ -321,7 +318,7 @@ class Objective(pl.LightningModule):
         if self.gradient_clip_val is not None:
             layout.clip(optimizer, self.gradient_clip_val, norm)
         self.grad_norm = norm.to(self.device)  # under fsdp.cpu_offload gradients are in host memory
-        bad = self.guard.judge(self.trainer.global_step, self.step_loss, self.grad_norm)
+        bad = self.guard.judge(self.trainer.global_step, self.grad_norm)
         if norm.device.type == "cuda" and can_skip(optimizer):
             optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # skips the update without a host sync
         elif bad:

@@ -1,4 +1,4 @@
-"""Finds bad steps (not finite, a spike) on the device, and skips their updates, without a host sync.
+"""Finds bad steps (not finite) on the device, and skips their updates, without a host sync.
 
 torch's fused optimizers read their own attribute `found_inf`, a tensor: where it is 1, a step changes neither weights
 nor state. lmtrain's own optimizers do the same; `can_skip` says which optimizers can. For all others the host waits
@@ -20,27 +20,24 @@ _NEVER = -1
 
 
 class StepGuard:
-    """A detector of bad steps, whose updates are skipped: loss or gradient norm are not finite, or the loss is a spike.
+    """A detector of bad steps, whose updates are skipped: those whose gradient norm is not finite.
 
-    A spike is a loss above `spike_factor` times the median of the last `window` good losses; it is checked for
-    once that many have been seen. All state stays on the device; `counts` reads it.
+    All state stays on the device; `counts` reads it.
     """
 
-    def __init__(self, spike_factor: float | None, window: int = 64) -> None:
-        self.spike_factor = spike_factor
+    def __init__(self) -> None:
         self.total = torch.zeros((), dtype=torch.int64)
         self.in_a_row = torch.zeros((), dtype=torch.int64)
         self.streak_start = torch.full((), _NEVER, dtype=torch.int64)
-        self.recent = torch.full((window,), float("nan"), dtype=torch.float64)
         self._known: tuple[int, int, int] | None = None  # what `counts` returns, once read
 
     def to(self, device: torch.device) -> None:
         self.total, self.in_a_row = self.total.to(device), self.in_a_row.to(device)
-        self.streak_start, self.recent = self.streak_start.to(device), self.recent.to(device)
+        self.streak_start = self.streak_start.to(device)
 
-    def judge(self, step: int, loss: Tensor | None, grad_norm: Tensor) -> Tensor:
-        """Returns whether step `step` (0-based) is bad, bool, 0-dim; `loss` is its mean, needed for spikes only."""
-        if grad_norm.device.type == "cpu" and self.spike_factor is None and math.isfinite(float(grad_norm)):
+    def judge(self, step: int, grad_norm: Tensor) -> Tensor:
+        """Returns whether step `step` (0-based) is bad, bool, 0-dim."""
+        if grad_norm.device.type == "cpu" and math.isfinite(float(grad_norm)):
             total, in_a_row, start = self.counts()
             if in_a_row:
                 self.in_a_row = torch.zeros_like(self.in_a_row)
@@ -48,11 +45,6 @@ class StepGuard:
             return torch.tensor(False)
         self._known = None
         bad = ~torch.isfinite(grad_norm)
-        if loss is not None and self.spike_factor is not None:
-            loss = loss.double()
-            # The median is NaN until the window is full, and comparisons with NaN are false.
-            bad = bad | ~torch.isfinite(loss) | (loss > self.spike_factor * self.recent.median())
-            self.recent = torch.where(bad, self.recent, torch.cat([self.recent[1:], loss[None]]))
         self.streak_start = torch.where(bad & (self.in_a_row == 0), step, self.streak_start)
         self.total = self.total + bad
         self.in_a_row = (self.in_a_row + 1) * bad
@@ -75,15 +67,13 @@ class StepGuard:
 
     def state_dict(self) -> dict[str, Any]:
         total, in_a_row, start = self.counts()
-        return {"total": total, "in_a_row": in_a_row, "streak_start": start, "recent": self.recent.tolist()}
+        return {"total": total, "in_a_row": in_a_row, "streak_start": start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._known = None
         self.total = torch.tensor(state["total"], dtype=torch.int64)
         self.in_a_row = torch.tensor(state["in_a_row"], dtype=torch.int64)
         self.streak_start = torch.tensor(state["streak_start"], dtype=torch.int64)
-        if len(state["recent"]) == len(self.recent):  # an earlier version could have another window
-            self.recent = torch.tensor(state["recent"], dtype=torch.float64)
 
 
 class SkippingOptimizer(HalfOptimizer):

@@ -46,7 +46,7 @@ def config_of(config: Config, folder: Path, steps: int, **ends: Any) -> Config:
     t.max_steps, t.max_epochs = steps + 1, None  # one more, because the last step is validated and saved
     t.val_check_interval = t.save_every_n_steps = t.profiler = None
     t.val_before_training, t.fast_dev_run, t.max_restarts = False, False, 0
-    t.spike_factor, t.max_bad_steps = None, _NEVER  # spikes of the loss are what a range test looks for
+    t.max_bad_steps = _NEVER  # a range test goes on until the loss diverges
     # Rows and batches of full size, which most of the run has and which need the most memory.
     trial.data.curriculum.by = trial.data.batch_warmup.start_size = None
     trial.callbacks.early_stopping.enabled = False

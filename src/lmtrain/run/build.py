@@ -160,7 +160,7 @@ def build_objective(config: Config, corpus: Corpus, total_steps: int, stop: Stop
             seed=config.seed,
             total_steps=total_steps,
             gradient_clip_val=config.trainer.gradient_clip_val,
-            guard=StepGuard(config.trainer.spike_factor),
+            guard=StepGuard(),
             fingerprint=world.from_first(lambda: run_fingerprint(config, corpus, hf_model)),
             stop=stop,
         )
