@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import token_layouts
 from inprocess import message, run, stops_at
@@ -278,6 +280,27 @@ def test_rows_that_are_cut_blocks_are_not_documents(layout: str, tmp_path: Path,
     found = opened(tmp_path / "blocks")
     assert read(found) == documents()
     assert "rows are cut blocks, documents end with <|endoftext|>" in found.notes[0]
+
+
+BORDERS = {
+    "end of text last": lambda one: [*one, 2],
+    "end of text first": lambda one: [2, *one],
+    "start first, no end of text": lambda one: [1, *one],
+    "start first and end of text last": lambda one: [1, *one, 2],
+}
+
+
+@pytest.mark.parametrize("place", BORDERS)
+def test_the_border_token_is_found_where_the_file_has_it(
+    place: str, tmp_path: Path, opened: Any, tokenizer_config: Any
+) -> None:
+    ids = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 300)}}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=model, **named).save_pretrained(tmp_path / "tokenizer")
+    given = [BORDERS[place]([token + 3 for token in one[:-1]]) for one in documents()]
+    np.concatenate(given).astype("<u2").tofile(tmp_path / "train.bin")
+    assert read(opened(tmp_path, tokenizer_config("hub", name_or_path=str(tmp_path / "tokenizer")))) == given
 
 
 def test_compressed_chunks_are_refused_with_what_to_do(tmp_path: Path, opened: Any) -> None:
