@@ -54,9 +54,9 @@ WORDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {"objective=sft": "chats.jsonl holds conversations", "budget.updates=auto": "as above",
          "data=chat_jsonl": "as above", "tokenizer=bytes": "as above",
          "data.seq_len=${model.max_position_embeddings}": "as above", "data.chat_template=alpaca": "as above",
-         "data.path=chats.jsonl": "as above", "trainer.max_epochs=3": "no length was given"},
+         "data.path=chats.jsonl": "as above"},
         {"objective.name": "sft", "tokenizer.kind": "bytes", "data.seq_len": 256, "data.chat_template": "alpaca",
-         "budget.updates": "auto", "trainer.max_epochs": 3},
+         "budget.updates": "auto", "trainer.max_epochs": None},
     ),
     # a model of the hub alone
     "model=Qwen/Qwen3-0.6B": (

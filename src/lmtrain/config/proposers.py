@@ -29,7 +29,7 @@ EPOCHS = {"text": 15, "rows": 3}  # maximum over a user's file if no run length 
 LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.fast_dev_run")  # typed, they override a budget
 # Keys that say, or may say, how long a run is.
 _LENGTHS = {*LENGTHS, "trainer.overfit_batches", "experiment", "debug", "data.streaming", "data.ring_bytes",
-            "budget.tokens", "budget.flops"}  # fmt: skip
+            "budget.tokens", "budget.flops", "budget.updates"}  # fmt: skip
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # File suffix -> the option of `data` that reads it.
 READ_AS = {
