@@ -51,10 +51,13 @@ def build_callbacks(parts: Parts, data: RunData) -> Callbacks:
     if bar is not None:
         metrics.listeners.append(bar.listen)
 
+    # A callback that has nothing to do costs 20 us a step.
+    routes = bool(objective.model.router_losses.kinds)
+    routing = Routing(records, config.router.warn_after_steps, config.memory.router_noise) if routes else None
     preemption = Preemption(objective.stop)
     placed: list[tuple[Phase, pl.Callback | None]] = [
         (Phase.MEASURES, metrics),
-        (Phase.MEASURES, Routing(records, config.router.warn_after_steps, config.memory.router_noise)),
+        (Phase.MEASURES, routing),
         (Phase.GIVES_UP, BadSteps(parts.run_dir.path, t.max_bad_steps, logged_every(t, steps))),
         *((Phase.YOURS, callback) for callback in extra.build_extra(config)),
         (Phase.VALIDATES, validation),

@@ -19,7 +19,7 @@ from lmtrain.config import environment
 from lmtrain.config.keys import freeze
 from lmtrain.config.schema import Config
 from lmtrain.data import loaders
-from lmtrain.distributed import devices, spinning
+from lmtrain.distributed import devices, heap, spinning
 from lmtrain.distributed import process_group as world
 from lmtrain.distributed.stop_signals import Preempted
 from lmtrain.errors import RunError
@@ -120,6 +120,8 @@ class Session:
         plan.show(run, resumed_from, self.done, self.notes)
         if world.rank() == 0:
             run_dir.note_start(self.folder, self.done, self.config.headline(), self.files)
+        if self.config.trainer.accelerator == "cpu":
+            heap.keep()
         # Training, until its last step, a stop request or an error.
         signals = run.objective.stop.signals
         signals.how_to_go_on = (lambda: next_commands.continuing(run)) if world.rank() == 0 else None
