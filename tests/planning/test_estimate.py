@@ -8,6 +8,7 @@ from pathlib import Path
 
 import memory as benchmark
 import pytest
+from transformers import AutoModelForCausalLM
 
 from inprocess import message, run
 from lmtrain.config import compose as rules
@@ -182,3 +183,13 @@ def test_within_15_percent_of_what_a_run_holds(model: str, strategy: str, tmp_pa
     said = sum(estimation.memory(estimation.build(config), config).values()) / 2**20
     print(f"{model}, {strategy} x 2: estimated {said:,.0f} MiB, measured {found.measured_mib:,.0f} MiB")
     assert said == pytest.approx(found.measured_mib, rel=0.15)
+
+
+def test_a_teacher_counts_with_all_its_weights(tmp_path: Path) -> None:
+    teacher = AutoModelForCausalLM.from_pretrained(save_pretrained(tmp_path / "teacher", "llama", hidden_size=96))
+    words = ["objective=distill", f"objective.teacher={tmp_path / 'teacher'}", "model=llama_nano", "data=chat_jsonl",
+             "tokenizer=hub", f"tokenizer.name_or_path={tmp_path / 'teacher'}", "data.seq_len=32"]  # fmt: skip
+    config = rules.check(rules.compose(words))
+    estimation.resolve(config)
+    parts = estimation.memory(estimation.build(config), config)
+    assert parts["other models"] == 4 * sum(p.numel() for p in teacher.parameters())

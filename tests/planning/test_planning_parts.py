@@ -503,7 +503,7 @@ def test_a_frozen_copy_takes_the_memory_of_the_weights(
     monkeypatch.setattr(estimation.flops, "memory_estimate", lambda *_: {"weights": 1, "gradients": 30})
     asked: Any = SimpleNamespace(
         estimate=SimpleNamespace(device=None),
-        objective=SimpleNamespace(reference_in_use=lambda: reference),
+        objective=SimpleNamespace(reference_in_use=lambda: reference, other_models=lambda config: []),
         peft=SimpleNamespace(method=method),
     )
     model: Any = None

@@ -8,7 +8,7 @@ from a YAML for which it has no meaning (AdamW has no `momentum`), and setting i
 that OmegaConf can't express. Rules between fields are in checks.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -60,6 +60,10 @@ class ObjectiveConfig:
 
     def reference_in_use(self) -> str:
         return "none"  # or another of options.REFERENCES; lmtrain.estimate adds the memory of a copy
+
+    def other_models(self, config: "Config") -> "Sequence[ModelConfig]":
+        """Returns the models that every device holds whole beside the trained one, in fp32."""
+        return []
 
     def why_on_every_rank(self) -> str | None:
         """Returns why every rank has to build the whole model; None if it is enough that rank 0 does."""

@@ -69,6 +69,21 @@ class DistillOptions(ObjectiveConfig):
         if self.beta < 0:
             raise UserError(f"objective.beta={self.beta}: a number from 0 (forward KL) to 1 (reverse KL) is needed")
 
+    def other_models(self, config: Config) -> list[LoadedModelConfig]:
+        return [
+            LoadedModelConfig(
+                name="teacher",
+                init="pretrained",
+                name_or_path=export_of(str(self.teacher)),
+                trust_remote_code=config.model.trust_remote_code,
+                attention=config.model.attention,
+                learning_rate=0.0,
+                vocab_size=None,
+                vocab_multiple_of=1,
+                dropout=0.0,
+            )
+        ]
+
 
 class Distill(Objective):
     """Distillation. A micro-batch is that of SFT: {input_ids, labels, learned, seen, [position_ids, cu_seqlens]}."""
@@ -84,19 +99,8 @@ class Distill(Objective):
             UserError: it can't be loaded or has another tokenizer than the student, or answers may not fit a model.
         """
         self.options, self.tokenizer = options_of(config, DistillOptions), corpus.tokenizer
-        name = export_of(str(self.options.teacher))
-        check_tokenizer(name, corpus)
-        cfg = LoadedModelConfig(
-            name="teacher",
-            init="pretrained",
-            name_or_path=name,
-            trust_remote_code=config.model.trust_remote_code,
-            attention=config.model.attention,
-            learning_rate=0.0,
-            vocab_size=None,
-            vocab_multiple_of=1,
-            dropout=0.0,
-        )
+        (cfg,) = self.options.other_models(config)
+        check_tokenizer(str(cfg.name_or_path), corpus)
         eos = corpus.tokenizer.eos_token_id
         model = build_model(cfg, len(corpus.tokenizer), eos, config.data.seq_len)
         self.fingerprint["contents"]["teacher"] = first_values_hash(model)

@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 from lmtrain import errors, terminal
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.config.batch import split_over, step_sizes
-from lmtrain.config.schema import Config
+from lmtrain.config.schema import Config, ModelConfig
 from lmtrain.config.strategies import adopt_file, check_strategy
 from lmtrain.data import tokenizers
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
 from lmtrain.models import flops
+from lmtrain.models.build import build_model
 from lmtrain.run.plan_costs import HEADROOM, gib
 from lmtrain.terminal import si, time_in_words
 
@@ -136,12 +137,19 @@ def build(config: Config, tokens: int | None = None) -> PreTrainedModel:
 
 
 def memory(model: PreTrainedModel, config: Config) -> dict[str, int]:
-    """Returns the bytes on one device by part, with the frozen copy of the model if the objective may keep one."""
+    """Returns the bytes on one device by part, with the frozen copy and other models that the objective may keep."""
     card = None if config.estimate.device is None else int(device_of(config).bytes)
     parts = flops.memory_estimate(model, config, card)
     if config.objective.reference_in_use() in ("auto", "frozen_copy") and config.peft.method == "none":
         parts["reference"] = parts["gradients"]
-    return parts
+    others = sum(_weights_of(other, config) for other in config.objective.other_models(config))
+    return parts | ({"other models": 4 * others} if others else {})
+
+
+def _weights_of(other: ModelConfig, config: Config) -> int:
+    known = vocabulary(config)
+    with torch.device("meta"):
+        return build_model(other, len(known), known.eos_token_id, config.data.seq_len).num_parameters()
 
 
 def checkpoint_bytes(model: PreTrainedModel, config: Config) -> int:
