@@ -71,7 +71,7 @@ def draw(logits: Tensor, keys: Tensor, at: Tensor, sampling: Sampling) -> tuple[
 
     Returns: tokens int64 [B]; their log-probabilities and the entropies of the rows' distributions, fp32 [B].
     """
-    scaled = logits.float() / (sampling.temperature or 1.0)
+    scaled = logits.float() if sampling.temperature in (0, 1) else logits.float() / sampling.temperature
     log_probs = scaled.log_softmax(-1)  # [B, V]
     probabilities = log_probs.exp()
     entropy = -(probabilities * log_probs.clamp(min=-1e9)).sum(-1)
@@ -88,7 +88,7 @@ def draw(logits: Tensor, keys: Tensor, at: Tensor, sampling: Sampling) -> tuple[
         upto = shares.cumsum(-1)
         # A fraction of the sum, not a remainder: if the sum differs in its last bits only, so does the ticket.
         ticket = (_shifted(noise(keys, at), 11).double() * 2.0**-53 * upto[:, -1].double()).long()
-        tokens = (upto <= ticket[:, None]).sum(-1).clamp(max=shares.shape[1] - 1)
+        tokens = torch.searchsorted(upto, ticket[:, None], right=True)[:, 0].clamp(max=shares.shape[1] - 1)
         tokens = tokens if order is None else order.gather(1, tokens[:, None])[:, 0]
     return tokens, log_probs.gather(1, tokens[:, None])[:, 0], entropy
 
