@@ -121,7 +121,6 @@ adam_beta1 -> optimizer.betas
 adam_beta2 -> optimizer.betas
 adam_epsilon -> optimizer.eps
 label_smoothing -> objective.label_smoothing
-neftune_noise_alpha -> objective.neftune_alpha
 torch_compile -> trainer.compile
 metric_for_best_model -> checkpoint.monitor
 greater_is_better -> checkpoint.mode

@@ -60,11 +60,10 @@ FINE_TUNING = [
 LORA = ["peft=lora", "peft.r=4", "peft.dropout=0.1", "optimizer.lr=1e-3"]
 SFT = {
     "packed": [],
-    "fp8_lora_padded_noise": [  # a micro-batch of 1,000 tokens, not a multiple of 16
+    "fp8_lora_padded": [  # a micro-batch of 1,000 tokens, not a multiple of 16
         *LORA,
         "data.packing=off",
         "data.seq_len=250",
-        "objective.neftune_alpha=5",
         "trainer.precision=fp8",
     ],
     "lora_bf16-true": [*LORA, "trainer.precision=bf16-true"],
@@ -82,7 +81,7 @@ DPO = {
 }
 # fp8 layers times products. LoRA: three per step. fsdp: in each of two micro-batches the forward product twice and one
 # more, since the weights' gradients are in bf16. Both: one more in the single batch of validation.
-FP8_PRODUCTS = {"fp8_lora_padded_noise": 2 * (3 * STEPS + 1), "fp8_fsdp_two_ranks": 2 * (2 * 3 * STEPS + 1)}
+FP8_PRODUCTS = {"fp8_lora_padded": 2 * (3 * STEPS + 1), "fp8_fsdp_two_ranks": 2 * (2 * 3 * STEPS + 1)}
 # What may wait for the device: writing a row, a score or a checkpoint, and the start of the run.
 MAY_WAIT = {
     "callbacks/metrics.py": {"_log_step", "log_validation", "on_train_start", "state_dict"},

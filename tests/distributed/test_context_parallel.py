@@ -86,7 +86,6 @@ def test_heads_and_tokens_change_places() -> None:
     [
         (["trainer.devices=3"], "context_parallel_size=2 does not divide trainer.devices=3"),
         (["objective=dpo", "data=preference_jsonl"], "objective=dpo does not go with"),
-        (["objective=sft", "data=chat_jsonl", "objective.neftune_alpha=5"], "objective.neftune_alpha"),
         (["model=moe_small"], "balance of"),
         (["trainer.devices=3", "trainer.fsdp.context_parallel_size=3"], "does not divide model.num_attention_heads=2"),
         (["model.attention=sdpa"], "Set model.attention=auto"),

@@ -17,7 +17,6 @@ from lmtrain.objectives.kto import KTO, KTOOptions, check_labels, kto_losses
 from lmtrain.objectives.mdlm import MDLM
 from lmtrain.objectives.parts import options_of
 from lmtrain.objectives.reward import RewardModel
-from lmtrain.objectives.sft import token_lengths
 from lmtrain.objectives.with_reference import ReferenceObjective
 
 
@@ -95,12 +94,6 @@ def test_ktos_losses_are_equation_8() -> None:
     found = kto_losses(torch.tensor([1.0, 1.0]), torch.tensor([True, False]), torch.tensor(0.4), options)
     s = torch.sigmoid(torch.tensor([0.5 * (1.0 - 0.4), 0.5 * (0.4 - 1.0)]))
     torch.testing.assert_close(found, torch.tensor([2.0, 3.0]) * (1 - s))
-
-
-def test_rows_without_borders_are_one_example_each() -> None:
-    assert token_lengths({"input_ids": torch.zeros(2, 3)}).tolist() == [[[3], [3], [3]]] * 2
-    packed = {"input_ids": torch.zeros(1, 5), "cu_seqlens": torch.tensor([0, 2, 5])}
-    assert token_lengths(packed).flatten().tolist() == [2, 2, 3, 3, 3]
 
 
 def test_the_places_of_rows_from_a_callers_loader_count_on() -> None:

@@ -17,7 +17,6 @@ from lmtrain.data.text.windows import IGNORE
 from lmtrain.models.build import build_model
 from lmtrain.models.documents import Inputs
 from lmtrain.models.language_model import LanguageModel
-from lmtrain.objectives.sft import add_noise, token_lengths
 from lmtrain.run.build import build_datamodule
 from support import TINY, rows
 
@@ -146,23 +145,6 @@ def test_validation_loss_is_the_token_mean_of_its_rows(chats: Path, tmp_path: Pa
         count += int((batch["labels"] != IGNORE).sum())
     logged = [r["val/loss"] for r in rows(tmp_path / "run" / "metrics.jsonl") if "val/loss" in r]
     assert logged[-1] == pytest.approx(total / count, rel=1e-5)
-
-
-def test_neftune_noise_has_the_papers_size_and_only_trains(chats: Path, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    lengths = torch.tensor([[[16], [64]]])
-    noise = add_noise(torch.zeros(1, 2, 10_000), 5.0, lengths)[0].abs().max(dim=-1).values
-    expected = 5.0 / (torch.tensor([16.0, 64.0]) * 10_000).sqrt()
-    torch.testing.assert_close(noise, expected, rtol=1e-2, atol=0)
-    batch = {"input_ids": torch.zeros(1, 6), "cu_seqlens": torch.tensor([0, 4, 6])}
-    assert token_lengths(batch).flatten().tolist() == [4, 4, 4, 4, 2, 2]
-
-    still = ["optimizer.lr=0.0", "trainer.max_steps=1"]
-    plain, noisy = tmp_path / "plain", tmp_path / "noisy"
-    assert sft(chats, plain, *still).code == sft(chats, noisy, *still, "objective.neftune_alpha=20").code == 0
-    a, b = (rows(folder / "metrics.jsonl") for folder in (plain, noisy))
-    assert a[0]["train/loss"] != b[0]["train/loss"]
-    assert a[-1]["val/loss"] == b[-1]["val/loss"]
 
 
 GOOD = conversation(1)

@@ -74,7 +74,8 @@ def changes(theirs: dict[str, Any], ours: Fingerprint, before: dict[str, Any], c
         if name in ours["keys"] and not same(then, ours["keys"][name])
     ]
     gone = {name: then for name, then in theirs["keys"].items() if name in GONE and name not in ours["keys"]}
-    found += [Difference(name, then, "removed") for name, then in gone.items() if GONE[name] not in (None, then)]
+    gone = {name: then for name, then in gone.items() if then is not None and GONE[name] not in (None, then)}
+    found += [Difference(name, then, "removed") for name, then in gone.items()]
     for name in {**theirs["contents"], **{name: None for name in now if name.startswith(FEATURE)}}:
         then = theirs["contents"].get(name)
         if (name in now or name.startswith(FEATURE)) and not same(then, now.get(name)):

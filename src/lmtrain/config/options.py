@@ -38,8 +38,6 @@ class SFTConfig(CausalLMConfig):
     rows: ClassVar[str] = "conversations"
     headline: ClassVar[tuple[str, ...]] = ("loss",)
 
-    neftune_alpha: Annotated[float | None, TRAJECTORY, not_negative] = None
-
 
 @dataclass(kw_only=True)
 class DPOConfig(ObjectiveConfig):
