@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from helpers_models import tiny
 from inprocess import run
-from lmtrain.adapters.memory import memory_blocks
 from lmtrain.adapters.memory_adapter import attach, has_been_trained
 from lmtrain.checkpoints import store
 from lmtrain.config import compose as rules
@@ -116,19 +115,6 @@ def test_the_modeling_file_needs_no_lmtrain(bases: dict[str, Path], chats: Path,
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    page = tmp_path / "chapters.html"
-    shown = run("inspect", f"run_dir={tmp_path / 'run'}", "inspect.text=abc", f"inspect.html={page}")
-    assert shown.code == 0, shown.err
-    written = page.read_text()
-    assert "of which each token reads 2 (top-k)" in written
-    live, tokenizer, _ = trained.from_run(RunDir(tmp_path / "run"), "last", {})
-    logits(live, torch.tensor([tokenizer("abc")["input_ids"]]))
-    for layer, block in enumerate(memory_blocks(live)):
-        first = block.last_router_logits[-1].topk(2).indices.tolist()  # chapters of the last token
-        assert f"after layer {layer}" in shown.out
-        assert f"c[{first[0]},{first[1]}]" in shown.out
-        assert f"chapters {first[0]}, {first[1]}" in written
-        assert f"c<sub>{first[0]}</sub>" in written
     merged = run("export", f"run_dir={tmp_path / 'run'}", "export.merge=true")
     assert merged.code == 2
     assert "a memory can't be merged into its base" in merged.err

@@ -55,15 +55,13 @@ def look(browser: Browser, address: str, name: str, shots: Path) -> list[str]:
 
 
 def look_at_reports(browser: Browser, runs: Path, shots: Path) -> list[str]:
-    """Pages of a run, of two compared, of a memory over time and in a text, of a pipeline."""
+    """Pages of a run, of two compared, of a memory over time, of a pipeline."""
     for name in ("first", "memory"):
         lmtrain(["lmtrain.report", str(runs / name)], runs.parent)
     both = [str(runs / name) for name in ("first", "second")]
     lmtrain(["lmtrain.report", *both, "--out", str(shots / "compared.html")], runs.parent)
-    text = 'inspect.text="def read(path: str) -> str: return open(path).read()"'
-    lmtrain(["lmtrain.inspect", f"run_dir={runs}/memory", text, f"inspect.html={shots}/chapters.html"], runs.parent)
     pages = {"report": runs / "first/report.html", "compared": shots / "compared.html",
-             "heat_map": runs / "memory/report.html", "chapters": shots / "chapters.html",
+             "heat_map": runs / "memory/report.html",
              "pipeline": runs / "laptop/report.html"}  # fmt: skip
     return [line for name, page in pages.items() for line in look(browser, page.as_uri(), name, shots)]
 

@@ -44,7 +44,7 @@ HARMLESS = named(
     data.config_name data.conversation_format data.document_start data.fim.middle_token data.fim.prefix_token
     data.fim.suffix_token data.prompt_template data.response_template data.revision data.system_prompt
     data.text_column data.train_split data.val_split estimate.device evaluate.checkpoint evaluate.name
-    export.checkpoint generate.checkpoint generate.prompt generate.system_prompt inspect.text memory.layers
+    export.checkpoint generate.checkpoint generate.prompt generate.system_prompt memory.layers
     model.attention model.family model.hidden_act model.name model.revision
     objective.mask_token objective.name objective.stop_tokens optimizer.adamw_pattern optimizer.betas
     optimizer.full_state_pattern optimizer.name peft.init_weights peft.modules_to_save peft.target_modules run.name

@@ -396,7 +396,7 @@ class Config:
     kept: ClassVar[Mapping[str, Any]] = {}  # set per config by compose.check: values read from the environment
     command: ClassVar[Command] = Command()
 
-    run_dir: Annotated[str | None, SHOWN, SOURCE, ReadBy(("export", "generate", "inspect"))]
+    run_dir: Annotated[str | None, SHOWN, SOURCE, ReadBy(("export", "generate"))]
     seed: Annotated[int, TRAJECTORY, between(0, 2**32 - 1)]
     run: RunConfig
     objective: ObjectiveConfig

@@ -202,5 +202,4 @@ class InspectConfig:
     split: Annotated[str, SHOWN, choice("train", "val")]
     samples: Annotated[int, SHOWN, not_negative]
     tokens: Annotated[int, SHOWN, at_least(1)]
-    text: Annotated[str | None, SHOWN, OPEN] = None  # if set, shows which memory chapters each token of this text reads
     html: Annotated[str | None, SHOWN]

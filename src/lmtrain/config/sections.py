@@ -35,10 +35,11 @@ GONE: dict[str, Any] = {
     **dict.fromkeys(f"callbacks.ema.{key}" for key in ("update_every_n_steps", "update_starting_at_step")),
     **dict.fromkeys(("callbacks.progress.plain_every_seconds", "estimate.headroom", "sweep.startup_trials")),
     **dict.fromkeys(("trainer.float32_matmul_precision", "trainer.spike_factor", "trainer.spike_window")),
-    **dict.fromkeys(("tune.diverged", "tune.smoothing")),
+    **dict.fromkeys(("tune.diverged", "tune.smoothing", "inspect.text")),
     "objective.engine": "in_process", "objective.loss_chunk_tokens": "auto",
     "objective.neftune_alpha": 0.0, "objective.z_loss": 0.0, "objective.label_smoothing": 0.0,
-    "optimizer.nesterov": True, "optimizer.ns_steps": 5, "optimizer.beta2_decay": -0.8, "optimizer.eps": 1e-30, "optimizer.clip_threshold": 1.0,
+    "optimizer.nesterov": True, "optimizer.ns_steps": 5,
+    "optimizer.beta2_decay": -0.8, "optimizer.eps": 1e-30, "optimizer.clip_threshold": 1.0,
 }  # fmt: skip
 
 

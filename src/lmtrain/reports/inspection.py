@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from lmtrain import errors, terminal
-from lmtrain.config import trust
 from lmtrain.config.schema import Config
 from lmtrain.data.corpus import Corpus, build_corpus
 from lmtrain.data.examples.documents import Examples
@@ -19,8 +18,7 @@ from lmtrain.data.examples.rows import PackedRows
 from lmtrain.data.text.windows import IGNORE, Windows
 from lmtrain.errors import UserError
 from lmtrain.reports.report_page import document, rendered, write_page
-from lmtrain.reports.token_view import TokenPiece, has_colour, legend, marked, pieces, show_chapters
-from lmtrain.run_folder import trained
+from lmtrain.reports.token_view import TokenPiece, has_colour, legend, marked, pieces
 
 _PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 _HEADLINE = ("examples", "documents", "tokens", "learned")  # facts that the page begins with, if they are there
@@ -71,22 +69,10 @@ class Inspection:
 def inspect(config: Config) -> int:
     """Prints row counts, lengths and decoded sample rows, and writes them to inspect.html if set."""
     terminal.quiet_libraries()
-    if config.run_dir is not None or config.inspect.text is not None:
-        return _show_chapters(config)
     found = look(config)
     show(found, terminal.console())
     if config.inspect.html is not None:
         print(f"written: {write_page(page(found), config.inspect.html)}")
-    return errors.FINISHED
-
-
-def _show_chapters(config: Config) -> int:
-    """Prints which chapters of its memory the model of run_dir reads for each token of inspect.text."""
-    text = config.inspect.text
-    if config.run_dir is None or text is None:
-        raise UserError("inspect.text shows the chapters of a memory that a text reads: set it and run_dir, its model")
-    model, tokenizer = trained.load(config.run_dir, "best", trust.granted(config))
-    show_chapters(model, tokenizer, text, terminal.console(), config.inspect.html, config.run_dir)
     return errors.FINISHED
 
 

@@ -1,22 +1,13 @@
-"""Human-readable views of tokens: borders, the loss mask in colour, the memory chapters that each token reads."""
+"""Human-readable views of tokens: borders, and the loss mask in colour."""
 
-import colorsys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.panel import Panel
 from rich.text import Text
-from transformers import PreTrainedModel
 
-from lmtrain.adapters.memory import memory_blocks
 from lmtrain.data.chat.special_text import following
-from lmtrain.errors import UserError
-from lmtrain.models.attention import generation_mode
-from lmtrain.reports.report_page import document, rendered, write_page
 from lmtrain.terminal import visible
 
 LEARNED = ("black on #9be09b", "black on #79cf79")  # two shades that alternate between neighbouring tokens
@@ -82,70 +73,3 @@ def legend(colour: bool) -> Text:
         return Text(f"{OPEN}learned{CLOSE} given, {BORDER} between tokens, ↵ ends a line")
     words = Text(" learned ", style=LEARNED[0])
     return words.append(" given, token by token; ", "default").append("bold", "bold").append(": special, ↵ ends a line")
-
-
-_IN_LEGEND = 12  # number of chapters in the page's legend: those that most tokens read
-_TURN = 137.5  # degrees between the hues of consecutive chapters: the golden angle keeps hues distinct
-
-
-@torch.no_grad()
-def chapters_read(model: PreTrainedModel, ids: list[int]) -> dict[int, list[list[int]]]:
-    """Returns, for each decoder layer with a memory, the chapters that each token reads, most probable first.
-
-    Raises:
-        UserError: the model has no memory.
-    """
-    blocks = memory_blocks(model)
-    if not blocks:
-        raise UserError("inspect.text shows the chapters that tokens read; this model has no memory (docs/memory.md)")
-    model.eval()
-    with generation_mode(model):
-        model.base_model(input_ids=torch.tensor([ids], dtype=torch.int64, device=model.device), use_cache=False)
-    found = [block.route(block.last_router_logits)[0].tolist() for block in blocks]
-    return dict(zip(blocks[0].settings.layers, found, strict=True))
-
-
-def show_chapters(
-    model: PreTrainedModel, tokenizer: Any, text: str, console: Console, html: str | None, name: str
-) -> None:
-    """Prints the text once per memory layer, each token in the colour of its first chapter; writes `html` if set.
-
-    Args:
-        name: the model's name, for the page.
-
-    Raises:
-        UserError: the text is empty, the model has no memory, or the page can't be written.
-    """
-    ids = tokenizer(text)["input_ids"]
-    if not ids:
-        raise UserError("inspect.text is empty: give some words")
-    read = chapters_read(model, ids)
-    words = [piece.text for token in ids for piece in pieces(tokenizer, [token], [False])]
-    colour = has_colour(console)
-    for layer, chapters in read.items():
-        body = Text()
-        for word, chosen in zip(words, chapters, strict=True):
-            style = f"black on {_rgb(chosen[0])}" if colour else ""
-            body.append(visible(word).replace("\n", "↵\n"), style=style)
-            body.append(f"[{','.join(map(str, chosen))}] ", style="dim")
-        console.print(Panel(body, title=Text(f"after layer {layer}: token[chapters]"), title_align="left"))
-    if html is not None:
-        settings = memory_blocks(model)[0].settings
-        about = f"{name}: {settings.num_chapters} chapters, of which each token reads {settings.top_k} (top-k)"
-        _write_chapters(html, words, read, about)
-
-
-def _rgb(chapter: int) -> str:
-    """Returns a distinct light colour for the chapter, as #rrggbb."""
-    parts = colorsys.hsv_to_rgb(chapter * _TURN % 360 / 360, 1, 1)
-    return "#" + "".join(f"{int(150 + 100 * part):02x}" for part in parts)
-
-
-def _write_chapters(path: str, words: list[str], read: dict[int, list[list[int]]], about: str) -> None:
-    title, layers = "Which chapters of its memory the model reads", []
-    for layer, chapters in read.items():
-        tokens = [(word, chosen, _rgb(chosen[0])) for word, chosen in zip(words, chapters, strict=True)]
-        most = Counter(chosen[0] for chosen in chapters).most_common(_IN_LEGEND)
-        layers.append((layer, tokens, [(chapter, _rgb(chapter), times) for chapter, times in most]))
-    body = rendered("chapters.html", title=title, about=about, layers=layers)
-    write_page(document(title, body), path)
