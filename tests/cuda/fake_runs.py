@@ -194,7 +194,7 @@ def run(name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
         mock.patch.object(memory_adapter, "check_start"),
         mock.patch.object(model_folder, "check_finite"),
         # Several chunks in a micro-batch, whose gradients are summed.
-        *([mock.patch.object(LanguageModel, "_chunk", lambda *_: 4096)] if name == "pretraining_gpt2" else []),
+        *([mock.patch.object(LanguageModel, "_chunk", return_value=4096)] if name == "pretraining_gpt2" else []),
         # Lightning deep-copies what is logged, including the storage.
         mock.patch.object(pl.LightningModule, "log_dict"),
         # With this, torch.tensor(.., device="cuda") is made on the host and copied.
