@@ -15,7 +15,7 @@ from lmtrain.run.advice import unlikely
 from support import EXPORT, TINY
 
 NO_EFFECT = {
-    "run_dir=outputs/a": "lmtrain generate reads it; the folder of this run is run.dir",
+    "run_dir=outputs/a": "lmtrain export and lmtrain generate read it; the folder of this run is run.dir",
     "export.checkpoint=last": "lmtrain export reads it",
     "generate.prompt=hello": "lmtrain generate reads it",
     "inspect.samples=9": "lmtrain inspect reads it",
