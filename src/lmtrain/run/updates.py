@@ -2,12 +2,12 @@
 
 Rows are packed, so a batch of 16 rows may be 250 short examples, and 300 examples three updates, which teach nothing.
 The number of examples per update, of passes and the learning rate therefore follow from the number of examples and the
-width of the model, by the tables below, compared with others in benchmarks/updates.py.
+size of the model, by the table below, compared with others in benchmarks/updates.py (benchmarks/RESULTS.md).
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,24 +21,38 @@ from lmtrain.data.corpus import Corpus, build_corpus
 from lmtrain.data.hub import optional_file
 from lmtrain.distributed import devices
 from lmtrain.errors import UserError
+from lmtrain.models.flops import parameter_counts
 from lmtrain.terminal import counted
 
-# (fewer examples than this, examples per update): few examples need small batches to give enough updates.
-_BATCHES = ((1_000, 4), (10_000, 16), (math.inf, 32))
-_LEAST = 300  # updates that the epochs are raised for, as far as _MOST_EPOCHS
-_EPOCHS, _MOST_EPOCHS = 3, 12  # more passes memorise the examples instead of learning from them
-_FEW = 50  # updates below which the plan warns
+
+class _Size(NamedTuple):
+    """How a model of some size learns from examples."""
+
+    batch: int  # examples per update, of fewer than _MANY: small batches give enough updates
+    passes: int  # over fewer than _MANY examples, at least
+    updates: int  # that the passes are raised for
+    most_passes: int  # more memorise the examples instead of learning from them
+
+
+# A small model needs many updates, while one that knows the language has learned a few answers after four passes, and
+# forgets other text and spoils its answers to new questions with more.
+_SMALL_MODEL, _LARGE_MODEL = _Size(2, 3, 600, 12), _Size(4, 2, 100, 4)
+_SMALL = 20e6  # parameters of a model below which it is small
+_MANY, _PASSES = 1_000, 3  # from so many examples: passes at least
+_BATCHES = ((10_000, 16), (math.inf, 32))  # and (fewer examples than this, examples per update)
+_FEW = 20  # updates below which the plan warns; 28 taught SmolLM2-135M thirty answers
 _VALIDATIONS = 8
 _FORWARD_TOKENS = 4096  # tokens of a forward pass: longer ones are not faster on a CPU, and fill a GPU well
 _ROW_MULTIPLE = 64
-_RATE_TIMES_WIDTH = 0.1  # 1.6e-3 for 64 channels, 1.7e-4 for 576, 2.4e-5 for 4,096
-_ADAPTERS, _MOST_RATE = 10, 1e-3
+_RATE_TIMES_ROOT = 2.0  # 1.7e-4 for 135 million parameters, 2.4e-5 for 7 billion
+_MOST_RATES = ((100, 8e-4), (math.inf, 1.6e-3))  # (fewer examples than this, rate): few are soon learned by heart
+_ADAPTERS, _MOST_ADAPTERS_RATE = 10, 1e-3
 
 
 def settle(config: Config) -> None:
     """Sets what budget.updates plans, unless it was typed: rows per update, row length, epochs, rate, validations.
 
-    budget.updates is a number of updates, or auto: at least `_LEAST`, in `_EPOCHS` passes or more.
+    budget.updates is a number of updates, or auto: by the size of the model and the number of examples.
 
     Raises:
         UserError: the rows are text, which has no examples.
@@ -59,8 +73,11 @@ def settle(config: Config) -> None:
     if examples is None:
         return  # rows of a user's own format, which are not packed
     number, tokens = len(examples), int(examples.lengths.sum())
-    size = next(size for below, size in _BATCHES if number < below)
-    epochs = min(_MOST_EPOCHS, max(_EPOCHS, math.ceil(_LEAST * size / number)))
+    parameters = count_parameters(config, corpus.tokenizer)
+    learner = _SMALL_MODEL if parameters < _SMALL else _LARGE_MODEL
+    size = next(size for below, size in ((_MANY, learner.batch), *_BATCHES) if number < below)
+    passes = learner.passes if number < _MANY else _PASSES
+    epochs = min(learner.most_passes, max(passes, math.ceil(learner.updates * size / number)))
     if asked != "auto":
         epochs = max(1, math.ceil(int(asked) * size / number))
     plan: dict[str, Any] = rows_of(config, size, tokens / number, int(examples.lengths.max()))
@@ -71,7 +88,7 @@ def settle(config: Config) -> None:
     plan["trainer.val_before_training"] = True  # to see at the end whether the loss has fallen
     # Preferences and rewards need rates of their own, and so do other optimizers.
     if config.objective.rows == "conversations" and config.optimizer.name in ("adamw", "adamw_8bit"):
-        plan["optimizer.lr"] = learning_rate(config, corpus.tokenizer)
+        plan["optimizer.lr"] = learning_rate(parameters, number, config.peft.method != "none")
     for key, value in plan.items():
         if key not in typed:
             section, name = key.split(".")
@@ -103,25 +120,30 @@ def rows_of(config: Config, size: int, mean: float, longest: int) -> dict[str, A
         held = max(1, int(data.seq_len / mean))  # whole examples in the longest row
         rows = max(1, round(size / parts / held))
         if rows == 1:  # whole examples leave a rest of the row free
-            needed = max(longest, (size / parts + 0.5) * mean)
+            needed = max(longest, (size / parts + 0.25) * mean)
             length = min(length, math.ceil(needed / _ROW_MULTIPLE) * _ROW_MULTIPLE)
     micro = nearest_divisor(rows, min(rows, max(1, _FORWARD_TOKENS // length)))
     plan = {"data.global_batch_size": rows * parts, "data.micro_batch_size": micro}
     return plan if data.packing in (None, "off") else {**plan, "data.seq_len": length}
 
 
-def learning_rate(config: Config, tokenizer: Any) -> float:
-    """Returns the rate for fine-tuning: inverse to the model's width, and ten times that for adapters.
-
-    Wider layers need smaller updates of each weight (muP, Yang et al. 2022, arXiv:2203.03466); the factor for adapters
-    is that of "LoRA Without Regret" (Schulman et al. 2025). Two digits, so that the plan can be read.
-    """
+def count_parameters(config: Config, tokenizer: Any) -> int:
+    """Returns the number of parameters of the model that `config` trains, adapters included."""
     with torch.device("meta"):
-        model = build_trainable_model(config, tokenizer)
-    width = model.config.get_text_config().hidden_size
-    rate = _RATE_TIMES_WIDTH / width
-    if config.peft.method != "none":
-        rate = min(_ADAPTERS * rate, _MOST_RATE)
+        return parameter_counts(build_trainable_model(config, tokenizer))[0]
+
+
+def learning_rate(parameters: int, examples: int, adapters: bool) -> float:
+    """Returns the rate for fine-tuning so many parameters: inverse to their root, and ten times that for adapters.
+
+    Wider layers need smaller updates of each weight (muP, Yang et al. 2022, arXiv:2203.03466), and so do deeper models
+    (Yang et al. 2023, arXiv:2310.02244): the root of the parameters grows with the width and the root of the depth.
+    The factor for adapters is that of "LoRA Without Regret" (Schulman et al. 2025). Two digits, to be read in the plan.
+    """
+    most = next(rate for below, rate in _MOST_RATES if examples < below)
+    rate = min(_RATE_TIMES_ROOT / math.sqrt(parameters), most)
+    if adapters:
+        rate = min(_ADAPTERS * rate, _MOST_ADAPTERS_RATE)
     return float(f"{rate:.1e}")
 
 
