@@ -31,8 +31,8 @@ def test_the_written_test_passes(kind: str, tmp_path: Path, monkeypatch: pytest.
 def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     cases = {
-        ("data", "my_thing"): "objective, model, dataset, optimizer",
-        ("objective", "My-Thing"): "name a module",
+        ("data", "my_thing"): "environment, objective, model, optimizer",
+        ("reward", "My-Thing"): "name a module",
         ("dataset", "lambda"): "no word of Python's",
     }
     for argv, said in cases.items():
@@ -41,5 +41,5 @@ def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert said in ended.err
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "test_mine.py").touch()
-    assert "test_mine.py is there already" in run("new", "objective", "mine").err
+    assert "test_mine.py is there already" in run("new", "reward", "mine").err
     assert [p.name for p in tmp_path.iterdir()] == ["test_mine.py"]

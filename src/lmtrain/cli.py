@@ -45,7 +45,7 @@ OTHERS = {  # commands that have a command line of their own
     "runs": "the runs under a folder: status, step, best score, age",
     "explain": "where values come from: a key, a section or the whole composition",
     "doctor": "what this machine can do, and what is missing",
-    "new": "the skeleton of an objective, model, dataset or optimizer of your own, with its test",
+    "new": "the skeleton of a reward, dataset, environment, objective, model, ... of your own, with its test",
 }
 PRINTING = ("inspect", "estimate", "generate", "chat")  # commands that end with the reader of their output
 FIRST = ("train", "inspect", "chat", "evaluate", "report")  # what people need first, in this order

@@ -9,7 +9,7 @@ from lmtrain import cli, errors
 from lmtrain.errors import UserError, did_you_mean
 
 SKELETONS = Path(__file__).with_name("skeletons")  # <kind>.txt, <kind>_test.txt, trained.txt
-KINDS = ("objective", "model", "dataset", "optimizer")
+KINDS = ("reward", "dataset", "environment", "objective", "model", "optimizer")
 
 
 def write(kind: str, name: str) -> int:

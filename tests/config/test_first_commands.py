@@ -164,7 +164,8 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "train questions.csv": {"objective.name": "sft", "data.path": "questions.csv"},
     "train pairs.jsonl": {"objective.name": "dpo", "data.rows": "pairs", "model.name_or_path": SMOL},
     "train labels.jsonl": {"objective.name": "kto", "model.name_or_path": SMOL, "peft.r": 16},
-    "train chats.jsonl model=Qwen/Qwen3-0.6B": {"trainer.max_epochs": 3, "model.name_or_path": "Qwen/Qwen3-0.6B"},
+    "train chats.jsonl model=Qwen/Qwen3-0.6B": {
+        "budget.updates": "auto", "trainer.max_epochs": None, "model.name_or_path": "Qwen/Qwen3-0.6B"},
     "train pairs.jsonl model=base peft=lora": {"objective.name": "dpo", "model.name_or_path": "base"},
     "train chats.jsonl model=gpt_nano": {"objective.name": "sft", "data.chat_template": "alpaca", "data.seq_len": 256},
     "train chats.jsonl experiment=sft_smollm2": {"objective.name": "sft", "peft.r": None},
@@ -263,8 +264,8 @@ ANSWERED: dict[str, tuple[str, ...]] = {
     "chat model=outputs/first": ("python -m lmtrain.chat outputs/first",),
     "report": ("which run? python -m lmtrain.report outputs/NAME",),
     "sweep_report": ("python -m lmtrain.sweep_report FOLDER",),
-    "new": ("python -m lmtrain.new objective my_thing",),
-    "new dataset": ("python -m lmtrain.new dataset my_thing",),
+    "new": ("python -m lmtrain.new reward my_thing",),
+    "new environment": ("python -m lmtrain.new environment my_thing",),
     "new objectiv x": ("did you mean objective?",),
     "pipeline": ("pipeline=laptop",),
     # values and spaces
