@@ -35,8 +35,8 @@ class _Size(NamedTuple):
 
 
 # A small model needs many updates, while one that knows the language has learned a few answers after four passes, and
-# forgets other text and spoils its answers to new questions with more.
-_SMALL_MODEL, _LARGE_MODEL = _Size(2, 3, 600, 12), _Size(4, 2, 100, 4)
+# forgets other text and spoils its answers to new questions with more. Its adapters begin at zero, and take twice that.
+_SMALL_MODEL, _LARGE_MODEL, _WITH_ADAPTERS = _Size(2, 3, 600, 12), _Size(4, 2, 100, 4), _Size(4, 2, 200, 8)
 _SMALL = 20e6  # parameters of a model below which it is small
 _MANY, _PASSES = 1_000, 3  # from so many examples: passes at least
 _BATCHES = ((10_000, 16), (math.inf, 32))  # and (fewer examples than this, examples per update)
@@ -46,7 +46,7 @@ _FORWARD_TOKENS = 4096  # tokens of a forward pass: longer ones are not faster o
 _ROW_MULTIPLE = 64
 _RATE_TIMES_ROOT = 2.0  # 1.7e-4 for 135 million parameters, 2.4e-5 for 7 billion
 _MOST_RATES = ((100, 8e-4), (math.inf, 1.6e-3))  # (fewer examples than this, rate): few are soon learned by heart
-_ADAPTERS, _MOST_ADAPTERS_RATE = 10, 1e-3
+_ADAPTERS, _MOST_ADAPTERS_RATE = 10, 2e-3
 
 
 def settle(config: Config) -> None:
@@ -74,7 +74,9 @@ def settle(config: Config) -> None:
         return  # rows of a user's own format, which are not packed
     number, tokens = len(examples), int(examples.lengths.sum())
     parameters = count_parameters(config, corpus.tokenizer)
-    learner = _SMALL_MODEL if parameters < _SMALL else _LARGE_MODEL
+    adapters = config.peft.method != "none"
+    large = _WITH_ADAPTERS if adapters else _LARGE_MODEL
+    learner = _SMALL_MODEL if parameters < _SMALL else large
     size = next(size for below, size in ((_MANY, learner.batch), *_BATCHES) if number < below)
     passes = learner.passes if number < _MANY else _PASSES
     epochs = min(learner.most_passes, max(passes, math.ceil(learner.updates * size / number)))
@@ -88,7 +90,7 @@ def settle(config: Config) -> None:
     plan["trainer.val_before_training"] = True  # to see at the end whether the loss has fallen
     # Preferences and rewards need rates of their own, and so do other optimizers.
     if config.objective.rows == "conversations" and config.optimizer.name in ("adamw", "adamw_8bit"):
-        plan["optimizer.lr"] = learning_rate(parameters, number, config.peft.method != "none")
+        plan["optimizer.lr"] = learning_rate(parameters, number, adapters)
     for key, value in plan.items():
         if key not in typed:
             section, name = key.split(".")
