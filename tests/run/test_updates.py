@@ -117,6 +117,22 @@ def test_a_large_model_learns_in_fewer_passes(model: Path, pairs: Path, monkeypa
     assert passes == [12, 4]
 
 
+def test_preferences_keep_four_pairs_an_update(model: Path, tmp_path: Path) -> None:
+    found = [{"prompt": f"what is {i}?", "chosen": "one", "rejected": f"it is {i}"} for i in range(60)]
+    path = write_chats(tmp_path / "preferences.jsonl", found)
+    words = [
+        "objective=dpo",
+        "data=preference_jsonl",
+        f"data.path={path}",
+        f"model={model}",
+        "data.chat_template=alpaca",
+    ]
+    config = check(compose([*words, "budget.updates=auto"]))
+    updates.settle(config)
+    assert config.data.global_batch_size == 4
+    assert config.trainer.max_epochs == 12
+
+
 def test_text_has_no_examples(corpus: Path) -> None:
     ended = run("train", "model=gpt_nano", "data=text", f"data.path={corpus}", "budget.updates=auto")
     assert (ended.code, "trainer.max_steps" in ended.err) == (2, True)
