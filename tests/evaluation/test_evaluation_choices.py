@@ -58,7 +58,7 @@ def test_a_model_is_placed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch
     for name in ("refuse_denoising", "check_causal"):
         monkeypatch.setattr(subject, name, lambda *_: None)
     monkeypatch.setattr(subject, "has_scalar_head", lambda _: False)
-    monkeypatch.setattr(subject, "LanguageModel", lambda found, _: SimpleNamespace(eval=lambda: ("evaluated", found)))
+    monkeypatch.setattr(subject, "LanguageModel", lambda found: SimpleNamespace(eval=lambda: ("evaluated", found)))
     found = subject.load("some/model", "best", config("trainer.accelerator=cpu"))
     assert placed == [(model, "cpu")]
     assert (found.name, found.label, found.model) == ("some/model", "some-model", ("evaluated", model))
