@@ -42,7 +42,7 @@ class StepGuard:
             if in_a_row:
                 self.in_a_row = torch.zeros_like(self.in_a_row)
             self._known = total, 0, start
-            return torch.tensor(False)
+            return torch.tensor(False, dtype=torch.bool)
         self._known = None
         bad = ~torch.isfinite(grad_norm)
         self.streak_start = torch.where(bad & (self.in_a_row == 0), step, self.streak_start)
