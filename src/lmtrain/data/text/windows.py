@@ -27,7 +27,8 @@ class Windows:
     """
 
     def __init__(self, shards: list[Shard], seq_len: int, *, seed: int | None, isolate_documents: bool) -> None:
-        self.shards, self.seq_len, self.seed, self.isolate_documents = (shards, seq_len, seed, isolate_documents)
+        self.shards, self.seq_len = shards, seq_len
+        self.seed, self.isolate_documents = seed, isolate_documents
         self.mixture: Mixture | None = None  # chooses the rows of each step if the shards are of several sources
         self.fim: FillInTheMiddle | None = None  # rearranges documents as they are read
         counts = [self._windows_in(s.tokens) for s in shards]
