@@ -117,7 +117,7 @@ def test_a_large_model_learns_in_fewer_passes(model: Path, pairs: Path, monkeypa
     assert passes == [12, 4]
 
 
-def test_preferences_keep_four_pairs_an_update(model: Path, tmp_path: Path) -> None:
+def test_preferences_take_two_pairs_an_update(model: Path, tmp_path: Path) -> None:
     found = [{"prompt": f"what is {i}?", "chosen": "one", "rejected": f"it is {i}"} for i in range(60)]
     path = write_chats(tmp_path / "preferences.jsonl", found)
     words = [
@@ -129,8 +129,8 @@ def test_preferences_keep_four_pairs_an_update(model: Path, tmp_path: Path) -> N
     ]
     config = check(compose([*words, "budget.updates=auto"]))
     updates.settle(config)
-    assert config.data.global_batch_size == 4
-    assert config.trainer.max_epochs == 12
+    assert config.data.global_batch_size == 2
+    assert config.trainer.max_epochs == 10
 
 
 def test_text_has_no_examples(corpus: Path) -> None:

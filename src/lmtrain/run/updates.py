@@ -37,7 +37,7 @@ class _Size(NamedTuple):
 # A small model needs many updates, while one that knows the language has learned a few answers after four passes, and
 # forgets other text and spoils its answers to new questions with more. Its adapters begin at zero, and take twice that.
 _SMALL_MODEL, _LARGE_MODEL, _WITH_ADAPTERS = _Size(2, 3, 600, 12), _Size(4, 2, 100, 4), _Size(4, 2, 200, 8)
-_PAIRS = _Size(4, 3, 300, 12)  # preferences, measured with a small model only
+_PAIRS = _Size(2, 3, 300, 12)  # preferences, measured with a small model only
 _SMALL = 20e6  # parameters of a model below which it is small
 _MANY, _PASSES = 1_000, 3  # from so many examples: passes at least
 _BATCHES = ((10_000, 16), (math.inf, 32))  # and (fewer examples than this, examples per update)
