@@ -123,6 +123,7 @@ def test_preferences_take_two_pairs_an_update(model: Path, tmp_path: Path) -> No
     words = [
         "objective=dpo",
         "data=preference_jsonl",
+        "data.val_fraction=0",
         f"data.path={path}",
         f"model={model}",
         "data.chat_template=alpaca",
@@ -130,7 +131,7 @@ def test_preferences_take_two_pairs_an_update(model: Path, tmp_path: Path) -> No
     config = check(compose([*words, "budget.updates=auto"]))
     updates.settle(config)
     assert config.data.global_batch_size == 2
-    assert config.trainer.max_epochs == 10
+    assert config.trainer.max_epochs == 10  # 300 updates of 2 of 60 pairs
 
 
 def test_text_has_no_examples(corpus: Path) -> None:

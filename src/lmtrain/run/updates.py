@@ -73,7 +73,9 @@ def settle(config: Config) -> None:
     examples: Any = getattr(corpus.train, "examples", None)
     if examples is None:
         return  # rows of a user's own format, which are not packed
-    number, tokens = len(examples), int(examples.lengths.sum())
+    packed = config.data.packing not in (None, "off")
+    number = len(examples) if packed else len(corpus.train)  # a pair is a row of two answers
+    tokens = int(examples.lengths.sum())
     parameters = count_parameters(config, corpus.tokenizer)
     adapters = config.peft.method != "none"
     large = _WITH_ADAPTERS if adapters else _LARGE_MODEL
