@@ -41,7 +41,8 @@ def keep() -> None:
 
 
 def _heap() -> list[tuple[int, int]]:
-    """Returns the addresses of the heap, in its parts."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    spans = [line.split()[0].split("-") for line in lines if line.endswith("[heap]")]
+    """Returns the addresses of the heap, in its parts; none where the system doesn't say them."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_bytes().splitlines() if maps.exists() else []  # paths in it may be no UTF-8
+    spans = [line.split()[0].split(b"-") for line in lines if line.endswith(b"[heap]")]
     return [(int(start, 16), int(stop, 16)) for start, stop in spans]
