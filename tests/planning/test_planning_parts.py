@@ -124,7 +124,7 @@ def test_ways_to_fit_are_the_fastest_that_fit_without_what_is_not_needed(monkeyp
     monkeypatch.setattr(estimation, "_choices", lambda config: choices)
     monkeypatch.setattr(estimation, "changed", lambda config, overrides: None if "c=1" in overrides else overrides)
     monkeypatch.setattr(
-        estimation, "memory", lambda model, overrides: {"x": 10 - sum(saves[o] for o in overrides), "y": 5}
+        estimation, "memory", lambda model, overrides, others: {"x": 10 - sum(saves[o] for o in overrides), "y": 5}
     )
     model: Any = None
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lmtrain import errors, terminal
 from lmtrain.adapters.finetune import build_trainable_model
 from lmtrain.config.batch import split_over, step_sizes
-from lmtrain.config.schema import Config, ModelConfig
+from lmtrain.config.schema import Config
 from lmtrain.config.strategies import adopt_file, check_strategy
 from lmtrain.data import tokenizers
 from lmtrain.distributed import devices
@@ -136,20 +136,24 @@ def build(config: Config, tokens: int | None = None) -> PreTrainedModel:
         return build_trainable_model(config, vocabulary(config) if tokens is None else Vocabulary(tokens, []))
 
 
-def memory(model: PreTrainedModel, config: Config) -> dict[str, int]:
-    """Returns the bytes on one device by part, with the frozen copy and other models that the objective may keep."""
+def memory(model: PreTrainedModel, config: Config, others: int | None = None) -> dict[str, int]:
+    """Returns the bytes on one device by part, with the frozen copy and other models that the objective may keep.
+
+    others: the parameters of the other models, which take time to count; None: they are counted.
+    """
     card = None if config.estimate.device is None else int(device_of(config).bytes)
     parts = flops.memory_estimate(model, config, card)
     if config.objective.reference_in_use() in ("auto", "frozen_copy") and config.peft.method == "none":
         parts["reference"] = parts["gradients"]
-    others = sum(_weights_of(other, config) for other in config.objective.other_models(config))
+    others = count_others(config) if others is None else others
     return parts | ({"other models": 4 * others} if others else {})
 
 
-def _weights_of(other: ModelConfig, config: Config) -> int:
-    known = vocabulary(config)
+def count_others(config: Config) -> int:
+    """Returns the number of parameters of the objective's other models."""
+    others = config.objective.other_models(config)
     with torch.device("meta"):
-        return build_model(other, len(known), known.eos_token_id, config.data.seq_len).num_parameters()
+        return sum(build_model(o, len(vocabulary(config)), None, config.data.seq_len).num_parameters() for o in others)
 
 
 def checkpoint_bytes(model: PreTrainedModel, config: Config) -> int:
@@ -178,17 +182,19 @@ def changed(config: Config, overrides: tuple[str, ...]) -> Config | None:
 def by_strategy(model: PreTrainedModel, config: Config) -> dict[str, dict[str, int]]:
     """Returns the memory by part under each strategy that is compatible with the config."""
     found = {name: changed(config, way.overrides) for name, way in STRATEGIES.items()}
-    return {name: memory(model, other) for name, other in found.items() if other is not None}
+    others = count_others(config)
+    return {name: memory(model, other, others) for name, other in found.items() if other is not None}
 
 
 def ways_to_fit(model: PreTrainedModel, config: Config, room: float) -> list[Change]:
     """Returns up to three changes that fit a device into `room` bytes, fastest first, without superfluous overrides."""
     fitting: list[Change] = []
+    others = count_others(config)
     for change in sorted(map(_together, itertools.product(*_choices(config))), key=operator.attrgetter("slower")):
         if any(_kinds(other) <= _kinds(change) for other in fitting):
             continue
         other = changed(config, change.overrides)
-        if other is not None and sum(memory(model, other).values()) <= room:
+        if other is not None and sum(memory(model, other, others).values()) <= room:
             fitting.append(change)
         if len(fitting) == 3:
             break

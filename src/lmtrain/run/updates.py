@@ -77,11 +77,9 @@ def settle(config: Config) -> None:
     number = len(examples) if packed else len(corpus.train)  # a pair is a row of two answers
     tokens = int(examples.lengths.sum())
     parameters = count_parameters(config, corpus.tokenizer)
-    adapters = config.peft.method != "none"
+    adapters, are_pairs = config.peft.method != "none", config.objective.rows != "conversations"
     large = _WITH_ADAPTERS if adapters else _LARGE_MODEL
-    learner = _SMALL_MODEL if parameters < _SMALL else large
-    if config.objective.rows != "conversations":
-        learner = _PAIRS
+    learner = _PAIRS if are_pairs else _SMALL_MODEL if parameters < _SMALL else large
     size = next(size for below, size in ((_MANY, learner.batch), *_BATCHES) if number < below)
     passes = learner.passes if number < _MANY else _PASSES
     epochs = min(learner.most_passes, max(passes, math.ceil(learner.updates * size / number)))
@@ -94,7 +92,7 @@ def settle(config: Config) -> None:
     plan["trainer.val_check_interval"] = max(1, math.ceil(number * epochs / size / _VALIDATIONS))
     plan["trainer.val_before_training"] = True  # to see at the end whether the loss has fallen
     # Preferences and rewards need rates of their own, and so do other optimizers.
-    if config.objective.rows == "conversations" and config.optimizer.name in ("adamw", "adamw_8bit"):
+    if not are_pairs and config.optimizer.name in ("adamw", "adamw_8bit"):
         plan["optimizer.lr"] = learning_rate(parameters, number, adapters)
     for key, value in plan.items():
         if key not in typed:
